@@ -147,6 +147,26 @@ def in_turns(
     return seconds
 
 
+def contestants_in_turns(
+    steps: Mapping[str, Callable[[], object]], rounds: int, barrier: Callable[[], object]
+) -> dict[str, list[float]]:
+    """Times a step of every contestant in each round, in a random order common to all ranks.
+
+    Returns:
+        Seconds of each contestant by round.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(steps), len(steps)):
+            barrier()
+            began = time.perf_counter()
+            steps[name]()
+            barrier()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
 @contextmanager
 def replaced(patches: Sequence[Patch]) -> Iterator[None]:
     """Replaces attributes inside the context."""

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pydist.arguments import leaves, mapped
+from pydist.arguments import leaves
 from pydist.comm.interface.ledger import calling_module
 from pydist.errors import NotSupported
+from pydist.stages.shapes import Shapes, replaced, tensors_of
 from pydist.tensor.stage import StageTensor
 
 
@@ -55,7 +56,7 @@ class Call(NamedTuple):
 
     def run(self) -> Any:
         """Returns the result on the values of the arguments."""
-        return self.func(*mapped(_value, self.args), **mapped(_value, dict(self.kwargs)))
+        return self.func(*replaced(_value, self.args), **replaced(_value, self.kwargs))
 
 
 _T: Any = Tensor
@@ -91,10 +92,11 @@ class Calls(ABC):
 
     Args:
         device: the device of the values.
+        shapes: known shapes of results.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, shapes: Shapes) -> None:
+        self.device, self._shapes = device, shapes
         self._counts = Counter[str]()
         self._tensors = 0
         self._sharing: dict[int, weakref.WeakSet[StageTensor]] = {}
@@ -122,29 +124,25 @@ class Calls(ABC):
             NotSupported: the call reads values, which only one stage has, or needs a graph that
                 spans stages.
         """
-        inputs = [x for x in leaves((args, kwargs)) if isinstance(x, StageTensor)]
+        inputs = [x for x in tensors_of((args, kwargs)) if isinstance(x, StageTensor)]
         if func in _GETTERS:
             return _GETTERS[func](inputs[0])
         if func in _REFUSED:
             raise NotSupported(
                 f"{_name(func)} on a tensor of a network in stages: {_REFUSED[func]}"
             )
-        if torch._C._current_graph_task_id() != -1:
-            raise NotSupported(
-                f"{_name(func)} on a tensor of a network in stages while backward runs: "
-                "torch.utils.checkpoint computes calls again, whose inputs other stages have"
-            )
         for x in inputs:
             x.refuse_foreign_graph()
         if any(x.calls is not self for x in inputs):
             raise NotSupported(f"{_name(func)} on tensors of several forward passes in stages")
-        before = [x.meta._version for x in inputs]
-        meta = self._on_meta(func, args, kwargs)
-        changed = [x for x, n in zip(inputs, before, strict=True) if x.meta._version != n]
-        if not changed and not any(isinstance(x, Tensor) for x in leaves((meta,))):
+        meta, metas = self._on_meta(func, args, kwargs)
+        changed = [x for x in inputs if any(x.meta is each for each in metas)]
+        if not changed and not tensors_of(meta):
             if not all(isinstance(x, _FACTS) for x in leaves((meta,))):
                 raise NotSupported(f"{_name(func)} on a tensor of a network in stages")
             return meta
+        if torch._C._current_graph_task_id() != -1:
+            return self._again(func, args, kwargs, inputs, meta)
         module = calling_module()
         key = Key(module, self._counts[module])
         self._counts[module] += 1
@@ -156,19 +154,43 @@ class Calls(ABC):
         self.made(call, new)
         return result
 
-    def _on_meta(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        metas, named = mapped(_meta_of, args), mapped(_meta_of, dict(kwargs))
+    def _again(
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        inputs: Sequence[StageTensor],
+        meta: Any,
+    ) -> Any:
+        """Returns the result of a call that backward repeats (activation checkpointing)."""
+        if any(x.value is None for x in inputs):
+            raise NotSupported(
+                f"{_name(func)} in backward on a tensor of another stage: a part under "
+                "torch.utils.checkpoint spans stages; begin the stage before or after it"
+            )
+        value = func(*replaced(_value, args), **replaced(_value, kwargs))
+        return self._wrapped(meta, value, {id(x.meta): x for x in inputs}, [])
+
+    def _on_meta(
+        self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> tuple[Any, list[Tensor]]:
+        """Returns the result on meta tensors, and those of them that the call changes."""
+        metas, named = replaced(_meta_of, args), replaced(_meta_of, kwargs)
         if func in _MOVES:
             given = [
                 x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype | Tensor)
             ]
             dtype = next((x if isinstance(x, torch.dtype) else x.dtype for x in given), None)
-            return metas[0] if dtype is None else metas[0].to(dtype)
+            return metas[0] if dtype is None else metas[0].to(dtype), []
         if "device" in named:
             named["device"] = "meta"
-        try:
+
+        def compute() -> Any:
             with torch.inference_mode(False), torch.no_grad():
                 return func(*metas, **named)
+
+        try:
+            result, changed = self._shapes.result(func, metas, named, compute)
         except (RuntimeError, TypeError) as error:
             if "meta" not in str(error).lower():
                 raise
@@ -176,6 +198,13 @@ class Calls(ABC):
                 f"{_name(func)} in {calling_module() or 'a loss'}: it reads values, which only one "
                 "stage has, so the calls that follow may differ between stages"
             ) from error
+        if not changed:
+            return result, []
+        tensors: list[Tensor] = []
+        for each in tensors_of((metas, named)):
+            if not any(each is known for known in tensors):
+                tensors.append(each)
+        return result, [tensors[i] for i in changed]
 
     def _wrapped(
         self, meta: Any, value: Any, known: Mapping[int, StageTensor], new: list[StageTensor]
@@ -216,13 +245,11 @@ def _meta(x: Tensor) -> Tensor:
     return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
 
 
-def _meta_of(x: Any) -> Any:
-    if isinstance(x, StageTensor):
-        return x.meta
-    return _meta(x) if isinstance(x, Tensor) else x
+def _meta_of(x: Tensor) -> Tensor:
+    return x.meta if isinstance(x, StageTensor) else _meta(x)
 
 
-def _value(x: Any) -> Any:
+def _value(x: Tensor) -> Tensor | None:
     return x.value if isinstance(x, StageTensor) else x
 
 

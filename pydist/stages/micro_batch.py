@@ -14,6 +14,7 @@ from pydist.errors import NotSupported, UsageError
 from pydist.group_sizes import mark_batch
 from pydist.stages.calls import Call, Calls, Key
 from pydist.stages.ranks import Stages, device_of
+from pydist.stages.shapes import Shapes, tensors_of
 from pydist.stages.transfer import Transfer, Transfers, origin_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
@@ -48,6 +49,7 @@ class MicroBatch(Calls):
         stages: the stages.
         starts: the first call of each stage but the first.
         transfers: the messages between stages.
+        shapes: of the results of calls, which micro-batches share.
         relays: whether a tensor goes through all stages between two, instead of directly.
     """
 
@@ -56,10 +58,11 @@ class MicroBatch(Calls):
         stages: Stages,
         starts: Sequence[Key],
         transfers: Transfers,
+        shapes: Shapes,
         *,
         relays: bool,
     ) -> None:
-        super().__init__(device_of(stages.mesh))
+        super().__init__(device_of(stages.mesh), shapes)
         self._stages, self._starts, self._transfers = stages, starts, transfers
         self._relays = relays
         self._stage = 0
@@ -109,8 +112,8 @@ class MicroBatch(Calls):
 
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
         """Assigns the results of a call to its stage."""
-        plain = (x for x in leaves((call.args, call.kwargs)) if isinstance(x, Tensor))
-        needs_grad = torch.is_grad_enabled() and any(_needs_grad(x) for x in plain)
+        given = tensors_of((call.args, call.kwargs))
+        needs_grad = torch.is_grad_enabled() and any(_needs_grad(x) for x in given)
         for x in results:
             x.owner, x.stages = self._stage, {self._stage}
             if x.value is None and needs_grad and x.meta.is_floating_point():

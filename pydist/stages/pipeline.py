@@ -21,6 +21,7 @@ from pydist.stages.micro_batch import MicroBatch
 from pydist.stages.plan import Plan, make_plan, plan_of_json, plan_to_json, record
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.schedule import schedule_of
+from pydist.stages.shapes import Shapes
 from pydist.stages.transfer import Transfers
 from pydist.stages.uses import Uses
 from pydist.structure import facts_of
@@ -127,7 +128,7 @@ class Pipeline:
         self.model, self.stages, self.plan = model, stages, plan
         self._micro_batches, self._schedule = micro_batches, schedule
         self._relays = skips == "relay"
-        self._transfers = Transfers(stages)
+        self._transfers, self._shapes = Transfers(stages), Shapes()
         self._uses = uses
         self._running: MicroBatch | None = None
 
@@ -276,7 +277,9 @@ class Pipeline:
             yield _Part(share, weight, mapped(cut.sharded, arguments), mapped(cut, target))
 
     def _micro_batch(self) -> MicroBatch:
-        return MicroBatch(self.stages, self.plan.starts, self._transfers, relays=self._relays)
+        return MicroBatch(
+            self.stages, self.plan.starts, self._transfers, self._shapes, relays=self._relays
+        )
 
     def _tied(self) -> list[tuple[nn.Parameter, set[int]]]:
         """Returns the trained parameters that several stages use, with these stages."""
@@ -368,8 +371,9 @@ class _Cut:
             return x
         if isinstance(part, ShardedTensor) or part.dim() < 3 or part.requires_grad:
             return part
-        dims = None if part.dim() == 5 else {}
-        return distribute_tensor(part, self._mesh, dims, first_sample=self._first)
+        if part.dim() == 5:
+            return distribute_tensor(part, self._mesh, first_sample=self._first)
+        return distribute_tensor(part, self._mesh, {}, first_sample=self._first)
 
     def _is_batch(self, x: Any) -> bool:
         return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == self._samples

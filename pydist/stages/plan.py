@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pydist.arguments import leaves, mapped
 from pydist.errors import UsageError
 from pydist.stages.calls import Call, Calls, Key, memory_of
+from pydist.stages.shapes import Shapes, tensors_of
 from pydist.stages.uses import Uses
 from pydist.tensor.stage import StageTensor
 
@@ -68,7 +69,7 @@ class _Recorder(Calls):
     """Runs a forward pass on plain tensors, and records its calls."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+        super().__init__(device, Shapes())
         self.costs: list[Cost] = []
         self._lives: dict[int, _Life] = {}  # by the number of the tensor
         self._memories: dict[int, int] = {}  # in use, by `memory_of`: another number for each
@@ -93,9 +94,8 @@ class _Recorder(Calls):
         self._changed.update(
             self._lives[x.number].memory for x in call.changed if x.number in self._lives
         )
-        values = leaves((call.args, call.kwargs))
-        plain = (x for x in values if isinstance(x, Tensor) and not isinstance(x, StageTensor))
-        self._operands.append([id(x) for x in plain])
+        values = tensors_of((call.args, call.kwargs))
+        self._operands.append([id(x) for x in values if not isinstance(x, StageTensor)])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         began = time.perf_counter()

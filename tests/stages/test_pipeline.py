@@ -368,17 +368,32 @@ def test_changing_memory_that_another_stage_shares_is_refused():
     check_stages(task_of(Shares()), [ONE, ONE], 2)
 
 
-def test_checkpointed_parts_are_refused():
-    def rank(stages):
-        model = initialized(Calls(lambda x: checkpoint(torch.exp, x, use_reentrant=False)))
-        made = pipeline(model, stages, X[:1], cuts=["last"])
-        if stages.index == 0:
-            with pytest.raises(NotSupported, match=r"torch\.utils\.checkpoint"):
-                made.step(X, TARGET, F.mse_loss)
-        else:
-            made.step(X, TARGET, F.mse_loss)
+class Checkpointed(nn.Sequential):
+    """Layers whose activations backward computes again."""
 
-    on_stages([ONE, ONE], rank)
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_checkpointed_parts():
+    def network():
+        part = Checkpointed(nn.Conv3d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv3d(2, 2, 1), nn.Tanh())
+        return nn.Sequential(nn.Conv3d(1, 2, 1), part, nn.Conv3d(2, 2, 1))
+
+    for cuts in (["1"], ["2"]):
+        for meshes in ([ONE, ONE], [DEEP, ONE]):
+            check_stages(task_of(network()), meshes, 2, cuts=cuts)
+
+    def spans(stages):
+        made = pipeline(initialized(network()), stages, X[:1], cuts=["1.2"])
+        if stages.index:
+            with pytest.raises(NotSupported, match=r"torch\.utils\.checkpoint spans stages"):
+                made.step(X, TARGET, F.mse_loss)
+            raise UsageError("ended")  # or the first stage would wait for a gradient
+        made.step(X, TARGET, F.mse_loss)
+
+    with pytest.raises(UsageError, match="ended"):
+        on_stages([ONE, ONE], spans)
 
 
 def test_tensors_of_several_passes_do_not_mix():

@@ -131,11 +131,12 @@ def test_networks_that_read_values_are_refused(function):
 def test_shapes_and_dtypes_may_be_read():
     def function(x):
         assert (x.ndim, x.numel(), x.device.type, x.dtype) == (5, 64, "cpu", torch.float64)
-        assert x.is_cpu and not x.is_cuda and not x.is_meta and x.grad is None
+        assert (x.is_cpu, x.is_cuda, x.is_meta, x.grad) == (True, False, False, None)
         assert x.to(torch.float32).dtype is torch.float32
         assert x.stride() == (64, 64, 16, 4, 1)
         y = torch.zeros_like(x, device=x.device) + x.new_ones(x.shape)
-        assert len(x) == 1 and [each.shape for each in y] == [y.shape[1:]]
+        assert len(x) == 1
+        assert [each.shape for each in y] == [y.shape[1:]]
         return y + torch.arange(x.size(2), device=x.device)
 
     record(Calls(function), (X,))

@@ -1,0 +1,198 @@
+"""Shapes of calls' results, computed on torch's meta device and remembered.
+
+torch computes some of them in Python, which takes up to milliseconds, and every stage needs those
+of all calls in each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_PLAIN = (
+    int, float, complex, str, type(None), type(Ellipsis), torch.dtype, torch.layout,
+    torch.memory_format, torch.device,
+)  # fmt: skip
+
+
+_MOST = 10_000
+
+
+class Same(NamedTuple):
+    """A result that is an argument of the call."""
+
+    argument: int
+
+
+class ViewOf(NamedTuple):
+    """A result that shares the memory of an argument, or of an earlier result."""
+
+    tensor: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class New(NamedTuple):
+    """A result in new memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Shapes:
+    """Results of calls on meta tensors, by their arguments."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Any, list[int]]] = {}
+
+    def result(
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        compute: Callable[[], Any],
+    ) -> tuple[Any, list[int]]:
+        """Returns the result of a call on meta tensors, with new or given tensors in it.
+
+        Args:
+            func: the function.
+            args: its arguments, with meta tensors.
+            kwargs: its keyword arguments.
+            compute: makes the call.
+
+        Returns:
+            The result, and the indices of the tensors among the arguments that the call changes.
+        """
+        tensors: list[Tensor] = []
+        key: Hashable = None
+        try:
+            key = (func, _key(args, tensors), _key(dict(kwargs), tensors), _sharing(tensors))
+            found = self._known.get(key)
+        except TypeError:  # an argument of another type
+            found, key, tensors = None, None, tensors_of((args, kwargs))
+        if found is not None:
+            recipe, changed = found
+            for i in changed:
+                torch.autograd.graph.increment_version(tensors[i])
+            return _made(recipe, list(tensors)), changed
+        before = [each._version for each in tensors]
+        result = compute()
+        changed = [i for i, n in enumerate(before) if tensors[i]._version != n]
+        if len(self._known) > _MOST:  # of calls with other numbers each time
+            self._known.clear()
+        if key is not None and all(x.layout == torch.strided for x in tensors_of(result)):
+            self._known[key] = _recipe(result, list(tensors)), changed
+        return result, changed
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Returns the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in tensors_of(each)]
+    return []
+
+
+def replaced(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """Returns nested tuples, lists, dicts and slices with all tensors replaced."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, tuple | list):
+        parts = [replaced(fn, each) for each in value]
+        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+    if isinstance(value, Mapping):
+        return {key: replaced(fn, each) for key, each in value.items()}
+    if isinstance(value, slice):
+        return slice(*(replaced(fn, each) for each in (value.start, value.stop, value.step)))
+    return value
+
+
+def _key(value: Any, tensors: list[Tensor]) -> Hashable:
+    """Returns a key of an argument; adds its tensors to a list.
+
+    Raises:
+        TypeError: the argument is of a type that may change.
+    """
+    if isinstance(value, Tensor):
+        for i, each in enumerate(tensors):
+            if each is value:
+                return Same(i)
+        tensors.append(value)
+        return value.shape, value.stride(), value.storage_offset(), value.dtype
+    kind = type(value)
+    if isinstance(value, _PLAIN):
+        return kind, value  # True is no 1
+    if kind is slice:
+        return kind, _key((value.start, value.stop, value.step), tensors)
+    if kind in (tuple, list, torch.Size):
+        return kind, tuple(_key(each, tensors) for each in value)
+    if kind is dict:
+        return kind, tuple((name, _key(each, tensors)) for name, each in value.items())
+    raise TypeError(kind)
+
+
+def _sharing(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Returns, for each tensor, the first with the same memory."""
+    storages = [each.untyped_storage()._cdata for each in tensors]
+    return tuple(map(storages.index, storages))
+
+
+def _recipe(value: Any, tensors: list[Tensor]) -> Any:
+    """Returns a result with descriptions in the places of its tensors."""
+
+    def described(x: Tensor) -> Any:
+        storage = x.untyped_storage()._cdata
+        for i, each in enumerate(tensors):
+            if each is x:
+                return Same(i)
+        size, stride = tuple(x.shape), x.stride()
+        for i, each in enumerate(tensors):
+            if each.untyped_storage()._cdata == storage:
+                return ViewOf(i, size, stride, int(x.storage_offset()), x.dtype)
+        tensors.append(x)
+        return New(size, stride, x.dtype)
+
+    return _Recipe(replaced(described, value))
+
+
+class _Recipe(NamedTuple):
+    """The structure of a result; a class of its own, as its parts are tuples too."""
+
+    structure: Any
+
+
+def _made(recipe: _Recipe, tensors: list[Tensor]) -> Any:
+    """Returns the result that a recipe describes."""
+
+    def made(value: Any) -> Any:
+        if isinstance(value, Same):
+            return tensors[value.argument]
+        if isinstance(value, ViewOf):
+            base = tensors[value.tensor]
+            if base.dtype != value.dtype:
+                base = base.view(value.dtype)
+            return base.as_strided(value.size, value.stride, value.offset)
+        if isinstance(value, New):
+            x = torch.empty_strided(value.size, value.stride, dtype=value.dtype, device="meta")
+            tensors.append(x)
+            return x
+        if isinstance(value, tuple | list):
+            parts = [made(each) for each in value]
+            return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+        if isinstance(value, Mapping):
+            return {key: made(each) for key, each in value.items()}
+        return value
+
+    with torch.inference_mode(False), torch.no_grad():
+        return made(recipe.structure)
