@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from pydist.check.reference import Reference
 from pydist.errors import UsageError
 from pydist.mesh import Mesh
 from pydist.parallel import parallelize
+from pydist.stages import Stages, pipeline
 from pydist.tensor import ShardedTensor
 from pydist.tensor.operands import shard_of_plain
+from pydist.tensor.stage import StageTensor
 
 NOISE = 1e-3
 """A tensor that noise in the last bit changes by more, relative to itself, is only noise."""
@@ -64,6 +67,7 @@ class WholeRun:
     Args:
         model: the network; it is copied.
         x: the samples [N, C, ...].
+        micro_batches: number of parts of the batch, which run in sequence.
 
     Attributes:
         casts: the narrower types to which the network itself casts.
@@ -72,8 +76,8 @@ class WholeRun:
         UsageError: the network can't be compared.
     """
 
-    def __init__(self, model: nn.Module, x: Tensor) -> None:
-        self.x = x.detach().double()
+    def __init__(self, model: nn.Module, x: Tensor, micro_batches: int = 1) -> None:
+        self.x, self._micro_batches = x.detach().double(), micro_batches
         self._outputs: dict[tuple[str, int, int], Tensor] = {}
         self._grads: dict[str, Tensor] = {}
         net = copy.deepcopy(model).double()
@@ -86,7 +90,7 @@ class WholeRun:
             module.__dict__["_pydist_path"] = path or type(net).__name__  # for error messages
         leaf = self.x.clone().requires_grad_()
         with Reference() as reference, _watching(net, keep):
-            loss = loss_of(net(leaf))
+            loss = self._loss(net, leaf)
         self.casts = reference.casts
         if reference.draws:
             drawn = ", ".join(dict.fromkeys(reference.draws))
@@ -122,7 +126,7 @@ class WholeRun:
         net, found = copy.deepcopy(model), Differences()
         leaf = x.detach().clone().requires_grad_()
         with _watching(net, partial(self._compare, found)):
-            loss_of(net(leaf)).backward()
+            self._loss(net, leaf).backward()
         self._finish(found, _gradients(net, leaf), net)
         return found
 
@@ -139,6 +143,34 @@ class WholeRun:
         self._finish(found, _gradients(net, leaf), net)
         return SplitRun(found, recorder.calls)
 
+    def staged_differences(self, model: nn.Module, x: Tensor, stages: Stages) -> StagedRun:
+        """Computes the differences of a run in stages, of what this rank's stage has. Collective.
+
+        The input has no gradient.
+        """
+        net, found = copy.deepcopy(model), Differences()
+        made = pipeline(net, stages, x, micro_batches=self._micro_batches)
+        with _watching(net, partial(self._compare, found)):
+            made.step(x, None, lambda outputs, _: loss_of(outputs))
+        grads = _gradients(net)
+        for name in grads:
+            found.gradients[name] = difference(grads[name], self._grads[name])
+        made.gather()
+        self._compare_buffers(found, net)
+        return StagedRun(found, str(made.plan))
+
+    def without_gradient(self, found: Differences) -> dict[str, float]:
+        """Returns NaN for each parameter whose gradient no stage has."""
+        return {n: math.nan for n in self._grads if n != INPUT and n not in found.gradients}
+
+    def _loss(self, net: nn.Module, x: Tensor) -> Any:
+        """Returns the loss of all micro-batches, each weighted by its samples."""
+        parts = self._micro_batches
+        if parts == 1:
+            return loss_of(net(x))
+        cuts = [len(x) * i // parts for i in range(parts + 1)]
+        return sum(loss_of(net(x[a:b])) * ((b - a) / len(x)) for a, b in pairwise(cuts))
+
     def _compare(
         self, found: Differences, path: str, call: int, number: int, value: Tensor
     ) -> None:
@@ -150,8 +182,24 @@ class WholeRun:
     def _finish(self, found: Differences, grads: dict[str, Tensor], net: nn.Module) -> None:
         for name, expected in self._grads.items():
             found.gradients[name] = difference(grads[name], expected)
+        self._compare_buffers(found, net)
+
+    def _compare_buffers(self, found: Differences, net: nn.Module) -> None:
         for name, value in _buffers(net).items():
             found.buffers[name] = difference(value, self._buffers[name])
+
+
+@dataclass
+class StagedRun:
+    """Result of one rank of a run in stages.
+
+    Attributes:
+        differences: the differences of what its stage has.
+        plan: the table of the stages.
+    """
+
+    differences: Differences
+    plan: str
 
 
 @dataclass
@@ -229,7 +277,9 @@ def _watching(net: nn.Module, tell: Callable[[str, int, int, Tensor], None]) -> 
         call = calls[path] = calls.get(path, -1) + 1
         with torch.no_grad():
             for number, value in enumerate(_floating(outputs)):
-                tell(path, call, number, value)
+                own = value.value if isinstance(value, StageTensor) else value
+                if own is not None:  # else another stage has it
+                    tell(path, call, number, own)
 
     layers = [(p, m) for p, m in net.named_modules() if not p or not any(m.children())]
     handles = [m.register_forward_hook(partial(after, p)) for p, m in layers]
@@ -240,9 +290,9 @@ def _watching(net: nn.Module, tell: Callable[[str, int, int, Tensor], None]) -> 
             handle.remove()
 
 
-def _gradients(net: nn.Module, leaf: Tensor) -> dict[str, Tensor]:
+def _gradients(net: nn.Module, leaf: Tensor | None = None) -> dict[str, Tensor]:
     grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
-    return grads | ({INPUT: leaf.grad} if leaf.grad is not None else {})
+    return grads if leaf is None or leaf.grad is None else {**grads, INPUT: leaf.grad}
 
 
 def _buffers(net: nn.Module) -> dict[str, Tensor]:

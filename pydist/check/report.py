@@ -26,7 +26,10 @@ class Report:
         dtype: dtype of the partitioned run.
         found: largest differences over all ranks.
         bounds: the largest allowed differences.
-        calls: the calls of every rank, in order.
+        calls: the calls of every rank, in order; none of runs in stages.
+        plan: the table of the stages.
+        stages: their number.
+        micro_batches: number of parts of the batch.
         kinds: class of each module, by path.
         dropout_off: dropout modules that were switched off for the comparison.
         casts: narrower types to which the network itself casts; bounds take them into account.
@@ -44,6 +47,9 @@ class Report:
     bounds: Differences
     calls: list[list[Call]]
     kinds: dict[str, str]
+    plan: str = ""
+    stages: int = 1
+    micro_batches: int = 1
     dropout_off: list[str] = field(default_factory=list)
     casts: list[str] = field(default_factory=list)
     unsteady: bool = False
@@ -57,7 +63,7 @@ class Report:
     @property
     def refusals(self) -> list[str]:
         """Refusals of calls without an exact form, without duplicates."""
-        return list(dict.fromkeys(c.refusal for c in self.calls[0] if c.refusal))
+        return list(dict.fromkeys(c.refusal for c in (self.calls or [[]])[0] if c.refusal))
 
     def is_noise(self, bound: float) -> bool:
         """Returns whether a tensor with this bound is only noise."""
@@ -113,10 +119,11 @@ def format_report(report: Report) -> str:
         grid = f"channel {report.channel}, {grid}"
     shape = ", ".join(map(str, report.sample))
     kind = str(report.dtype).removeprefix("torch.")
-    lines = [
-        f"{report.batch} × [{shape}] split {grid} over {len(report.calls)} ranks, {kind}", "",
-        *_calls(report), "", *_layers(report), "",
-    ]  # fmt: skip
+    how = f"split {grid} over {len(report.calls)} ranks"
+    if report.plan:
+        how = f"in {report.micro_batches} micro-batches through {report.stages} stages of {grid}"
+    table = [report.plan] if report.plan else _calls(report)
+    lines = [f"{report.batch} × [{shape}] {how}, {kind}", "", *table, "", *_layers(report), ""]
     bounds = report.bounds
     if any(map(report.is_noise, (*bounds.gradients.values(), *bounds.buffers.values()))):
         lines.append("noise: zero except for rounding, also on one device (a bias before a norm)")

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pydist.check.compare import NOISE, Differences, SplitRun, WholeRun
+from pydist.check.calls import Call
+from pydist.check.compare import NOISE, Differences, SplitRun, StagedRun, WholeRun
 from pydist.check.report import Report
 from pydist.comm import Transport, run_local
 from pydist.errors import UsageError
 from pydist.mesh import Mesh, counts_along
 from pydist.parallel import obstacle
+from pydist.stages import Stages
 
 _FLOORS = {torch.float64: 1e-12, torch.float32: 1e-6}
 """Smallest bounds."""
@@ -42,7 +44,9 @@ def check(
     spatial: Sequence[int] = (2, 1, 1),
     *,
     channel: int = 1,
-    batch: int = 2,
+    stages: int = 1,
+    micro_batches: int = 1,
+    batch: int | None = None,
     dtype: torch.dtype = torch.float64,
     train: bool = True,
     tolerance: float | None = None,
@@ -59,7 +63,9 @@ def check(
         sample: shape of one sample: channels, then one to three spatial dims.
         spatial: number of parts along each of the sample's spatial dims (depth, height, width).
         channel: number of parts of the layers' channels.
-        batch: number of samples.
+        stages: number of stages, each on ranks of its own; see `pydist.stages`.
+        micro_batches: number of parts of the batch, which run in sequence on one device.
+        batch: number of samples; by default 2 in each micro-batch.
         dtype: torch.float64 or torch.float32; in float32 the partitioned run may differ four times
             as much from float64 as the unpartitioned one.
         train: whether to use training mode, with dropout off, or evaluation mode.
@@ -76,7 +82,9 @@ def check(
             compared.
         PydistError: a rank failed.
     """
+    batch = 2 * micro_batches if batch is None else batch
     _check_arguments(sample, spatial, channel, batch, dtype)
+    _check_stages(stages, micro_batches, batch, channel * math.prod(spatial))
     if not -(2**63) <= seed < 2**63:
         raise UsageError(f"seed={seed}: a number of 64 bits")
     if tolerance is not None and not tolerance >= 0:
@@ -90,21 +98,35 @@ def check(
     x = torch.randn(batch, *sample, generator=torch.Generator().manual_seed(seed)).to(dtype)
     spatial = (*spatial, *([1] * (3 - len(spatial))))
     axes = {"channel": channel}
-    whole = WholeRun(model, x)
+    whole = WholeRun(model, x, micro_batches)
     scale = _own_differences(whole, model, x, range(2))
 
-    def rank(transport: Transport) -> SplitRun:
-        return whole.split_differences(model, x, Mesh(transport, 1, spatial, axes=axes))
+    mesh_of_stage = {"spatial": spatial, "channel": channel}
+    found, calls, plan = Differences(), list[list[Call]](), ""
+    if stages == 1 and micro_batches == 1:
 
-    runs = run_local(rank, channel * math.prod(spatial), timeout=timeout)
-    found, calls = Differences(), [run.calls for run in runs]
-    for run in runs:
-        found.join(run.differences)
+        def rank(transport: Transport) -> SplitRun:
+            return whole.split_differences(model, x, Mesh(transport, 1, spatial, axes=axes))
+
+        for run in run_local(rank, channel * math.prod(spatial), timeout=timeout):
+            found.join(run.differences)
+            calls.append(run.calls)
+    else:
+
+        def staged(transport: Transport) -> StagedRun:
+            own = Stages(transport, [mesh_of_stage] * stages)
+            return whole.staged_differences(model, x, own)
+
+        for each in run_local(staged, stages * channel * math.prod(spatial), timeout=timeout):
+            found.join(each.differences)
+            plan = each.plan
+        found.gradients.update(whole.without_gradient(found))
     kinds = {path: type(m).__name__ for path, m in model.named_modules()}
     report = Report(
         sample=tuple(sample), spatial=spatial, channel=channel, batch=batch, dtype=dtype,
         found=found, bounds=_bounds(found, scale, whole, dtype, tolerance),
-        calls=calls, kinds=kinds, dropout_off=off if train else [],
+        calls=calls, plan=plan, stages=stages, micro_batches=micro_batches,
+        kinds=kinds, dropout_off=off if train else [],
         casts=sorted(map(str, whole.casts)), noise=_noise(whole),
         unsteady=tolerance is None
         and scale.outputs.get("", 0.0) > max(_UNSTEADY[dtype], _cast_error(whole)),
@@ -171,6 +193,18 @@ def _check_arguments(
         )
     if dtype not in _FLOORS:
         raise UsageError(f"dtype {dtype}: possible are torch.float64 and torch.float32")
+
+
+def _check_stages(stages: int, micro_batches: int, batch: int, ranks: int) -> None:
+    if stages < 1 or not 1 <= micro_batches <= batch:
+        raise UsageError(
+            f"stages={stages}, micro_batches={micro_batches}: expected at least 1, and at most as "
+            f"many micro-batches as samples ({batch})"
+        )
+    if stages * ranks > _MOST_RANKS:
+        raise UsageError(
+            f"{stages} stages of {ranks} ranks; at most {_MOST_RANKS} run as threads of one process"
+        )
 
 
 def _check_network(model: nn.Module) -> None:

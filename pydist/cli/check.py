@@ -33,12 +33,16 @@ class _Check:
     """FILE.py:NAME or MODULE:NAME of a function without arguments that creates the network."""
     sample: str
     """Shape of one sample: channels and one to three extents, as in 1,32,32,32."""
-    spatial: str = "2,1,1"
-    """Number of parts along depth, height and width."""
+    spatial: str | None = None
+    """Number of parts along depth, height and width; by default 2,1,1, or 1 in several stages."""
     channel: int = 1
     """Number of parts of the layers' channels."""
-    batch: int = 2
-    """Number of samples."""
+    stages: int = 1
+    """Number of stages, each on ranks of its own."""
+    micro_batches: int = 1
+    """Number of parts of the batch, which go through the stages one after the other."""
+    batch: int | None = None
+    """Number of samples; by default 2 in each micro-batch."""
     dtype: Literal["float64", "float32"] = "float64"
     """Precision of the partitioned run; the reference is float64."""
     eval: bool = False
@@ -57,12 +61,16 @@ def check(arguments: Sequence[str]) -> int:
     from pydist.check import check, format_report, load_factory
 
     factory = load_factory(options.factory)
-    sample, spatial = _counts("--sample", options.sample), _counts("--spatial", options.spatial)
+    sample, default = _counts("--sample", options.sample), "2,1,1"
+    if max(options.stages, options.micro_batches) > 1:
+        default = "1,1,1"
+    spatial = _counts("--spatial", default if options.spatial is None else options.spatial)
     while len(spatial) >= len(sample) and spatial[-1] == 1:
         spatial.pop()  # the default is for three dims
     try:
         report = check(
-            factory, sample, spatial, channel=options.channel, batch=options.batch,
+            factory, sample, spatial, channel=options.channel, stages=options.stages,
+            micro_batches=options.micro_batches, batch=options.batch,
             dtype=getattr(torch, options.dtype), train=not options.eval,
             tolerance=options.tolerance, seed=options.seed,
         )  # fmt: skip

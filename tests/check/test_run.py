@@ -12,6 +12,7 @@ from pydist.check import check, format_report, load_factory
 from pydist.check.report import Report
 from pydist.cli.main import main
 from pydist.errors import UsageError
+from pydist.stages.transfer import Transfer
 from pydist.tensor import HANDLERS, local_of, wrap
 
 FACTORIES = """
@@ -97,6 +98,31 @@ def test_evaluation_mode_and_other_dims():
     assert report.dropout_off == []
 
 
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_stages_and_micro_batches(dtype, spatial):
+    report = check(network, (2, 12, 8, 8), spatial, stages=3, micro_batches=2, dtype=dtype)
+    assert report.ok, format_report(report)
+    assert set(report.found.outputs) == {"", *"0123456"}
+    assert {"1.running_mean", "1.running_var"} == set(report.found.buffers)
+    assert set(report.found.gradients) == {n for n, _ in network().named_parameters()}
+    assert "4 × [2, 12, 8, 8] in 2 micro-batches through 3 stages of" in format_report(report)
+    assert "begins with" in format_report(report)
+
+
+def test_micro_batches_of_one_stage():
+    report = check(network, (2, 12, 8, 8), (1, 1, 1), micro_batches=3, batch=5)
+    assert report.ok, format_report(report)
+
+
+def test_a_wrong_transfer_between_stages_is_found(monkeypatch):
+    right = Transfer.receive_gradient
+    monkeypatch.setattr(Transfer, "receive_gradient", lambda self: right(self) * 1.01)
+    report = check(network, (2, 12, 8, 8), (1, 1, 1), stages=2)
+    assert not report.ok
+    assert "gradient of 0.weight" in report.failures
+
+
 def test_a_wrong_handler_is_found(monkeypatch):
     """The handler normalizes each shard by itself, like code unaware of ranks."""
     key = F.batch_norm
@@ -162,6 +188,9 @@ def test_command(tmp_path, capsys):
         (["{file}:good", "--sample", "1,6,a,4"], "expected numbers with commas"),
         (["{file}:good", "--sample", "1"], "expected channels and one to three extents"),
         (["{file}:good", "--sample", "1,6,4,4", "--spatial", "2,0,1"], "counts of at least 1"),
+        (["{file}:good", "--sample", "1,6,4,4", "--stages", "0"], "stages=0, micro_batches=1: exp"),
+        (["{file}:good", "--sample", "1,6,4,4", "--micro-batches", "3", "--batch", "2"], "(2)"),
+        (["{file}:good", "--sample", "1,6,4,4", "--stages", "1025"], "at most 1024 run as threads"),
         (["{file}:good", "--sample", "3,6,4,4"], "failed on 3,6,4,4: RuntimeError: Given groups=1"),
     ],
 )
