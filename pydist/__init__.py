@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pydist import check, data, inference, models, optim, profile, tensor
+    from pydist import check, data, inference, models, optim, profile, stages, tensor
     from pydist.comm import run_local
     from pydist.global_loss import sum_over_groups
     from pydist.layout import Layout, Split, layout_for_sample
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pydist.parallel import parallelize
     from pydist.partition import Partition
     from pydist.setup import init
+    from pydist.stages.pipelines import pipeline
+    from pydist.stages.ranks import init_stages
     from pydist.tensor import ShardedTensor
     from pydist.tensor.distribute import distribute_tensor
 
@@ -34,17 +36,20 @@ _HOMES = {
     "Split": "pydist.layout",
     "distribute_tensor": "pydist.tensor.distribute",
     "init": "pydist.setup",
+    "init_stages": "pydist.stages.ranks",
     "layout_for_sample": "pydist.layout",
     "parallelize": "pydist.parallel",
+    "pipeline": "pydist.stages.pipelines",
     "run_local": "pydist.comm",
     "sum_over_groups": "pydist.global_loss",
 }
-_MODULES = ("check", "data", "inference", "models", "optim", "profile", "tensor")
+_MODULES = ("check", "data", "inference", "models", "optim", "profile", "stages", "tensor")
 
 __all__ = [  # noqa: RUF022  the order of use
     "init", "Mesh", "parallelize", "distribute_tensor", "ShardedTensor", "sum_over_groups",
+    "init_stages", "pipeline",
     "Layout", "Split", "Partition", "layout_for_sample", "run_local", "data", "models",
-    "optim", "inference", "profile", "check", "tensor",
+    "optim", "inference", "profile", "check", "stages", "tensor",
 ]  # fmt: skip
 
 

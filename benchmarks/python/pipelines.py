@@ -14,6 +14,7 @@ import argparse
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def measure(options: argparse.Namespace) -> None:
     stages = init_stages(2)
     torch.manual_seed(0)
     net = UNet3d(1, 3, 8, 2) if options.quick else UNet3d(1, 3, 16, 3)
-    size = 16 if options.quick else 48
+    size = 16 if options.quick else 32
     x = torch.randn(MICRO_BATCHES, 1, size, size, size)
     labels = torch.randint(3, (MICRO_BATCHES, size, size, size))
     loss_of = torch.nn.functional.cross_entropy
@@ -85,10 +86,7 @@ def measure(options: argparse.Namespace) -> None:
         made = pipeline(copy.deepcopy(net), stages, x[:1], micro_batches=MICRO_BATCHES,
                         schedule=schedule, cuts=[cut])  # fmt: skip
         plan = str(made.plan)
-        steps[f"pydist, {schedule}"] = (
-            made.model,
-            lambda made=made: made.step(x, labels, loss_of),
-        )
+        steps[f"pydist, {schedule}"] = made.model, partial(made.step, x, labels, loss_of)
     for schedule in ("GPipe", "1F1B"):
         steps[f"torch, {schedule}"] = torch_pipeline(
             copy.deepcopy(net), stages.index, x, labels, loss_of, cut, schedule

@@ -16,8 +16,7 @@ void bind_io(py::module_& module) {
   using namespace py::literals;
   module.def(
       "crc32c",
-      [](py::handle data, std::uint32_t crc, std::int64_t start,
-         std::optional<std::int64_t> stop) {
+      [](py::handle data, std::uint32_t crc, std::int64_t start, std::optional<std::int64_t> stop) {
         const Borrowed borrowed = borrow(data, "data");
         require_cpu("data", borrowed.view());
         require_contiguous("data", borrowed.view());

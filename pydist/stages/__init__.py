@@ -1,6 +1,6 @@
 """Stages: a network's calls divided over ranks, and pipelines of micro-batches through them."""
 
-from pydist.stages.pipeline import Pipeline, pipeline
+from pydist.stages.pipelines import Pipeline, pipeline
 from pydist.stages.plan import Plan
 from pydist.stages.ranks import Stages, init_stages
 

@@ -182,3 +182,13 @@ def test_tuning(tmp_path):
     assert all(row["step"] > 0 for row in later)
     assert len(result["cost"]["steps"]) == 12
     assert result["cost"]["measuring"] > 0
+
+
+def test_pipelines(tmp_path):
+    """All contestants have the same gradients, which the script itself compares."""
+    result = run("pipelines", tmp_path)
+    rows = {row["contestant"]: row["step"] for row in result["rows"]}
+    assert rows.keys() >= {"alone", "pydist, gpipe", "pydist, 1f1b", "torch, GPipe", "torch, 1F1B"}
+    assert "begins with" in result["plan"]
+    for row in rows.values():
+        check_times(row)
