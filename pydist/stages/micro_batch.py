@@ -50,6 +50,7 @@ class MicroBatch(Calls):
         starts: the first call of each stage but the first.
         transfers: the messages between stages.
         shapes: of the results of calls, which micro-batches share.
+        repeats: the micro-batch whose forward pass this one repeats, without messages.
         relays: whether a tensor goes through all stages between two, instead of directly.
     """
 
@@ -59,6 +60,7 @@ class MicroBatch(Calls):
         starts: Sequence[Key],
         transfers: Transfers,
         shapes: Shapes,
+        repeats: MicroBatch | None = None,
         *,
         relays: bool,
     ) -> None:
@@ -69,10 +71,15 @@ class MicroBatch(Calls):
         self._origin: Any = None
         self.loss: Tensor | None = None
         """On the last stage, the loss to differentiate."""
+        self.drew_from: list[Tensor] = []
+        """States of torch's generators when the forward pass began."""
         self.shown: Tensor | None = None
         """On the last stage, this micro-batch's part of the loss, without a graph."""
         self._sent: list[_Sent] = []
         self._received: list[_Received] = []
+        self._messages: list[tuple[Transfer, Tensor | None]] = []  # all, in order
+        self._known = iter(()) if repeats is None else iter(repeats._messages)
+        self._repeats = repeats is not None
 
     # -- forward ----------------------------------------------------------------------------
 
@@ -150,15 +157,25 @@ class MicroBatch(Calls):
             x.stages.add(target)
 
     def _send(self, value: Tensor, target: int, call: str) -> None:
-        transfer = self._transfers.send(value, target, call)
+        local = local_of(value) if isinstance(value, ShardedTensor) else value
+        if self._repeats:
+            transfer = next(self._known)[0]
+        else:
+            transfer = self._transfers.send(value, target, call)
+            self._messages.append((transfer, None))
         if transfer.kind.needs_grad:
-            local = local_of(value) if isinstance(value, ShardedTensor) else value
             if self._origin is not None and self._stages.mesh.data_size > 1:
                 mark_batch(local, self._origin.sizes)
             self._sent.append(_Sent(transfer, local))
 
     def _receive(self, source: int, call: str) -> Tensor:
-        transfer, local = self._transfers.receive(source, call)
+        if self._repeats:
+            transfer, kept = next(self._known)
+            assert kept is not None
+            local = kept
+        else:
+            transfer, local = self._transfers.receive(source, call)
+            self._messages.append((transfer, local.detach()))
         if transfer.kind.needs_grad:
             leaf = local.requires_grad_()
             self._received.append(_Received(transfer, leaf))
@@ -166,6 +183,12 @@ class MicroBatch(Calls):
         return self._transfers.sharded(transfer, local, self._origin)
 
     # -- backward ---------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Frees the graph; `backward` is then that of a micro-batch which repeats this one."""
+        self._sent.clear()
+        self._received.clear()
+        self.loss = None
 
     def backward(self) -> None:
         """Runs the backward pass of this stage, and exchanges gradients with other stages."""

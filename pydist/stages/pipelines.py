@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,9 +18,16 @@ from pydist.group_sizes import GroupSizes
 from pydist.mesh import Mesh
 from pydist.parallel import broadcast_state, entry_of, parallelize
 from pydist.stages.micro_batch import MicroBatch
-from pydist.stages.plan import Plan, make_plan, plan_of_json, plan_to_json, record
+from pydist.stages.plan import (
+    Plan,
+    copied_buffers,
+    make_plan,
+    plan_of_json,
+    plan_to_json,
+    record,
+)
 from pydist.stages.ranks import Stages, device_of
-from pydist.stages.schedule import schedule_of
+from pydist.stages.schedule import Pass, schedule_of
 from pydist.stages.shapes import Shapes
 from pydist.stages.transfer import Transfers
 from pydist.stages.uses import Uses
@@ -42,6 +49,7 @@ def pipeline(
     balance: str = "time",
     cuts: Sequence[str] | None = None,
     skips: str = "direct",
+    recompute: bool = False,
     batch_norm: str = "global",
     group_weight: str = "samples",
 ) -> Pipeline:
@@ -65,6 +73,8 @@ def pipeline(
             `balance`.
         skips: "direct" sends a tensor from the stage that computes it to those that use it;
             "relay" sends it through all stages between, for comparison.
+        recompute: whether backward computes a stage's activations again, so that of the
+            micro-batches in flight only what a stage has received is kept.
         batch_norm: as of `parallelize`, for each stage.
         group_weight: as of `parallelize`.
 
@@ -86,7 +96,8 @@ def pipeline(
         raise UsageError(f"skips={skips!r}; possible are {', '.join(SKIPS)}")
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise UsageError(f"micro_batches={micro_batches!r}: expected a count >= 1")
-    given = {"micro_batches": micro_batches, "schedule": schedule, "skips": skips}
+    given = {"micro_batches": micro_batches, "schedule": schedule, "skips": skips,
+             "recompute": recompute}  # fmt: skip
     require_same(stages.world, {**given, "cuts": str(cuts), **facts_of(model)})
     arguments = sample if isinstance(sample, tuple) else (sample,)
     with together(stages.world, "planning stages"):
@@ -100,7 +111,7 @@ def pipeline(
     parallelize(model, stages.mesh, batch_norm, group_weight)
     elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.stages_of(n, p)]
     entry_of(model).release(elsewhere)
-    made = Pipeline(model, stages, plan, uses, micro_batches, schedule, skips)
+    made = Pipeline(model, stages, plan, uses, micro_batches, schedule, skips, recompute=recompute)
     model.register_forward_pre_hook(made.enter, with_kwargs=True)
     return made
 
@@ -124,10 +135,12 @@ class Pipeline:
         micro_batches: int,
         schedule: str,
         skips: str,
+        *,
+        recompute: bool = False,
     ) -> None:
         self.model, self.stages, self.plan = model, stages, plan
         self._micro_batches, self._schedule = micro_batches, schedule
-        self._relays = skips == "relay"
+        self._relays, self._recomputes = skips == "relay", recompute
         self._transfers, self._shapes = Transfers(stages), Shapes()
         self._uses = uses
         self._running: MicroBatch | None = None
@@ -155,15 +168,22 @@ class Pipeline:
         tied = (p for p, _ in self._tied())
         before = {id(p): p.grad.detach().clone() for p in tied if p.grad is not None}
         alive: dict[int, MicroBatch] = {}
-        losses = []
+        again, losses = set[int](), []
         for i, (kind, m) in enumerate(passes):
             if kind == "forward":
                 alive[m] = self._forward_of(parts[m], criterion, continues=m > 0)
                 losses.append(alive[m].shown)
+                if self._recomputes and passes[i + 1] != Pass("backward", m):
+                    alive[m].forget()
+                    again.add(m)
             else:
+                running = alive.pop(m)
+                if m in again:
+                    with copied_buffers(self.model), _drawing_as(running):
+                        running = self._forward_of(parts[m], criterion, repeats=running)
                 is_last = all(each.kind == "forward" for each in passes[i + 1 :])
                 with nullcontext() if is_last else self.model.no_sync():  # type: ignore[operator]
-                    alive.pop(m).backward()
+                    running.backward()
         self._reduce_tied(before)
         return self._everywhere([loss for loss in losses if loss is not None])
 
@@ -193,6 +213,29 @@ class Pipeline:
                 self.stages.world.broadcast(sent, self.stages.all[min(used)].rank(0, 0))
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.copy_(sent)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Returns the state of an optimizer of the whole network, on all ranks. Collective.
+
+        On each rank an optimizer has state for the parameters of the rank's stage. The state of
+        each parameter is sent from a stage that uses it. `optimizer.load_state_dict` takes the
+        result on one device, and on any number of stages.
+
+        Args:
+            optimizer: of parameters of the network, the same on all ranks.
+        """
+        state: dict[str, Any] = optimizer.state_dict()
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
+        for group, described in groups:
+            for p, index in zip(group["params"], described["params"], strict=True):
+                used = self._uses.stages_of(names.get(id(p), ""), p)
+                if used:
+                    root = self.stages.all[min(used)].rank(0, 0)
+                    found = _broadcast_entries(state["state"].get(index, {}), self.stages, root)
+                    if found:
+                        state["state"][index] = found
+        return state
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -228,10 +271,16 @@ class Pipeline:
         return entered
 
     def _forward_of(
-        self, part: _Part, criterion: Callable[..., Any], *, continues: bool
+        self,
+        part: _Part,
+        criterion: Callable[..., Any],
+        *,
+        continues: bool = True,
+        repeats: MicroBatch | None = None,
     ) -> MicroBatch:
         """Runs the forward pass of a micro-batch and its criterion."""
-        running = self._micro_batch()
+        running = self._micro_batch(repeats)
+        running.drew_from = _generators(self.stages)
         entry_of(self.model).continues = continues
         try:
             out = self._forward(running, part.inputs)
@@ -276,9 +325,10 @@ class Pipeline:
             cut = _Cut(self.stages.mesh, samples, a, b, None if begins is None else begins + a)
             yield _Part(share, weight, mapped(cut.sharded, arguments), mapped(cut, target))
 
-    def _micro_batch(self) -> MicroBatch:
+    def _micro_batch(self, repeats: MicroBatch | None = None) -> MicroBatch:
+        starts, transfers = self.plan.starts, self._transfers
         return MicroBatch(
-            self.stages, self.plan.starts, self._transfers, self._shapes, relays=self._relays
+            self.stages, starts, transfers, self._shapes, repeats, relays=self._relays
         )
 
     def _tied(self) -> list[tuple[nn.Parameter, set[int]]]:
@@ -321,6 +371,46 @@ class Pipeline:
                 for index in range(stage.sample_size):
                     self.stages.send_bytes(message, stage.rank(mine.data_index, index))
         return total
+
+
+def _generators(stages: Stages) -> list[Tensor]:
+    """Returns the states of torch's generators from which a forward pass may draw."""
+    on_device = device_of(stages.mesh).type == "cuda"
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_device else [])]
+
+
+@contextmanager
+def _drawing_as(running: MicroBatch) -> Iterator[None]:
+    """Lets torch's generators draw what they drew for a micro-batch, in the `with` block."""
+    on_host, *on_device = running.drew_from
+    with torch.random.fork_rng([torch.cuda.current_device()] if on_device else []):
+        torch.set_rng_state(on_host)
+        for state in on_device:
+            torch.cuda.set_rng_state(state)
+        yield
+
+
+def _broadcast_entries(mine: Mapping[str, Any], stages: Stages, root: int) -> dict[str, Any]:
+    """Broadcasts an optimizer's state of one parameter: tensors, and numbers."""
+    world, described = stages.world, {}
+    if world.rank == root:
+        for name, value in mine.items():
+            is_tensor = isinstance(value, Tensor)
+            kind = [str(value.dtype).removeprefix("torch."), list(value.shape)] if is_tensor else 0
+            described[name] = [kind, None if is_tensor else value]
+    found: dict[str, Any] = {}
+    message = world.broadcast_bytes(json.dumps(described).encode(), root)
+    for name, (kind, value) in json.loads(message).items():
+        if not kind:
+            found[name] = value
+            continue
+        dtype, shape = kind
+        sent = torch.empty(shape, dtype=getattr(torch, dtype))
+        if world.rank == root:
+            sent = mine[name].detach().cpu().contiguous()
+        world.broadcast(sent, root)
+        found[name] = sent
+    return found
 
 
 class _Part(NamedTuple):

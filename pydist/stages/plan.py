@@ -151,7 +151,7 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 2) -> Record:
     if first is None:
         raise UsageError("sample: expected the network's arguments, with a tensor among them")
     found: list[Record] = []
-    with torch.no_grad(), torch.random.fork_rng(), _unchanged(model), _named(model):
+    with torch.no_grad(), torch.random.fork_rng(), copied_buffers(model), _named(model):
         for _ in range(repeats):
             recorder = _Recorder(first.device)
             model(*recorder.adopt(tuple(inputs)))
@@ -168,14 +168,17 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 2) -> Record:
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def copied_buffers(model: nn.Module) -> Iterator[None]:
+    """Gives a model copies of its buffers in the `with` block, so that its own do not change."""
+    kept = [(m, name, b) for m in model.modules() for name, b in m._buffers.items()]
+    copies = {id(b): b.clone() for _, _, b in kept if b is not None}
+    for module, name, buffer in kept:
+        module._buffers[name] = None if buffer is None else copies[id(buffer)]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, before in kept:
-                buffer.copy_(before)
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from pydist.stages.micro_batch import MicroBatch
 from pydist.stages.schedule import SCHEDULES, Pass, most_alive, schedule_of
 from support.equivalence import Task, randn
 from support.networks.small import initialized
-from support.staged import ONE, check_stages, on_stages, step_of
+from support.staged import DEEP, ONE, TWO_GROUPS, check_stages, on_stages, step_of
 
 BATCH = 8
 
@@ -50,6 +51,62 @@ def unet_task(batch: int = BATCH) -> Task:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_equals_the_micro_batches_in_sequence(schedule, micro_batches, stages, skips):
     check_stages(unet_task(), [ONE] * stages, micro_batches, schedule=schedule, skips=skips)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("meshes", [[ONE] * 3, [DEEP, ONE], [TWO_GROUPS] * 2], ids=str)
+def test_a_step_that_computes_activations_again(schedule, meshes):
+    """Also the statistics of the batch norm are updated once."""
+    check_stages(unet_task(), meshes, 4, schedule=schedule, recompute=True)
+
+
+class Noisy(nn.Module):
+    """Draws from torch's own generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(4, 1, 1, 1, dtype=x.dtype)
+
+
+def test_random_numbers_are_the_same_when_computed_again():
+    net = nn.Sequential(nn.Conv3d(1, 4, 1), nn.Dropout(0.4), Noisy(), nn.Conv3d(4, 2, 1),
+                        nn.Dropout3d(0.4))  # fmt: skip
+    task = unet_task()._replace(model=initialized(net))
+
+    def gradients(stages, recompute):
+        own = task._replace(model=copy.deepcopy(task.model))
+        made, _ = step_of(own, stages, micro_batches=4, schedule="gpipe", recompute=recompute)
+        return [p.grad for p in made.model.parameters()]
+
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(5)
+        # One rank at a time draws, as ranks that are threads share the generator.
+        found.append(on_stages([ONE], lambda s, r=recompute: gradients(s, r)))
+    kept, again = found
+    for ours, theirs in zip(again, kept, strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert (mine is None and other is None) or torch.equal(mine, other)
+
+
+def test_activations_that_are_computed_again_are_freed(monkeypatch):
+    """Of the micro-batches in flight no graph is alive when the backward passes begin."""
+    graphs: list[int] = []
+    left = MicroBatch.backward
+
+    def leave(self):
+        if self._stages.index == 0:
+            gc.collect()
+            nodes = [x for x in gc.get_objects() if isinstance(x, MicroBatch) and x._sent]
+            graphs.append(len([x for x in nodes if x._stages is self._stages]))
+        left(self)
+
+    monkeypatch.setattr(MicroBatch, "backward", leave)
+    for recompute, most in ((False, 6), (True, 1)):
+        graphs.clear()
+        on_stages([ONE] * 2, lambda stages, recompute=recompute: step_of(
+            unet_task(), stages, micro_batches=6, schedule="gpipe", recompute=recompute
+        ))  # fmt: skip
+        assert max(graphs) == most
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
