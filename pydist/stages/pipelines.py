@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pydist.arguments import leaves, mapped
+from pydist.arguments import mapped
 from pydist.comm.consensus import require_same, together
 from pydist.errors import UsageError
-from pydist.group_sizes import GroupSizes
-from pydist.mesh import Mesh
 from pydist.parallel import broadcast_state, entry_of, parallelize
 from pydist.stages.micro_batch import MicroBatch
+from pydist.stages.parts import Part, parts_of
 from pydist.stages.plan import (
     Plan,
     copied_buffers,
@@ -29,11 +27,11 @@ from pydist.stages.plan import (
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.schedule import Pass, schedule_of
 from pydist.stages.shapes import Shapes
+from pydist.stages.state import State
 from pydist.stages.transfer import Transfers
 from pydist.stages.uses import Uses
 from pydist.structure import facts_of
 from pydist.tensor import ShardedTensor, local_of
-from pydist.tensor.distribute import distribute_tensor
 from pydist.tensor.stage import StageTensor
 
 SKIPS = ("direct", "relay")
@@ -142,7 +140,7 @@ class Pipeline:
         self._micro_batches, self._schedule = micro_batches, schedule
         self._relays, self._recomputes = skips == "relay", recompute
         self._transfers, self._shapes = Transfers(stages), Shapes()
-        self._uses = uses
+        self._state = State(model, stages, uses)
         self._running: MicroBatch | None = None
 
     def step(self, inputs: Any, target: Any, criterion: Callable[..., Any]) -> Tensor:
@@ -163,9 +161,12 @@ class Pipeline:
             UsageError: there are fewer samples than micro-batches, or the network's calls differ
                 from those of the plan.
         """
-        parts = list(self._parts(inputs, target))
+        weighs = entry_of(self.model).batches.weighs
+        count, draws = self._micro_batches, self.model.training
+        found = parts_of(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
+        parts = list(found)
         passes = schedule_of(self._schedule)(self.stages.index, self.stages.count, len(parts))
-        tied = (p for p, _ in self._tied())
+        tied = (p for p, _ in self._state.tied())
         before = {id(p): p.grad.detach().clone() for p in tied if p.grad is not None}
         alive: dict[int, MicroBatch] = {}
         again, losses = set[int](), []
@@ -184,7 +185,7 @@ class Pipeline:
                 is_last = all(each.kind == "forward" for each in passes[i + 1 :])
                 with nullcontext() if is_last else self.model.no_sync():  # type: ignore[operator]
                     running.backward()
-        self._reduce_tied(before)
+        self._state.reduce_tied(before)
         return self._everywhere([loss for loss in losses if loss is not None])
 
     def __call__(self, *inputs: Any) -> Any:
@@ -200,19 +201,12 @@ class Pipeline:
             return None
         return mapped(lambda x: x.value if isinstance(x, StageTensor) else x, out)
 
-    @torch.no_grad()
     def gather(self) -> None:
         """Makes the parameters and buffers of the network up to date on all ranks. Collective.
 
         Each is sent from a stage that uses it. Then `model.state_dict()` is that of the network.
         """
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            used = self._uses.stages_of(name, tensor)
-            if used and self.stages.count > 1:
-                sent = tensor.detach().contiguous()
-                self.stages.world.broadcast(sent, self.stages.all[min(used)].rank(0, 0))
-                if sent.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(sent)
+        self._state.gather()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns the state of an optimizer of the whole network, on all ranks. Collective.
@@ -224,20 +218,8 @@ class Pipeline:
         Args:
             optimizer: of parameters of the network, the same on all ranks.
         """
-        state: dict[str, Any] = optimizer.state_dict()
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
-        for group, described in groups:
-            for p, index in zip(group["params"], described["params"], strict=True):
-                used = self._uses.stages_of(names.get(id(p), ""), p)
-                if used:
-                    root = self.stages.all[min(used)].rank(0, 0)
-                    found = _broadcast_entries(state["state"].get(index, {}), self.stages, root)
-                    if found:
-                        state["state"][index] = found
-        return state
+        return self._state.optimizer_state(optimizer)
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their 2-norm over all stages is at most `max_norm`.
 
@@ -246,20 +228,7 @@ class Pipeline:
         Returns:
             The norm before.
         """
-        total = torch.zeros(1, dtype=torch.float64)
-        own = [(n, p) for n, p in self.model.named_parameters() if p.grad is not None]
-        if self.stages.world.rank == self.stages.own.rank(0, 0):
-            for name, p in own:
-                if min(self._uses.stages_of(name, p), default=0) == self.stages.index:
-                    assert p.grad is not None
-                    total += p.grad.detach().double().pow(2).sum().cpu()
-        self.stages.world.all_reduce(total)
-        norm = total.sqrt().squeeze()
-        scale = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        for _, p in own:
-            assert p.grad is not None
-            p.grad.mul_(scale)
-        return norm.to(torch.get_default_dtype())
+        return self._state.clip_grad_norm_(max_norm)
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -272,7 +241,7 @@ class Pipeline:
 
     def _forward_of(
         self,
-        part: _Part,
+        part: Part,
         criterion: Callable[..., Any],
         *,
         continues: bool = True,
@@ -304,57 +273,11 @@ class Pipeline:
         running.end_of_network()
         return out
 
-    def _parts(self, inputs: Any, target: Any) -> Iterator[_Part]:
-        """Yields the micro-batches of a batch."""
-        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-        first = next((x for x in leaves(arguments) if isinstance(x, Tensor) and x.dim()), None)
-        if first is None:
-            raise UsageError("inputs: expected the network's arguments, with a tensor among them")
-        samples, parts = first.shape[0], self._micro_batches
-        sizes = GroupSizes(self.stages.mesh, samples, _given_first(arguments))
-        if min(sizes.counts) < parts:
-            raise UsageError(f"{min(sizes.counts)} samples in {parts} micro-batches")
-        # Random numbers are those of the whole batch: they go by the index of the sample in it.
-        begins = sizes.first_sample if self.model.training else None
-        cuts = [[count * i // parts for i in range(parts + 1)] for count in sizes.counts]
-        for i, (a, b) in enumerate(pairwise(cuts[self.stages.mesh.data_index])):
-            share = weight = (b - a) / samples
-            if entry_of(self.model).batches.weighs:
-                # Weights of groups make up for their different shares of this micro-batch.
-                weight = sum(each[i + 1] - each[i] for each in cuts) / sum(sizes.counts)
-            cut = _Cut(self.stages.mesh, samples, a, b, None if begins is None else begins + a)
-            yield _Part(share, weight, mapped(cut.sharded, arguments), mapped(cut, target))
-
     def _micro_batch(self, repeats: MicroBatch | None = None) -> MicroBatch:
         starts, transfers = self.plan.starts, self._transfers
         return MicroBatch(
             self.stages, starts, transfers, self._shapes, repeats, relays=self._relays
         )
-
-    def _tied(self) -> list[tuple[nn.Parameter, set[int]]]:
-        """Returns the trained parameters that several stages use, with these stages."""
-        named = self.model.named_parameters()
-        found = [(p, self._uses.stages_of(n, p)) for n, p in named if p.requires_grad]
-        return [(p, used) for p, used in found if len(used) > 1]
-
-    def _reduce_tied(self, before: Mapping[int, Tensor]) -> None:
-        """Adds the gradients that a parameter got on several stages.
-
-        Args:
-            before: the gradients before the step, by the ids of the parameters.
-        """
-        represents = self.stages.world.rank == self.stages.own.rank(0, 0)
-        for parameter, used in self._tied():
-            holds, old = self.stages.index in used, before.get(id(parameter))
-            grad = parameter.grad if holds else None
-            message = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype)
-            if represents and grad is not None:  # the stage's other ranks have the same
-                added = grad if old is None else grad - old
-                message[:-1], message[-1] = added.detach().flatten(), 1
-            self.stages.world.all_reduce(message)
-            if holds and message[-1] > 0:
-                total = message[:-1].view(parameter.shape).to(parameter.device)
-                parameter.grad = total if old is None else old + total
 
     def _everywhere(self, losses: Sequence[Tensor]) -> Tensor:
         """Returns the sum of the last stage's losses on all ranks."""
@@ -388,91 +311,6 @@ def _drawing_as(running: MicroBatch) -> Iterator[None]:
         for state in on_device:
             torch.cuda.set_rng_state(state)
         yield
-
-
-def _broadcast_entries(mine: Mapping[str, Any], stages: Stages, root: int) -> dict[str, Any]:
-    """Broadcasts an optimizer's state of one parameter: tensors, and numbers."""
-    world, described = stages.world, {}
-    if world.rank == root:
-        for name, value in mine.items():
-            is_tensor = isinstance(value, Tensor)
-            kind = [str(value.dtype).removeprefix("torch."), list(value.shape)] if is_tensor else 0
-            described[name] = [kind, None if is_tensor else value]
-    found: dict[str, Any] = {}
-    message = world.broadcast_bytes(json.dumps(described).encode(), root)
-    for name, (kind, value) in json.loads(message).items():
-        if not kind:
-            found[name] = value
-            continue
-        dtype, shape = kind
-        sent = torch.empty(shape, dtype=getattr(torch, dtype))
-        if world.rank == root:
-            sent = mine[name].detach().cpu().contiguous()
-        world.broadcast(sent, root)
-        found[name] = sent
-    return found
-
-
-class _Part(NamedTuple):
-    """A micro-batch.
-
-    Attributes:
-        share: its samples over those of the group's batch.
-        weight: of its gradient.
-        inputs: the network's arguments.
-        target: the criterion's.
-    """
-
-    share: float
-    weight: float
-    inputs: tuple[Any, ...]
-    target: Any
-
-
-class _Cut:
-    """Cuts a micro-batch out of arguments.
-
-    Args:
-        mesh: of this rank's stage.
-        samples: in the batch.
-        start: the first sample.
-        stop: the sample behind the last.
-        first: index in the global batch of the first sample, where numbers are drawn.
-    """
-
-    def __init__(self, mesh: Mesh, samples: int, start: int, stop: int, first: int | None) -> None:
-        self._mesh, self._samples = mesh, samples
-        self._start, self._stop, self._first = start, stop, first
-
-    def __call__(self, x: Any) -> Any:
-        """Returns the samples of a tensor; anything else unchanged."""
-        if not self._is_batch(x):
-            return x
-        if not isinstance(x, ShardedTensor):
-            return x[self._start : self._stop]
-        layout = x.layout.replace((self._stop - self._start, *x.shape[1:]))
-        local = local_of(x)[self._start : self._stop]
-        return ShardedTensor.from_local(local, layout, self._first, x._origin.statistics)
-
-    def sharded(self, x: Any) -> Any:
-        """Returns the samples of an argument of the network; volumes are cut over the stage."""
-        part = self(x)
-        if part is x and not self._is_batch(x):
-            return x
-        if isinstance(part, ShardedTensor) or part.dim() < 3 or part.requires_grad:
-            return part
-        if part.dim() == 5:
-            return distribute_tensor(part, self._mesh, first_sample=self._first)
-        return distribute_tensor(part, self._mesh, {}, first_sample=self._first)
-
-    def _is_batch(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == self._samples
-
-
-def _given_first(arguments: Any) -> int | None:
-    """Returns the index in the global batch of the first sample, if the loader has given it."""
-    found = (x for x in leaves(arguments) if isinstance(x, ShardedTensor))
-    return next((x._origin.sizes.given_first for x in found), None)
 
 
 def _detached(loss: Tensor) -> Tensor:

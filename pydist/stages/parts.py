@@ -1,0 +1,114 @@
+"""Micro-batches: parts of a batch, with their weights and the indices of their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pydist.arguments import leaves, mapped
+from pydist.errors import UsageError
+from pydist.group_sizes import GroupSizes
+from pydist.mesh import Mesh
+from pydist.tensor import ShardedTensor, local_of
+from pydist.tensor.distribute import distribute_tensor
+
+
+class Part(NamedTuple):
+    """A micro-batch.
+
+    Attributes:
+        share: its samples over those of the group's batch.
+        weight: of its gradient.
+        inputs: the network's arguments.
+        target: the criterion's.
+    """
+
+    share: float
+    weight: float
+    inputs: tuple[Any, ...]
+    target: Any
+
+
+def parts_of(
+    inputs: Any, target: Any, count: int, mesh: Mesh, *, weighs: bool, draws: bool
+) -> Iterator[Part]:
+    """Yields the micro-batches of a batch. Collective over the groups of a mesh.
+
+    Args:
+        inputs: an argument of the network, or a tuple of them.
+        target: the criterion's.
+        count: number of micro-batches.
+        mesh: of this rank's stage.
+        weighs: whether sample groups are weighted by their samples.
+        draws: whether random numbers may be drawn.
+
+    Raises:
+        UsageError: there is no tensor among the inputs, or there are too few samples.
+    """
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    first = next((x for x in leaves(arguments) if isinstance(x, Tensor) and x.dim()), None)
+    if first is None:
+        raise UsageError("inputs: expected the network's arguments, with a tensor among them")
+    samples = first.shape[0]
+    sizes = GroupSizes(mesh, samples, _given_first(arguments))
+    if min(sizes.counts) < count:
+        raise UsageError(f"{min(sizes.counts)} samples in {count} micro-batches")
+    # Random numbers are those of the whole batch: they go by the index of the sample in it.
+    begins = sizes.first_sample if draws else None
+    cuts = [[n * i // count for i in range(count + 1)] for n in sizes.counts]
+    for i, (a, b) in enumerate(pairwise(cuts[mesh.data_index])):
+        share = weight = (b - a) / samples
+        if weighs:
+            # Weights of groups make up for their different shares of this micro-batch.
+            weight = sum(each[i + 1] - each[i] for each in cuts) / sum(sizes.counts)
+        cut = _Cut(mesh, samples, a, b, None if begins is None else begins + a)
+        yield Part(share, weight, mapped(cut.sharded, arguments), mapped(cut, target))
+
+
+class _Cut:
+    """Cuts a micro-batch out of arguments.
+
+    Args:
+        mesh: of this rank's stage.
+        samples: in the batch.
+        start: the first sample.
+        stop: the sample behind the last.
+        first: index in the global batch of the first sample, where numbers are drawn.
+    """
+
+    def __init__(self, mesh: Mesh, samples: int, start: int, stop: int, first: int | None) -> None:
+        self._mesh, self._samples = mesh, samples
+        self._start, self._stop, self._first = start, stop, first
+
+    def __call__(self, x: Any) -> Any:
+        """Returns the samples of a tensor; anything else unchanged."""
+        if not self._is_batch(x):
+            return x
+        if not isinstance(x, ShardedTensor):
+            return x[self._start : self._stop]
+        layout = x.layout.replace((self._stop - self._start, *x.shape[1:]))
+        local = local_of(x)[self._start : self._stop]
+        return ShardedTensor.from_local(local, layout, self._first, x._origin.statistics)
+
+    def sharded(self, x: Any) -> Any:
+        """Returns the samples of an argument of the network; volumes are cut over the stage."""
+        part = self(x)
+        if part is x and not self._is_batch(x):
+            return x
+        if isinstance(part, ShardedTensor) or part.dim() < 3 or part.requires_grad:
+            return part
+        if part.dim() == 5:
+            return distribute_tensor(part, self._mesh, first_sample=self._first)
+        return distribute_tensor(part, self._mesh, {}, first_sample=self._first)
+
+    def _is_batch(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == self._samples
+
+
+def _given_first(arguments: Any) -> int | None:
+    """Returns the index in the global batch of the first sample, if the loader has given it."""
+    found = (x for x in leaves(arguments) if isinstance(x, ShardedTensor))
+    return next((x._origin.sizes.given_first for x in found), None)
