@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.arguments import leaves
 from pydist.comm.interface.ledger import calling_module
 from pydist.errors import NotSupported
 from pydist.stages.shapes import Shapes, replaced, tensors_of
+from pydist.tensor import ShardedTensor
 from pydist.tensor.stage import StageTensor
 
 
@@ -60,7 +62,9 @@ class Call(NamedTuple):
 
 
 _T: Any = Tensor
-_MOVES = (_T.to, _T.cpu, _T.cuda)
+_MOVES = (_T.to, _T.cpu, _T.cuda, _T.type)
+_UPDATES = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
+"""Calls that may change plain tensors: running statistics, which only their stage reads."""
 _NO_MEMORY = "it has memory on one stage only"
 _REFUSED: dict[Any, str] = {
     _T.backward: "call Pipeline.step, which runs the backward pass of every stage",
@@ -71,6 +75,8 @@ _REFUSED: dict[Any, str] = {
     _T.untyped_storage: _NO_MEMORY,
     _T.storage: _NO_MEMORY,
     _T.grad_fn.__get__: "its graph is on one stage only",
+    _T.data.__set__: "assign another tensor to the attribute instead",
+    _T.grad.__set__: "only parameters have a gradient",
 }
 _GETTERS: dict[Any, Callable[[StageTensor], Any]] = {
     _T.device.__get__: lambda x: torch.device(x.calls.device),
@@ -83,6 +89,7 @@ _GETTERS: dict[Any, Callable[[StageTensor], Any]] = {
     _T.__iter__: lambda x: iter(x.unbind(0)),
 }
 """Attributes that torch's meta device would answer wrongly."""
+_DTYPE = _T.dtype.__get__
 _FACTS = (int, float, str, torch.dtype, torch.layout, torch.memory_format, type(None))
 """Types of shapes and other results that all stages know."""
 
@@ -111,7 +118,9 @@ class Calls(ABC):
 
     def enter(self, value: Tensor) -> StageTensor:
         """Returns an argument of the network as a stage tensor."""
-        return self._wrap(_meta(value), value)
+        x = self._wrap(_meta(value), value)
+        x.made = False
+        return x
 
     def sharing(self, x: StageTensor) -> list[StageTensor]:
         """Returns the other tensors that share the memory of `x`."""
@@ -127,6 +136,13 @@ class Calls(ABC):
         inputs = [x for x in tensors_of((args, kwargs)) if isinstance(x, StageTensor)]
         if func in _GETTERS:
             return _GETTERS[func](inputs[0])
+        if func == _DTYPE and inputs[0].made and torch.is_autocast_enabled(self.device.type):
+            raise NotSupported(
+                f"x.dtype in {calling_module() or 'a loss'} under autocast, which other stages do "
+                "not know: cast without asking"
+            )
+        if func == _T.type and len(args) == 1 and not kwargs:
+            return torch.empty(0, dtype=inputs[0].meta.dtype, device=self.device).type()
         if func in _REFUSED:
             raise NotSupported(
                 f"{_name(func)} on a tensor of a network in stages: {_REFUSED[func]}"
@@ -137,6 +153,12 @@ class Calls(ABC):
             raise NotSupported(f"{_name(func)} on tensors of several forward passes in stages")
         meta, metas = self._on_meta(func, args, kwargs)
         changed = [x for x in inputs if any(x.meta is each for each in metas)]
+        if len(metas) > len({id(x) for x in changed}) and func not in _UPDATES:
+            raise NotSupported(
+                f"{_name(func)} in {calling_module() or 'a loss'} writes into a plain tensor, "
+                "which every stage has, what only one stage computes: make that tensor from one of "
+                "the network (torch.zeros_like(x), torch.cat), or assign a new one"
+            )
         if not changed and not tensors_of(meta):
             if not all(isinstance(x, _FACTS) for x in leaves((meta,))):
                 raise NotSupported(f"{_name(func)} on a tensor of a network in stages")
@@ -177,11 +199,7 @@ class Calls(ABC):
         """Returns the result on meta tensors, and those of them that the call changes."""
         metas, named = replaced(_meta_of, args), replaced(_meta_of, kwargs)
         if func in _MOVES:
-            given = [
-                x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype | Tensor)
-            ]
-            dtype = next((x if isinstance(x, torch.dtype) else x.dtype for x in given), None)
-            return metas[0] if dtype is None else metas[0].to(dtype), []
+            return _moved(metas[0], args[1:], kwargs), []
         if "device" in named:
             named["device"] = "meta"
 
@@ -226,7 +244,7 @@ class Calls(ABC):
 
     def _wrap(self, meta: Tensor, value: Tensor | None) -> StageTensor:
         x = StageTensor(self, meta, value, self.device)
-        x.needs_grad = False
+        x.needs_grad, x.made = False, True
         if value is not None and value.requires_grad:
             x.now_needs_grad()
         x.owner, x.stages = 0, set()
@@ -241,8 +259,26 @@ def memory_of(meta: Tensor) -> int:
 
 
 def _meta(x: Tensor) -> Tensor:
-    # Not the strides of a sharded tensor, which has none.
-    return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
+    with torch.inference_mode(False):
+        if isinstance(x, ShardedTensor) or x.layout != torch.strided:
+            return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _moved(meta: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Returns the result of `Tensor.to` and its relatives, wherever they move a tensor."""
+    dtype: torch.dtype | None = None
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, torch.dtype):
+            dtype = given
+        elif isinstance(given, Tensor):
+            dtype = given.dtype
+        elif isinstance(given, str) and given.startswith("torch."):  # of Tensor.type
+            dtype = torch.empty(0).type(given).dtype
+    copy = kwargs.get("copy", False) or any(each is True for each in args[2:])
+    named = {name: kwargs[name] for name in ("memory_format",) if name in kwargs}
+    with torch.inference_mode(False), torch.no_grad():
+        return meta.to(meta.dtype if dtype is None else dtype, copy=copy, **named)
 
 
 def _meta_of(x: Tensor) -> Tensor:

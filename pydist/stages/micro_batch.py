@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.arguments import leaves, mapped
 from pydist.errors import NotSupported, UsageError
 from pydist.group_sizes import mark_batch
+from pydist.ops.pointwise.keyed import draws_of
 from pydist.stages.calls import Call, Calls, Key
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, tensors_of
 from pydist.stages.transfer import Transfer, Transfers, origin_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
+
+_T: Any = Tensor
+_DETACHING = frozenset({
+    _T.detach, torch.detach, _T.data.__get__, torch.zeros_like, torch.ones_like, torch.empty_like,
+    torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like, _T.new_zeros,
+    _T.new_ones, _T.new_empty, _T.new_full, _T.new_tensor, _T.sign, torch.sign,
+})  # fmt: skip
+"""Calls whose results need no gradient, whatever their arguments."""
+_DRAWS = frozenset({
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout,
+    torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, torch.normal,
+    torch.poisson, _T.bernoulli, _T.bernoulli_, _T.uniform_, _T.normal_, _T.exponential_,
+    _T.random_, F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward,
+    F.scaled_dot_product_attention,
+})  # fmt: skip
+"""Calls that may draw random numbers."""
 
 
 class _Sent(NamedTuple):
@@ -51,6 +72,8 @@ class MicroBatch(Calls):
         transfers: the messages between stages.
         shapes: of the results of calls, which micro-batches share.
         repeats: the micro-batch whose forward pass this one repeats, without messages.
+        index: of the micro-batch in its batch.
+        number: of forward passes so far, which all stages count alike.
         relays: whether a tensor goes through all stages between two, instead of directly.
     """
 
@@ -62,12 +85,15 @@ class MicroBatch(Calls):
         shapes: Shapes,
         repeats: MicroBatch | None = None,
         *,
+        index: int = 0,
+        number: int = 0,
         relays: bool,
     ) -> None:
         super().__init__(device_of(stages.mesh), shapes)
         self._stages, self._starts, self._transfers = stages, starts, transfers
-        self._relays = relays
-        self._stage = 0
+        self._relays, self._number = relays, number
+        self._stage, self._index = 0, index
+        self._drawn = Counter[str]()
         self._origin: Any = None
         self.loss: Tensor | None = None
         """On the last stage, the loss to differentiate."""
@@ -109,18 +135,40 @@ class MicroBatch(Calls):
                     f"{others[0].owner} shares memory with: begin the stage at another call"
                 )
         for x in call.inputs:
-            self._bring(x, stage, str(call))
-        result = call.run() if stage == self._stages.index else None
+            self.bring(x, stage, str(call))
+        draws = self._drawn[call.key.module]
+        self._drawn[call.key.module] += call.func in _DRAWS
+        result = None
+        if stage == self._stages.index:
+            result = self._run(call, draws) if call.func in _DRAWS else call.run()
         for x in call.changed:
             x.owner, x.stages = stage, {stage}
             if stage != self._stages.index:
                 x.value = None
         return result
 
+    def _run(self, call: Call, draws: int) -> Any:
+        """Computes a call that draws random numbers, which belong to the call on any stage.
+
+        Args:
+            call: the call.
+            draws: number of such calls that its module has made before, on all stages.
+        """
+        mesh, module = self._stages.mesh, call.key.module
+        forward = mesh.session.forwards if self._origin is None else self._origin.forward
+        if any(isinstance(x.value, ShardedTensor) for x in call.inputs):
+            draws_of(mesh).begin(forward)[module] = draws
+            return call.run()
+        key = f"{mesh.seed}/{forward}/{module}/{draws}/{self._index}/{mesh.data_index}".encode()
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
+            return call.run()
+
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
         """Assigns the results of a call to its stage."""
         given = tensors_of((call.args, call.kwargs))
         needs_grad = torch.is_grad_enabled() and any(_needs_grad(x) for x in given)
+        needs_grad &= call.func not in _DETACHING
         for x in results:
             x.owner, x.stages = self._stage, {self._stage}
             if x.value is None and needs_grad and x.meta.is_floating_point():
@@ -141,7 +189,7 @@ class MicroBatch(Calls):
                 "network has not made in this forward pass: choose other modules"
             )
 
-    def _bring(self, x: StageTensor, stage: int, call: str) -> None:
+    def bring(self, x: StageTensor, stage: int, call: str) -> None:
         """Transfers a tensor to a stage that does not hold it."""
         if stage in x.stages:
             return
@@ -153,7 +201,7 @@ class MicroBatch(Calls):
                 assert x.value is not None
                 self._send(x.value, target, call)
             elif target == self._stages.index:
-                x.value = self._receive(source, call)
+                x.value = self._receive(source, call, tuple(x.meta.shape))
             x.stages.add(target)
 
     def _send(self, value: Tensor, target: int, call: str) -> None:
@@ -161,20 +209,20 @@ class MicroBatch(Calls):
         if self._repeats:
             transfer = next(self._known)[0]
         else:
-            transfer = self._transfers.send(value, target, call)
+            transfer = self._transfers.send(value, target, f"{call}", self._number)
             self._messages.append((transfer, None))
         if transfer.kind.needs_grad:
             if self._origin is not None and self._stages.mesh.data_size > 1:
                 mark_batch(local, self._origin.sizes)
             self._sent.append(_Sent(transfer, local))
 
-    def _receive(self, source: int, call: str) -> Tensor:
+    def _receive(self, source: int, call: str, shape: tuple[int, ...]) -> Tensor:
         if self._repeats:
             transfer, kept = next(self._known)
             assert kept is not None
             local = kept
         else:
-            transfer, local = self._transfers.receive(source, call)
+            transfer, local = self._transfers.receive(source, call, self._number, shape)
             self._messages.append((transfer, local.detach()))
         if transfer.kind.needs_grad:
             leaf = local.requires_grad_()
@@ -194,12 +242,13 @@ class MicroBatch(Calls):
         """Runs the backward pass of this stage, and exchanges gradients with other stages."""
         if self.loss is not None:
             self.loss.backward()
-        elif self._sent:
-            grads = [sent.transfer.receive_gradient() for sent in self._sent]
-            torch.autograd.backward([sent.local for sent in self._sent], grads)
+        else:
+            pairs = [(sent.local, sent.transfer.receive_gradient()) for sent in self._sent]
+            found = [(local, grad) for local, grad in pairs if grad is not None]
+            if found:
+                torch.autograd.backward([x for x, _ in found], [grad for _, grad in found])
         for transfer, leaf in self._received:
-            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            transfer.send_gradient(grad)
+            transfer.send_gradient(leaf.grad)
         self._sent.clear()
         self._received.clear()
 

@@ -20,12 +20,14 @@ class Part(NamedTuple):
     """A micro-batch.
 
     Attributes:
+        number: of earlier ones in its batch.
         share: its samples over those of the group's batch.
         weight: of its gradient.
         inputs: the network's arguments.
         target: the criterion's.
     """
 
+    number: int
     share: float
     weight: float
     inputs: tuple[Any, ...]
@@ -65,7 +67,7 @@ def parts_of(
             # Weights of groups make up for their different shares of this micro-batch.
             weight = sum(each[i + 1] - each[i] for each in cuts) / sum(sizes.counts)
         cut = _Cut(mesh, samples, a, b, None if begins is None else begins + a)
-        yield Part(share, weight, mapped(cut.sharded, arguments), mapped(cut, target))
+        yield Part(i, share, weight, mapped(cut.sharded, arguments), mapped(cut, target))
 
 
 class _Cut:
@@ -96,8 +98,10 @@ class _Cut:
     def sharded(self, x: Any) -> Any:
         """Returns the samples of an argument of the network; volumes are cut over the stage."""
         part = self(x)
-        if part is x and not self._is_batch(x):
+        if not self._is_batch(x):
             return x
+        if len(part) < self._samples and not isinstance(part, ShardedTensor):
+            part = part.clone()  # or micro-batches would notice each other's changes in place
         if isinstance(part, ShardedTensor) or part.dim() < 3 or part.requires_grad:
             return part
         if part.dim() == 5:

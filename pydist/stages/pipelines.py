@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pydist.arguments import mapped
+from pydist.arguments import leaves, mapped
+from pydist.batches import refuse_pickling
 from pydist.comm.consensus import require_same, together
 from pydist.errors import UsageError
 from pydist.parallel import broadcast_state, entry_of, parallelize
@@ -97,6 +98,11 @@ def pipeline(
     given = {"micro_batches": micro_batches, "schedule": schedule, "skips": skips,
              "recompute": recompute}  # fmt: skip
     require_same(stages.world, {**given, "cuts": str(cuts), **facts_of(model)})
+    if any("_pydist_path" in module.__dict__ for module in model.modules()):
+        raise UsageError(
+            f"this {type(model).__name__}, or a part of it, is parallelized already: give "
+            "pipeline() the network itself"
+        )
     arguments = sample if isinstance(sample, tuple) else (sample,)
     with together(stages.world, "planning stages"):
         recorded = record(model, arguments)
@@ -110,8 +116,23 @@ def pipeline(
     elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.stages_of(n, p)]
     entry_of(model).release(elsewhere)
     made = Pipeline(model, stages, plan, uses, micro_batches, schedule, skips, recompute=recompute)
-    model.register_forward_pre_hook(made.enter, with_kwargs=True)
+    model.register_forward_pre_hook(_Enter(made), with_kwargs=True)
     return made
+
+
+class _Enter:
+    """The hook at the network's entry; a copy of the network, such as an average, has none."""
+
+    def __init__(self, made: Pipeline | None) -> None:
+        self._made = made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Enter:
+        return _Enter(None)
+
+    __reduce_ex__ = refuse_pickling
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if self._made is None else self._made.enter(module, args, kwargs)
 
 
 class Pipeline:
@@ -142,6 +163,7 @@ class Pipeline:
         self._transfers, self._shapes = Transfers(stages), Shapes()
         self._state = State(model, stages, uses)
         self._running: MicroBatch | None = None
+        self._passes = 0  # forward, without repeated ones
 
     def step(self, inputs: Any, target: Any, criterion: Callable[..., Any]) -> Tensor:
         """Runs the forward and backward passes of a batch, in micro-batches.
@@ -166,8 +188,7 @@ class Pipeline:
         found = parts_of(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
         parts = list(found)
         passes = schedule_of(self._schedule)(self.stages.index, self.stages.count, len(parts))
-        tied = (p for p, _ in self._state.tied())
-        before = {id(p): p.grad.detach().clone() for p in tied if p.grad is not None}
+        before = self._state.shared_gradients()
         alive: dict[int, MicroBatch] = {}
         again, losses = set[int](), []
         for i, (kind, m) in enumerate(passes):
@@ -185,7 +206,7 @@ class Pipeline:
                 is_last = all(each.kind == "forward" for each in passes[i + 1 :])
                 with nullcontext() if is_last else self.model.no_sync():  # type: ignore[operator]
                     running.backward()
-        self._state.reduce_tied(before)
+        self._state.reduce_shared(before)
         return self._everywhere([loss for loss in losses if loss is not None])
 
     def __call__(self, *inputs: Any) -> Any:
@@ -197,6 +218,9 @@ class Pipeline:
         with torch.no_grad():
             running = self._micro_batch()
             out = self._forward(running, inputs)
+            for x in leaves((out,)):
+                if isinstance(x, StageTensor):
+                    running.bring(x, self.stages.count - 1, "the output")
         if not self.stages.is_last:
             return None
         return mapped(lambda x: x.value if isinstance(x, StageTensor) else x, out)
@@ -248,7 +272,7 @@ class Pipeline:
         repeats: MicroBatch | None = None,
     ) -> MicroBatch:
         """Runs the forward pass of a micro-batch and its criterion."""
-        running = self._micro_batch(repeats)
+        running = self._micro_batch(repeats, part.number)
         running.drew_from = _generators(self.stages)
         entry_of(self.model).continues = continues
         try:
@@ -260,6 +284,8 @@ class Pipeline:
             raise UsageError("criterion: expected a scalar computed from the output")
         loss.refuse_foreign_graph()
         if loss.value is not None:
+            if not loss.value.requires_grad:
+                raise UsageError("criterion: the loss has no gradient (detached, or no_grad)")
             running.loss = loss.value * part.weight
             running.shown = _detached(loss.value) * part.share
         return running
@@ -273,11 +299,12 @@ class Pipeline:
         running.end_of_network()
         return out
 
-    def _micro_batch(self, repeats: MicroBatch | None = None) -> MicroBatch:
-        starts, transfers = self.plan.starts, self._transfers
+    def _micro_batch(self, repeats: MicroBatch | None = None, index: int = 0) -> MicroBatch:
+        self._passes += repeats is None
         return MicroBatch(
-            self.stages, starts, transfers, self._shapes, repeats, relays=self._relays
-        )
+            self.stages, self.plan.starts, self._transfers, self._shapes, repeats,
+            index=index, number=self._passes, relays=self._relays,
+        )  # fmt: skip
 
     def _everywhere(self, losses: Sequence[Tensor]) -> Tensor:
         """Returns the sum of the last stage's losses on all ranks."""

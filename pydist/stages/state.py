@@ -24,15 +24,16 @@ class State:
 
     def __init__(self, model: nn.Module, stages: Stages, uses: Uses) -> None:
         self._model, self._stages, self._uses = model, stages, uses
+        self._holders: dict[int, set[int]] = {}  # stages with a gradient so far, by parameter
 
     @torch.no_grad()
     def gather(self) -> None:
         """Makes parameters and buffers up to date on all ranks; see `Pipeline.gather`."""
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            used = self._uses.stages_of(name, tensor)
-            if used and self._stages.count > 1:
+            owner = self._owner(name, tensor)
+            if owner is not None and self._stages.count > 1:
                 sent = tensor.detach().contiguous()
-                self._stages.world.broadcast(sent, self._stages.all[min(used)].rank(0, 0))
+                self._stages.world.broadcast(sent, self._stages.all[owner].rank(0, 0))
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.copy_(sent)
 
@@ -43,9 +44,9 @@ class State:
         groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
         for group, described in groups:
             for p, index in zip(group["params"], described["params"], strict=True):
-                used = self._uses.stages_of(names.get(id(p), ""), p)
-                if used:
-                    root = self._stages.all[min(used)].rank(0, 0)
+                owner = self._owner(names.get(id(p), ""), p)
+                if owner is not None:
+                    root = self._stages.all[owner].rank(0, 0)
                     found = _broadcast_entries(state["state"].get(index, {}), self._stages, root)
                     if found:
                         state["state"][index] = found
@@ -58,7 +59,7 @@ class State:
         own = [(n, p) for n, p in self._model.named_parameters() if p.grad is not None]
         if self._stages.world.rank == self._stages.own.rank(0, 0):
             for name, p in own:
-                if min(self._uses.stages_of(name, p), default=0) == self._stages.index:
+                if self._owner(name, p) == self._stages.index:
                     assert p.grad is not None
                     total += p.grad.detach().double().pow(2).sum().cpu()
         self._stages.world.all_reduce(total)
@@ -69,30 +70,47 @@ class State:
             p.grad.mul_(scale)
         return norm.to(torch.get_default_dtype())
 
-    def tied(self) -> list[tuple[nn.Parameter, set[int]]]:
-        """Returns the trained parameters that several stages use, with these stages."""
-        named = self._model.named_parameters()
-        found = [(p, self._uses.stages_of(n, p)) for n, p in named if p.requires_grad]
-        return [(p, used) for p, used in found if len(used) > 1]
+    def shared_gradients(self) -> dict[int, Tensor]:
+        """Returns copies of the gradients that several stages have had, by parameter."""
+        shared = (p for _, p in self._trained() if len(self._holders.get(id(p), ())) > 1)
+        return {id(p): p.grad.detach().clone() for p in shared if p.grad is not None}
 
-    def reduce_tied(self, before: Mapping[int, Tensor]) -> None:
-        """Adds the gradients that a parameter got on several stages.
+    @torch.no_grad()
+    def reduce_shared(self, before: Mapping[int, Tensor]) -> None:
+        """Adds the gradients that a parameter got on several stages in a step.
+
+        Which stages these are is seen by the gradients: a parameter may reach a call through others
+        on plain tensors, as a transposed weight does, or be part of the criterion.
 
         Args:
-            before: the gradients before the step, by the ids of the parameters.
+            before: `shared_gradients` before the step.
         """
-        represents = self._stages.world.rank == self._stages.own.rank(0, 0)
-        for parameter, used in self.tied():
-            holds, old = self._stages.index in used, before.get(id(parameter))
-            grad = parameter.grad if holds else None
-            message = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype)
-            if represents and grad is not None:  # the stage's other ranks have the same
-                added = grad if old is None else grad - old
-                message[:-1], message[-1] = added.detach().flatten(), 1
-            self._stages.world.all_reduce(message)
-            if holds and message[-1] > 0:
-                total = message[:-1].view(parameter.shape).to(parameter.device)
-                parameter.grad = total if old is None else old + total
+        stages = self._stages
+        trained = [p for _, p in self._trained()]
+        mine = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
+        rows = stages.world.all_gather(mine)
+        for i, p in enumerate(trained):
+            found = {s for s, each in enumerate(stages.all) if rows[each.rank(0, 0), i]}
+            self._holders.setdefault(id(p), set()).update(found)
+            if len(found) < 2:
+                continue
+            old = before.get(id(p))
+            message = torch.zeros(p.numel(), dtype=p.dtype)
+            if p.grad is not None and stages.world.rank == stages.own.rank(0, 0):
+                # The stage's other ranks have the same.
+                message += (p.grad if old is None else p.grad - old).flatten().cpu()
+            stages.world.all_reduce(message)
+            if p.grad is not None:
+                total = message.view(p.shape).to(p.device)
+                p.grad = total if old is None else old + total
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
+
+    def _owner(self, name: str, tensor: Tensor) -> int | None:
+        """Returns the first stage that trains a parameter or else uses it, if any."""
+        used = self._holders.get(id(tensor)) or self._uses.stages_of(name, tensor)
+        return min(used, default=None)
 
 
 def _broadcast_entries(mine: Mapping[str, Any], stages: Stages, root: int) -> dict[str, Any]:

@@ -96,13 +96,23 @@ class Transfer:
         """Returns this rank's shard, from the source."""
         return self._receive(FORWARD)
 
-    def send_gradient(self, grad: Tensor) -> None:
-        """Sends the gradient of this rank's shard to the source."""
-        self._send(grad, BACKWARD)
+    def send_gradient(self, grad: Tensor | None) -> None:
+        """Sends the gradient of this rank's shard to the source; `None` if none has come."""
+        mine, source = self._stages.mesh, self._stages.all[self.source]
+        exists = torch.tensor([grad is not None])
+        for index in range(source.sample_size):
+            if index % mine.sample_size == mine.sample_index:
+                self._stages.world.send(exists, source.rank(mine.data_index, index), BACKWARD)
+        if grad is not None:
+            self._send(grad, BACKWARD)
 
-    def receive_gradient(self) -> Tensor:
-        """Returns the gradient of this rank's shard, from the target."""
-        return self._receive(BACKWARD)
+    def receive_gradient(self) -> Tensor | None:
+        """Returns the gradient of this rank's shard, from the target; `None` if it has none."""
+        mine, target = self._stages.mesh, self._stages.all[self.target]
+        exists = torch.empty(1, dtype=torch.bool)
+        index = mine.sample_index % target.sample_size
+        self._stages.world.recv(exists, target.rank(mine.data_index, index), BACKWARD)
+        return self._receive(BACKWARD) if exists else None
 
     def _send(self, local: Tensor, tag: int) -> None:
         mine, start = self._stages.mesh, self._boxes[tag]
@@ -158,8 +168,8 @@ class Transfers:
         self._stages = stages
         self._known: dict[tuple[int, int, Kind], Transfer] = {}
 
-    def send(self, value: Tensor, target: int, call: str) -> Transfer:
-        """Sends a sharded or plain tensor to another stage."""
+    def send(self, value: Tensor, target: int, call: str, number: int) -> Transfer:
+        """Sends a sharded or plain tensor to another stage, for a call of a forward pass."""
         if isinstance(value, ShardedTensor):
             local, splits = local_of(value), tuple(value.layout.splits)
         else:
@@ -168,26 +178,42 @@ class Transfers:
         kind = Kind(call, tuple(value.shape), value.dtype, splits, needs_grad)
         transfer = self._find(self._stages.index, target, kind)
         mine, receiver = self._stages.mesh, self._stages.all[target]
-        message = kind.to_bytes()
+        message = number.to_bytes(8, "little") + kind.to_bytes()
         for index in range(receiver.sample_size):
             if index % mine.sample_size == mine.sample_index:
                 self._stages.send_bytes(message, receiver.rank(mine.data_index, index))
         transfer.send(local.detach())
         return transfer
 
-    def receive(self, source: int, call: str) -> tuple[Transfer, Tensor]:
+    def receive(
+        self, source: int, call: str, number: int, shape: tuple[int, ...]
+    ) -> tuple[Transfer, Tensor]:
         """Receives a tensor from another stage; returns this rank's shard.
 
+        Args:
+            source: the stage.
+            call: the call that needs it.
+            number: of the forward pass.
+            shape: of the tensor, as this stage knows it.
+
         Raises:
-            UsageError: the other stage sends it for another call.
+            UsageError: the other stage sends it for another call, or has another shape.
         """
         mine, sender = self._stages.mesh, self._stages.all[source]
         index = mine.sample_index % sender.sample_size
-        kind = Kind.from_bytes(self._stages.receive_bytes(sender.rank(mine.data_index, index)))
-        if kind.call != call:
+        message = self._stages.receive_bytes(sender.rank(mine.data_index, index))
+        theirs, kind = int.from_bytes(message[:8], "little"), Kind.from_bytes(message[8:])
+        if (kind.call, theirs) != (call, number):
             raise UsageError(
                 f"the stages make different calls: stage {self._stages.index} needs a tensor for "
-                f"{call}, and stage {source} sends one for {kind.call}"
+                f"{call} in forward pass {number}, and stage {source} sends one for {kind.call} in "
+                f"forward pass {theirs}"
+            )
+        if kind.shape != shape:
+            raise UsageError(
+                f"the stages have different batches: for {call} stage {self._stages.index} expects "
+                f"a tensor of shape {list(shape)}, and stage {source} has {list(kind.shape)}; give "
+                "all ranks of one data index the same batch"
             )
         transfer = self._find(source, self._stages.index, kind)
         return transfer, transfer.receive()

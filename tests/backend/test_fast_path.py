@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pydist import Mesh, ShardedTensor, layout_for_sample, parallelize
 from pydist.models import CosmoFlow
 from support.equivalence import layout_at, on_ranks, randn, shard
+from support.kernels.instruction_sets import OF_ONEDNN
 
 SLOW = re.compile(r"slow_conv|thnn|unfold|vol2col|im2col")
 
@@ -83,7 +84,7 @@ CONVS = {
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", OF_ONEDNN, ids=str)
 @pytest.mark.parametrize(("kernel", "stride", "padding", "extents"), CONVS.values(), ids=CONVS)
 def test_thin_shards(kernel, stride, padding, extents, dtype, parts):
     """Covers unsplit, corrected and gathered inputs, forward and backward."""
@@ -116,7 +117,7 @@ TRANSPOSED = {
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", OF_ONEDNN, ids=str)
 @pytest.mark.parametrize(("kernel", "options"), TRANSPOSED.values(), ids=TRANSPOSED)
 def test_thin_shards_transposed(kernel, options, dtype, parts):
     dims = len(kernel)
@@ -137,7 +138,7 @@ def test_thin_shards_transposed(kernel, options, dtype, parts):
     assert_fast(on_ranks((parts, 1, 1), body)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", OF_ONEDNN, ids=str)
 @pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1), (1, 2, 1)])
 def test_a_training_step_of_cosmoflow(spatial, dtype):
     torch.manual_seed(0)

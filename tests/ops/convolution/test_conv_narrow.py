@@ -19,6 +19,7 @@ from support.equivalence.narrow import (
     format_of,
     step_in_channels_last,
 )
+from support.kernels.instruction_sets import OF_ONEDNN
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
@@ -114,7 +115,7 @@ def test_on_fewer_ranks(dtype, points):
     check((1, 8, 4, 4, 4), (8, 8, 3, 3, 3), points, dtype, keep_thin_blocks=False, padding=1)
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("dtype", OF_ONEDNN, ids=str)
 def test_a_plain_input_gives_a_channels_last_output(dtype):
     """Activations outweigh the weights: pydist converts them once and keeps the format."""
     for case in (GEOMETRIES["two ranks"], GEOMETRIES["three uneven"], GEOMETRIES["gathered"]):

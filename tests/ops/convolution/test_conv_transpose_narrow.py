@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from support.equivalence.narrow import CL, TRANSPOSED, check, conversions, step_in_channels_last
+from support.kernels.instruction_sets import OF_ONEDNN
 
 NARROW = [torch.float32, torch.bfloat16]
 CUT, SHAPE = [[0, 4, 8], None, None], (1, 8, 8, 6, 6)
@@ -81,7 +82,7 @@ def test_no_bias_and_any_strides(case):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("dtype", OF_ONEDNN, ids=str)
 @pytest.mark.parametrize("name", ["kernel = stride", "decoder", "gathered"])
 def test_a_plain_input_gives_a_channels_last_output(name, dtype):
     shape, weight, points, options = GEOMETRIES[name]

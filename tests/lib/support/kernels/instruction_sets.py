@@ -1,4 +1,4 @@
-"""Comparison of a script's output between the instruction sets of the native kernels."""
+"""Instruction sets: scripts whose output is compared between them, and dtypes that need one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
+
+from pydist.backend.problem import onednn_has
+
+OF_ONEDNN = [
+    torch.float32,
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(
+            not onednn_has(torch.bfloat16), reason="oneDNN has no bfloat16 on this processor"
+        ),
+    ),
+]
+"""The dtypes that oneDNN may have, for tests of its choice; torch's own kernels have the others."""
 
 
 def assert_all_agree(script: str, rtol: float) -> None:
