@@ -13,7 +13,7 @@ from support.networks.small import initialized
 from support.networks.zoo import task_of
 from support.staged import DEEP, ONE, TWO_GROUPS, check_stages
 
-pytestmark = pytest.mark.ranks(4, mpi=("openmpi", "mpich", "gloo"), seconds=180)
+pytestmark = pytest.mark.ranks(4, mpi=("openmpi", "gloo"), seconds=240)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
