@@ -77,7 +77,8 @@ def measure(options: argparse.Namespace) -> None:
         variant: [patch for check in checks for patch in empty[check]]
         for variant, checks in VARIANTS.items()
     }
-    times = common.in_turns(variants, step, options.rounds, mesh.world.barrier)
+    steps = dict.fromkeys(variants, step)
+    times = common.in_turns(steps, options.rounds, mesh.world.barrier, variants)
     if mesh.rank == 0:
         options.rank.write_text(json.dumps(times))
 

@@ -118,39 +118,18 @@ def summary(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def in_turns(
-    variants: Mapping[str, Sequence[Patch]],
-    step: Callable[[], object],
+    steps: Mapping[str, Callable[[], object]],
     rounds: int,
     barrier: Callable[[], object],
-) -> dict[str, list[float]]:
-    """Times a step of every variant in each round, in a random order common to all ranks.
-
-    Args:
-        variants: replacements in the program during a step: owner, name, value. The same on all
-            ranks.
-        step: the step to time.
-        rounds: steps of each variant.
-        barrier: called before a step, so that it begins on all ranks at the same time.
-
-    Returns:
-        Seconds of each variant by round.
-    """
-    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-    order = random.Random(0)
-    for _ in range(rounds):
-        for variant in order.sample(list(variants), len(variants)):
-            with replaced(variants[variant]):
-                barrier()
-                began = time.perf_counter()
-                step()
-                seconds[variant].append(time.perf_counter() - began)
-    return seconds
-
-
-def contestants_in_turns(
-    steps: Mapping[str, Callable[[], object]], rounds: int, barrier: Callable[[], object]
+    patches: Mapping[str, Sequence[Patch]] | None = None,
 ) -> dict[str, list[float]]:
     """Times a step of every contestant in each round, in a random order common to all ranks.
+
+    Args:
+        steps: the steps to time. The same names on all ranks.
+        rounds: steps of each contestant.
+        barrier: called before a step, so that it begins on all ranks at the same time.
+        patches: replacements in the program during a contestant's step: owner, name, value.
 
     Returns:
         Seconds of each contestant by round.
@@ -159,11 +138,11 @@ def contestants_in_turns(
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(steps), len(steps)):
-            barrier()
-            began = time.perf_counter()
-            steps[name]()
-            barrier()
-            seconds[name].append(time.perf_counter() - began)
+            with replaced((patches or {}).get(name, ())):
+                barrier()
+                began = time.perf_counter()
+                steps[name]()
+                seconds[name].append(time.perf_counter() - began)
     return seconds
 
 

@@ -84,7 +84,8 @@ def measure(options: argparse.Namespace) -> None:
             with common.replaced(patches):
                 step()  # chooses kernels, creates buffers
                 peaks[variant] = common.peak(step)
-        seconds = common.in_turns(variants, step, options.rounds, world.barrier)
+        steps = dict.fromkeys(variants, step)
+        seconds = common.in_turns(steps, options.rounds, world.barrier, variants)
         results[name] = {"seconds": seconds, "peaks": peaks}
     if world.rank == 0:
         options.rank.write_text(json.dumps(results))

@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace) -> None:
             step()
     compare({name: model for name, (model, _) in steps.items()})
     chosen: dict[str, Callable[[], Any]] = {name: step for name, (_, step) in steps.items()}
-    times = common.contestants_in_turns(chosen, options.rounds, stages.world.barrier)
+    times = common.in_turns(chosen, options.rounds, stages.world.barrier)
     if stages.world.rank == 0:
         options.rank.write_text(json.dumps({"plan": plan, "times": times}))
 

@@ -113,12 +113,8 @@ class Reducer:
 
     def release(self, lane: Lane, parameters: Iterable[Tensor]) -> None:
         """Ends memberships; a parameter that gets a gradient becomes a new member. Collective."""
-        gone = {id(parameter) for parameter in parameters}
-        kept = [leaf for leaf in lane.leaves if leaf.key not in gone]
-        for leaf in lane.leaves:
-            if leaf.key in gone:
-                self._release(leaf)
-        self._plan(lane, kept)
+        keys = {id(parameter) for parameter in parameters}
+        self._drop(lane, {i for i, leaf in enumerate(lane.leaves) if leaf.key in keys})
 
     def register(self, tensor: Tensor) -> None:
         """Registers a leaf that feeds or follows a sharded call."""
@@ -481,9 +477,7 @@ class Reducer:
         self.gather_gradients()  # new buckets may have other parts
         for lane, gone, proposal in zip(lanes, dropped, proposals, strict=True):
             if gone:
-                for index in gone:
-                    self._release(lane.leaves[index])
-                self._plan(lane, [e for i, e in enumerate(lane.leaves) if i not in gone])
+                self._drop(lane, gone)
             lane.dropped = [] if gone else proposal
         if news:
             if self._found is None:
@@ -505,12 +499,14 @@ class Reducer:
     def _found_leaves(self) -> Sequence[Leaf]:
         return () if self._found is None else self._found.leaves
 
-    def _release(self, leaf: Leaf) -> None:
-        """Ends a membership; a parameter that is trained again becomes a new member."""
-        parameter = leaf.parameter()
-        if parameter is not None:
-            self._newcomers[leaf.key] = leaf
-            leaf.idle = 0
+    def _drop(self, lane: Lane, gone: Collection[int]) -> None:
+        """Ends memberships; a parameter that is trained again becomes a new member."""
+        for index in gone:
+            leaf = lane.leaves[index]
+            if leaf.parameter() is not None:
+                self._newcomers[leaf.key] = leaf
+                leaf.idle = 0
+        self._plan(lane, [leaf for i, leaf in enumerate(lane.leaves) if i not in gone])
 
     def settle(self) -> None:
         """Completes the messages of passes that raised, so that messages match. Collective.

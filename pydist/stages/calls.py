@@ -17,6 +17,7 @@ from pydist.comm.interface.ledger import calling_module
 from pydist.errors import NotSupported
 from pydist.stages.shapes import Shapes, replaced, tensors_of
 from pydist.tensor import ShardedTensor
+from pydist.tensor.refusals import name_of
 from pydist.tensor.stage import StageTensor
 
 
@@ -54,7 +55,7 @@ class Call(NamedTuple):
     meta: Any
 
     def __str__(self) -> str:
-        return f"{_name(self.func)} ({self.key})"
+        return f"{name_of(self.func)} ({self.key})"
 
     def run(self) -> Any:
         """Returns the result on the values of the arguments."""
@@ -145,30 +146,30 @@ class Calls(ABC):
             return torch.empty(0, dtype=inputs[0].meta.dtype, device=self.device).type()
         if func in _REFUSED:
             raise NotSupported(
-                f"{_name(func)} on a tensor of a network in stages: {_REFUSED[func]}"
+                f"{name_of(func)} on a tensor of a network in stages: {_REFUSED[func]}"
             )
         for x in inputs:
             x.refuse_foreign_graph()
         if any(x.calls is not self for x in inputs):
-            raise NotSupported(f"{_name(func)} on tensors of several forward passes in stages")
+            raise NotSupported(f"{name_of(func)} on tensors of several forward passes in stages")
         meta, metas = self._on_meta(func, args, kwargs)
         changed = [x for x in inputs if any(x.meta is each for each in metas)]
         if len(metas) > len({id(x) for x in changed}) and func not in _UPDATES:
             raise NotSupported(
-                f"{_name(func)} in {calling_module() or 'a loss'} writes into a plain tensor, "
+                f"{name_of(func)} in {calling_module() or 'a loss'} writes into a plain tensor, "
                 "which every stage has, what only one stage computes: make that tensor from one of "
                 "the network (torch.zeros_like(x), torch.cat), or assign a new one"
             )
         if not changed and not tensors_of(meta):
             if not all(isinstance(x, _FACTS) for x in leaves((meta,))):
-                raise NotSupported(f"{_name(func)} on a tensor of a network in stages")
+                raise NotSupported(f"{name_of(func)} on a tensor of a network in stages")
             return meta
-        if torch._C._current_graph_task_id() != -1:
-            return self._again(func, args, kwargs, inputs, meta)
         module = calling_module()
         key = Key(module, self._counts[module])
-        self._counts[module] += 1
         call = Call(func, args, kwargs, key, inputs, changed, meta)
+        if torch._C._current_graph_task_id() != -1:
+            return self._again(call)
+        self._counts[module] += 1
         value = self.compute(call)
         known = {id(x.meta): x for x in inputs}
         new: list[StageTensor] = []
@@ -176,22 +177,14 @@ class Calls(ABC):
         self.made(call, new)
         return result
 
-    def _again(
-        self,
-        func: Callable[..., Any],
-        args: Any,
-        kwargs: Mapping[str, Any],
-        inputs: Sequence[StageTensor],
-        meta: Any,
-    ) -> Any:
+    def _again(self, call: Call) -> Any:
         """Returns the result of a call that backward repeats (activation checkpointing)."""
-        if any(x.value is None for x in inputs):
+        if any(x.value is None for x in call.inputs):
             raise NotSupported(
-                f"{_name(func)} in backward on a tensor of another stage: a part under "
+                f"{name_of(call.func)} in backward on a tensor of another stage: a part under "
                 "torch.utils.checkpoint spans stages; begin the stage before or after it"
             )
-        value = func(*replaced(_value, args), **replaced(_value, kwargs))
-        return self._wrapped(meta, value, {id(x.meta): x for x in inputs}, [])
+        return self._wrapped(call.meta, call.run(), {id(x.meta): x for x in call.inputs}, [])
 
     def _on_meta(
         self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
@@ -213,8 +206,8 @@ class Calls(ABC):
             if "meta" not in str(error).lower():
                 raise
             raise NotSupported(
-                f"{_name(func)} in {calling_module() or 'a loss'}: it reads values, which only one "
-                "stage has, so the calls that follow may differ between stages"
+                f"{name_of(func)} in {calling_module() or 'a loss'}: it reads values, which only "
+                "one stage has, so the calls that follow may differ between stages"
             ) from error
         if not changed:
             return result, []
@@ -287,7 +280,3 @@ def _meta_of(x: Tensor) -> Tensor:
 
 def _value(x: Tensor) -> Tensor | None:
     return x.value if isinstance(x, StageTensor) else x
-
-
-def _name(func: Callable[..., Any]) -> str:
-    return str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))

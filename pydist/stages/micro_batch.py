@@ -19,7 +19,7 @@ from pydist.ops.pointwise.keyed import draws_of
 from pydist.stages.calls import Call, Calls, Key
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, tensors_of
-from pydist.stages.transfer import Transfer, Transfers, origin_of
+from pydist.stages.transfer import Mark, Transfer, Transfers, origin_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
 
@@ -51,7 +51,7 @@ class _Received(NamedTuple):
     leaf: Tensor
 
 
-class _Enter(torch.autograd.Function):
+class _Arrival(torch.autograd.Function):
     """The identity, whose result is no leaf and no view, so that it may be changed in place."""
 
     @staticmethod
@@ -73,7 +73,7 @@ class MicroBatch(Calls):
         shapes: of the results of calls, which micro-batches share.
         repeats: the micro-batch whose forward pass this one repeats, without messages.
         index: of the micro-batch in its batch.
-        number: of forward passes so far, which all stages count alike.
+        mark: of the forward pass, which all stages must have in common.
         relays: whether a tensor goes through all stages between two, instead of directly.
     """
 
@@ -86,12 +86,12 @@ class MicroBatch(Calls):
         repeats: MicroBatch | None = None,
         *,
         index: int = 0,
-        number: int = 0,
+        mark: Mark,
         relays: bool,
     ) -> None:
         super().__init__(device_of(stages.mesh), shapes)
         self._stages, self._starts, self._transfers = stages, starts, transfers
-        self._relays, self._number = relays, number
+        self._relays, self._mark = relays, mark
         self._stage, self._index = 0, index
         self._drawn = Counter[str]()
         self._origin: Any = None
@@ -124,6 +124,7 @@ class MicroBatch(Calls):
 
     def compute(self, call: Call) -> Any:
         """Computes a call on its stage, after the transfers that it needs."""
+        self._mark = self._mark.after(str(call))
         while self._stage < len(self._starts) and call.key == self._starts[self._stage]:
             self._stage += 1
         stage = self._stage
@@ -209,7 +210,8 @@ class MicroBatch(Calls):
         if self._repeats:
             transfer = next(self._known)[0]
         else:
-            transfer = self._transfers.send(value, target, f"{call}", self._number)
+            self._note(call)
+            transfer = self._transfers.send(value, target, call, self._mark)
             self._messages.append((transfer, None))
         if transfer.kind.needs_grad:
             if self._origin is not None and self._stages.mesh.data_size > 1:
@@ -222,13 +224,21 @@ class MicroBatch(Calls):
             assert kept is not None
             local = kept
         else:
-            transfer, local = self._transfers.receive(source, call, self._number, shape)
+            self._note(call)
+            transfer, local = self._transfers.receive(source, call, self._mark, shape)
             self._messages.append((transfer, local.detach()))
         if transfer.kind.needs_grad:
             leaf = local.requires_grad_()
             self._received.append(_Received(transfer, leaf))
-            local = _Enter.apply(leaf)
+            local = _Arrival.apply(leaf)
         return self._transfers.sharded(transfer, local, self._origin)
+
+    def _note(self, call: str) -> None:
+        """Lets the ranks of the stage compare the calls that they have made before a message."""
+        sample = self._stages.mesh.sample
+        if sample.size > 1:
+            calls = self._mark.to_bytes()
+            sample.ledger.note(sample, ("message between stages", call, calls), waits=False)
 
     # -- backward ---------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from pydist.comm.consensus import require_same, together
 from pydist.errors import UsageError
 from pydist.parallel import broadcast_state, entry_of, parallelize
 from pydist.stages.micro_batch import MicroBatch
-from pydist.stages.parts import Part, parts_of
+from pydist.stages.parts import Part, checksum_of, parts_of
 from pydist.stages.plan import (
     Plan,
     copied_buffers,
@@ -29,7 +29,7 @@ from pydist.stages.ranks import Stages, device_of
 from pydist.stages.schedule import Pass, schedule_of
 from pydist.stages.shapes import Shapes
 from pydist.stages.state import State
-from pydist.stages.transfer import Transfers
+from pydist.stages.transfer import Mark, Transfers
 from pydist.stages.uses import Uses
 from pydist.structure import facts_of
 from pydist.tensor import ShardedTensor, local_of
@@ -95,9 +95,11 @@ def pipeline(
         raise UsageError(f"skips={skips!r}; possible are {', '.join(SKIPS)}")
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise UsageError(f"micro_batches={micro_batches!r}: expected a count >= 1")
-    given = {"micro_batches": micro_batches, "schedule": schedule, "skips": skips,
-             "recompute": recompute}  # fmt: skip
-    require_same(stages.world, {**given, "cuts": str(cuts), **facts_of(model)})
+    given = {
+        "micro_batches": micro_batches, "schedule": schedule, "skips": skips, "cuts": str(cuts),
+        "recompute": recompute, "batch_norm": batch_norm, "group_weight": group_weight,
+    }  # fmt: skip
+    require_same(stages.world, {**given, **facts_of(model)})
     if any("_pydist_path" in module.__dict__ for module in model.modules()):
         raise UsageError(
             f"this {type(model).__name__}, or a part of it, is parallelized already: give "
@@ -107,6 +109,7 @@ def pipeline(
     with together(stages.world, "planning stages"):
         recorded = record(model, arguments)
         mine = make_plan(recorded, stages.count, balance, cuts)
+    require_same(stages.world, {"the network's forward pass on the sample": str(recorded)})
     # Every rank has measured; all take the plan of rank 0.
     message = stages.world.broadcast_bytes(json.dumps(plan_to_json(mine)).encode())
     plan = plan_of_json(json.loads(message))
@@ -132,7 +135,8 @@ class _Enter:
     __reduce_ex__ = refuse_pickling
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None if self._made is None else self._made.enter(module, args, kwargs)
+        running = None if self._made is None else self._made.running
+        return None if running is None else running.adopt((args, kwargs))
 
 
 class Pipeline:
@@ -162,17 +166,19 @@ class Pipeline:
         self._relays, self._recomputes = skips == "relay", recompute
         self._transfers, self._shapes = Transfers(stages), Shapes()
         self._state = State(model, stages, uses)
-        self._running: MicroBatch | None = None
+        self.running: MicroBatch | None = None
+        """The micro-batch whose forward pass runs."""
         self._passes = 0  # forward, without repeated ones
+        self._batch = 0  # checksum
 
     def step(self, inputs: Any, target: Any, criterion: Callable[..., Any]) -> Tensor:
         """Runs the forward and backward passes of a batch, in micro-batches.
 
         Args:
             inputs: an argument of the network, or a tuple of them; tensors whose dim 0 counts the
-                samples are cut into micro-batches. The same on all ranks with one data index: only
-                the first stage reads the values of most networks.
-            target: the second argument of the criterion; read by the last stage, cut alike.
+                samples are cut into micro-batches. Inputs and target are the same on all ranks
+                with one data index.
+            target: the second argument of the criterion, cut in the same way.
             criterion: called as criterion(output, target); a mean over samples.
 
         Returns:
@@ -180,13 +186,14 @@ class Pipeline:
             all ranks with one data index.
 
         Raises:
-            UsageError: there are fewer samples than micro-batches, or the network's calls differ
-                from those of the plan.
+            UsageError: there are fewer samples than micro-batches, ranks have different batches
+                or make different calls, or a stage of the plan does not begin.
         """
         weighs = entry_of(self.model).batches.weighs
         count, draws = self._micro_batches, self.model.training
         found = parts_of(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
         parts = list(found)
+        self._batch = checksum_of((inputs, target))
         passes = schedule_of(self._schedule)(self.stages.index, self.stages.count, len(parts))
         before = self._state.shared_gradients()
         alive: dict[int, MicroBatch] = {}
@@ -204,7 +211,7 @@ class Pipeline:
                     with copied_buffers(self.model), _drawing_as(running):
                         running = self._forward_of(parts[m], criterion, repeats=running)
                 is_last = all(each.kind == "forward" for each in passes[i + 1 :])
-                with nullcontext() if is_last else self.model.no_sync():  # type: ignore[operator]
+                with nullcontext() if is_last else entry_of(self.model).no_sync():
                     running.backward()
         self._state.reduce_shared(before)
         return self._everywhere([loss for loss in losses if loss is not None])
@@ -216,6 +223,7 @@ class Pipeline:
             The output on the last stage, as of a parallelized model; `None` on the others.
         """
         with torch.no_grad():
+            self._batch = checksum_of(inputs)
             running = self._micro_batch()
             out = self._forward(running, inputs)
             for x in leaves((out,)):
@@ -254,15 +262,6 @@ class Pipeline:
         """
         return self._state.clip_grad_norm_(max_norm)
 
-    def enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Makes the arguments of the network stage tensors; a forward pre-hook."""
-        if self._running is None:
-            return None
-        entered: tuple[tuple[Any, ...], dict[str, Any]] = self._running.adopt((args, kwargs))
-        return entered
-
     def _forward_of(
         self,
         part: Part,
@@ -291,19 +290,21 @@ class Pipeline:
         return running
 
     def _forward(self, running: MicroBatch, inputs: tuple[Any, ...]) -> Any:
-        self._running = running
+        self.running = running
         try:
             out = self.model(*inputs)
         finally:
-            self._running = None
+            self.running = None
         running.end_of_network()
         return out
 
     def _micro_batch(self, repeats: MicroBatch | None = None, index: int = 0) -> MicroBatch:
         self._passes += repeats is None
+        mode = f"{self.model.training} {torch.is_grad_enabled()}"
+        mark = Mark(self._passes, self._batch, 0).after(mode)
         return MicroBatch(
             self.stages, self.plan.starts, self._transfers, self._shapes, repeats,
-            index=index, number=self._passes, relays=self._relays,
+            index=index, mark=mark, relays=self._relays,
         )  # fmt: skip
 
     def _everywhere(self, losses: Sequence[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -53,6 +54,10 @@ class Record:
     sent: np.ndarray
     legal: np.ndarray
     operands: list[list[int]]
+
+    def __str__(self) -> str:
+        checksum = crc32(", ".join(str(cost.key) for cost in self.costs).encode())
+        return f"{len(self.costs)} calls (checksum {checksum:08x})"
 
 
 @dataclass

@@ -72,7 +72,7 @@ class State:
 
     def shared_gradients(self) -> dict[int, Tensor]:
         """Returns copies of the gradients that several stages have had, by parameter."""
-        shared = (p for _, p in self._trained() if len(self._holders.get(id(p), ())) > 1)
+        shared = (p for p in self._model.parameters() if len(self._holders.get(id(p), ())) > 1)
         return {id(p): p.grad.detach().clone() for p in shared if p.grad is not None}
 
     @torch.no_grad()
@@ -86,10 +86,10 @@ class State:
             before: `shared_gradients` before the step.
         """
         stages = self._stages
-        trained = [p for _, p in self._trained()]
-        mine = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
+        parameters = list(self._model.parameters())  # also frozen ones, as ranks may differ in them
+        mine = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
         rows = stages.world.all_gather(mine)
-        for i, p in enumerate(trained):
+        for i, p in enumerate(parameters):
             found = {s for s, each in enumerate(stages.all) if rows[each.rank(0, 0), i]}
             self._holders.setdefault(id(p), set()).update(found)
             if len(found) < 2:
@@ -103,9 +103,6 @@ class State:
             if p.grad is not None:
                 total = message.view(p.shape).to(p.device)
                 p.grad = total if old is None else old + total
-
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
 
     def _owner(self, name: str, tensor: Tensor) -> int | None:
         """Returns the first stage that trains a parameter or else uses it, if any."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -22,6 +23,38 @@ from pydist.tensor import ShardedTensor, local_of
 
 FORWARD, BACKWARD = 0, 1
 """Tags of tensors and of gradients."""
+
+
+class Mark(NamedTuple):
+    """What the stages must have in common when a tensor goes from one to another.
+
+    Attributes:
+        number: of the forward pass.
+        batch: checksum of the beginnings of the batch's plain tensors.
+        calls: running checksum of the calls of the pass. One rank alone may make another call, as
+            to print a mean: from then on a call's number in its module is another one there.
+    """
+
+    number: int
+    batch: int
+    calls: int
+
+    def after(self, call: str) -> Mark:
+        """Returns the mark after a call."""
+        return self._replace(calls=crc32(call.encode(), self.calls))
+
+    def to_bytes(self) -> bytes:
+        """Returns the mark as a message of `MARK_BYTES`."""
+        return b"".join(each.to_bytes(8, "little") for each in self)
+
+    @staticmethod
+    def from_bytes(message: bytes) -> Mark:
+        """Returns the mark that a message describes."""
+        numbers = (message[i : i + 8] for i in range(0, MARK_BYTES, 8))
+        return Mark(*(int.from_bytes(each, "little") for each in numbers))
+
+
+MARK_BYTES = 24
 
 
 class Kind(NamedTuple):
@@ -168,7 +201,7 @@ class Transfers:
         self._stages = stages
         self._known: dict[tuple[int, int, Kind], Transfer] = {}
 
-    def send(self, value: Tensor, target: int, call: str, number: int) -> Transfer:
+    def send(self, value: Tensor, target: int, call: str, mark: Mark) -> Transfer:
         """Sends a sharded or plain tensor to another stage, for a call of a forward pass."""
         if isinstance(value, ShardedTensor):
             local, splits = local_of(value), tuple(value.layout.splits)
@@ -178,7 +211,7 @@ class Transfers:
         kind = Kind(call, tuple(value.shape), value.dtype, splits, needs_grad)
         transfer = self._find(self._stages.index, target, kind)
         mine, receiver = self._stages.mesh, self._stages.all[target]
-        message = number.to_bytes(8, "little") + kind.to_bytes()
+        message = mark.to_bytes() + kind.to_bytes()
         for index in range(receiver.sample_size):
             if index % mine.sample_size == mine.sample_index:
                 self._stages.send_bytes(message, receiver.rank(mine.data_index, index))
@@ -186,14 +219,14 @@ class Transfers:
         return transfer
 
     def receive(
-        self, source: int, call: str, number: int, shape: tuple[int, ...]
+        self, source: int, call: str, mark: Mark, shape: tuple[int, ...]
     ) -> tuple[Transfer, Tensor]:
         """Receives a tensor from another stage; returns this rank's shard.
 
         Args:
             source: the stage.
             call: the call that needs it.
-            number: of the forward pass.
+            mark: of the forward pass.
             shape: of the tensor, as this stage knows it.
 
         Raises:
@@ -202,18 +235,26 @@ class Transfers:
         mine, sender = self._stages.mesh, self._stages.all[source]
         index = mine.sample_index % sender.sample_size
         message = self._stages.receive_bytes(sender.rank(mine.data_index, index))
-        theirs, kind = int.from_bytes(message[:8], "little"), Kind.from_bytes(message[8:])
-        if (kind.call, theirs) != (call, number):
+        theirs = Mark.from_bytes(message)
+        kind = Kind.from_bytes(message[MARK_BYTES:])
+        here, there = f"stage {self._stages.index}", f"stage {source}"
+        if (kind.call, theirs.number) != (call, mark.number):
             raise UsageError(
-                f"the stages make different calls: stage {self._stages.index} needs a tensor for "
-                f"{call} in forward pass {number}, and stage {source} sends one for {kind.call} in "
-                f"forward pass {theirs}"
+                f"the stages make different calls: {here} needs a tensor for {call} in forward "
+                f"pass {mark.number}, and {there} sends one for {kind.call} in forward pass "
+                f"{theirs.number}"
             )
-        if kind.shape != shape:
+        if theirs.calls != mark.calls:
             raise UsageError(
-                f"the stages have different batches: for {call} stage {self._stages.index} expects "
-                f"a tensor of shape {list(shape)}, and stage {source} has {list(kind.shape)}; give "
-                "all ranks of one data index the same batch"
+                f"the stages make different calls: before {call} ranks of {here} and of {there} "
+                "have made other ones on tensors of the network, or one trains and one evaluates; "
+                "what one rank alone prints or measures in a forward pass is such a call"
+            )
+        if (kind.shape, theirs.batch) != (shape, mark.batch):
+            raise UsageError(
+                f"the stages have different batches: for {call} {here} expects a tensor of shape "
+                f"{list(shape)}, and {there} has {list(kind.shape)}, or their values differ; give "
+                "all ranks of one data index the same inputs and targets"
             )
         transfer = self._find(source, self._stages.index, kind)
         return transfer, transfer.receive()

@@ -62,6 +62,7 @@ class StageTensor(torch.Tensor):
         wrapper.calls, wrapper.meta, wrapper.value = calls, meta, value
         return wrapper
 
+    # The override is ignored as torch declares no types.
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
         where = "here" if self.value is not None else f"on stage {self.owner}"
         return f"StageTensor(shape={tuple(self.meta.shape)}, {self.meta.dtype}, {where})"
@@ -98,7 +99,7 @@ class StageTensor(torch.Tensor):
         return found.calls.handle(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares other types
         cls,
         func: Callable[..., Any],
         types: Iterable[type],

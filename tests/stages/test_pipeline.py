@@ -9,12 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 from pydist import Mesh, distribute_tensor, parallelize, run_local
-from pydist.errors import NotSupported, UsageError
-from pydist.stages import Stages, pipeline
-from pydist.stages.ranks import stage_meshes
+from pydist.stages import pipeline
 from support.equivalence import Task, assert_equal, randn
 from support.networks.small import initialized
 from support.staged import (
@@ -164,7 +161,7 @@ def test_masks_are_those_of_the_whole_batch():
 
 @pytest.mark.parametrize("group_weight", ["samples", "equal"])
 def test_groups_of_unequal_size(group_weight):
-    """Three and two samples in two micro-batches: each sample counts alike, or each group."""
+    """Three and two samples in two micro-batches: weighted by samples, or the same per group."""
     task = task_of(nn.Sequential(nn.Conv3d(1, 2, 3), nn.ReLU(), nn.Conv3d(2, 2, 3)))
     x, target = randn(5, 1, 6, 6, 6, seed=1), randn(5, 2, 2, 2, 2, seed=2)
     model = copy.deepcopy(task.model)
@@ -341,192 +338,3 @@ def test_several_arguments_and_outputs():
             assert_equal(found, expected)
 
         on_stages(meshes, rank)
-
-
-# -- refusals -------------------------------------------------------------------------------
-
-
-def refused(function, match, error=NotSupported, **options):
-    """Checks that a step of `Calls(function)` is refused on all ranks, with a record made before.
-
-    The function is the identity while its network is recorded.
-    """
-
-    def rank(stages):
-        model = initialized(Calls(lambda x: x))
-        made = pipeline(model, stages, X[:1], **{"cuts": ["last"], **options})
-        model.function = function
-        with pytest.raises(error, match=match):
-            made.step(X, TARGET, F.mse_loss)
-
-    on_stages([ONE, ONE], rank)
-
-
-def test_reading_values_is_refused_on_all_ranks():
-    refused(lambda x: x if x.max() > 0 else -x, "reads values, which only one stage has")
-    refused(lambda x: x * x.sum().item(), "reads values")
-
-
-def test_hooks_and_gradients_of_tensors_are_refused():
-    refused(lambda x: x.register_hook(print) or x, "register it on a parameter")
-    refused(lambda x: x.retain_grad() or x, "only parameters have a gradient")
-    refused(lambda x: x.sum().backward() or x, "Pipeline.step")
-
-
-def test_functions_without_overrides_are_refused():
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
-    refused(Own.apply, "autograd.Function", error=NotSupported)
-    refused(lambda x: Own.apply(x) + x, "autograd.Function")
-
-
-def test_a_stage_that_does_not_begin_is_named():
-    def rank(stages):
-        model = initialized(nn.Sequential(nn.Conv3d(1, 2, 1), nn.Tanh(), nn.ReLU()))
-        made = pipeline(model, stages, X[:1], cuts=["2"])
-        del model[2]
-        with pytest.raises(UsageError, match="stage 1 begins with call 0 in 2, which the network"):
-            made.step(X, TARGET, F.mse_loss)
-
-    on_stages([ONE, ONE], rank)
-
-
-def test_changing_memory_that_another_stage_shares_is_refused():
-    """In torch the view would change too; here each stage has its own copy."""
-
-    class Shares(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.change = nn.Conv3d(1, 2, 1), nn.ReLU(inplace=True)
-            self.last = nn.Conv3d(2, 2, 1)
-
-        def forward(self, x):
-            y = self.first(x) + 0
-            view = y[:, :1]
-            return self.last(self.change(y)) + view
-
-    def rank(stages):
-        made = pipeline(initialized(Shares()), stages, X[:1], cuts=["change"])
-        with pytest.raises(NotSupported, match="begin the stage at another call"):
-            made.step(X, TARGET, F.mse_loss)
-
-    on_stages([ONE, ONE], rank)
-    check_stages(task_of(Shares()), [ONE, ONE], 2)
-
-
-class Checkpointed(nn.Sequential):
-    """Layers whose activations backward computes again."""
-
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def test_checkpointed_parts():
-    def network():
-        part = Checkpointed(nn.Conv3d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv3d(2, 2, 1), nn.Tanh())
-        return nn.Sequential(nn.Conv3d(1, 2, 1), part, nn.Conv3d(2, 2, 1))
-
-    for cuts in (["1"], ["2"]):
-        for meshes in ([ONE, ONE], [DEEP, ONE]):
-            check_stages(task_of(network()), meshes, 2, cuts=cuts)
-
-    def spans(stages):
-        made = pipeline(initialized(network()), stages, X[:1], cuts=["1.2"])
-        if stages.index:
-            with pytest.raises(NotSupported, match=r"torch\.utils\.checkpoint spans stages"):
-                made.step(X, TARGET, F.mse_loss)
-            raise UsageError("ended")  # or the first stage would wait for a gradient
-        made.step(X, TARGET, F.mse_loss)
-
-    with pytest.raises(UsageError, match="ended"):
-        on_stages([ONE, ONE], spans)
-
-
-def test_tensors_of_several_passes_do_not_mix():
-    kept = []
-
-    def function(x):
-        kept.append(x)
-        return x + kept[0]
-
-    def rank(stages):
-        model = initialized(Calls(lambda x: x))
-        made = pipeline(model, stages, X[:1])
-        model.function = function
-        made.step(X, TARGET, F.mse_loss)
-        with pytest.raises(NotSupported, match="several forward passes"):
-            made.step(X, TARGET, F.mse_loss)
-
-    on_stages([ONE], rank)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"micro_batches": 0}, "micro_batches=0: expected a count >= 1"),
-        ({"micro_batches": 2.0}, "micro_batches=2.0"),
-        ({"schedule": "zb"}, "possible are gpipe, 1f1b"),
-        ({"skips": "none"}, "possible are direct, relay"),
-        ({"balance": "luck"}, "possible are time, memory"),
-        ({"cuts": ["nothing"]}, "module 'nothing' makes no call"),
-        ({"cuts": ["first", "last"]}, "2 stages have 1 cuts"),
-    ],
-)
-def test_wrong_options(options, match):
-    def rank(stages):
-        with pytest.raises(UsageError, match=match):
-            pipeline(initialized(Calls(torch.relu)), stages, X[:1], **options)
-
-    on_stages([ONE, ONE], rank)
-
-
-def test_wrong_arguments():
-    def rank(stages):
-        with pytest.raises(UsageError, match=r"from pydist.init_stages\(\)"):
-            pipeline(nn.ReLU(), stages.mesh, X)
-        made = pipeline(initialized(Calls(torch.relu)), stages, X[:1])
-        with pytest.raises(UsageError, match="criterion: expected a scalar"):
-            made.step(X, TARGET, lambda out, target: out)
-        with pytest.raises(UsageError, match="inputs: expected the network's arguments"):
-            made.step(3, TARGET, F.mse_loss)
-
-    on_stages([ONE, ONE], rank)
-
-
-@pytest.mark.parametrize(
-    ("meshes", "match"),
-    [
-        ([ONE] * 3, "stages of 1 \\+ 1 \\+ 1 ranks, but 2 were started"),
-        ([{"data": 2}, ONE], "stages of 2 \\+ 1 ranks"),
-        ([{"depth": 2}], "stage 0: .*possible are data, spatial, channel and shares"),
-        ([{"spatial": (2, 1)}], "three of spatial"),
-        ([{"data": 0}, ONE], "expected counts >= 1"),
-    ],
-)
-def test_wrong_stages(meshes, match):
-    def rank(world):
-        with pytest.raises(UsageError, match=match):
-            Stages(world, meshes)
-
-    run_local(rank, 2)
-
-
-def test_numbers_of_groups_must_agree():
-    def rank(world):
-        with pytest.raises(UsageError, match="stages with 1 and 2 sample groups"):
-            Stages(world, [TWO_GROUPS, ONE])
-
-    run_local(rank, 3)
-
-
-def test_equal_stages_by_number():
-    assert stage_meshes(2, 4) == [{"data": 2}] * 2
-    with pytest.raises(UsageError, match="3 stages of 4 ranks: start a multiple of 3"):
-        stage_meshes(3, 4)

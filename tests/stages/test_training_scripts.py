@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from pydist import parallelize
-from pydist.errors import NotSupported, UsageError
 from pydist.stages import pipeline
 from support.equivalence import assert_equal, randn
 from support.networks.small import initialized
@@ -269,91 +267,3 @@ def test_inference_mode():
             assert_equal({"y": out.full_tensor()}, {"y": expected})
 
     on_stages([ONE, ONE], rank)
-
-
-# -- refusals -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda net, x: torch.zeros(x.shape, dtype=x.dtype).copy_(x) + x,
-        lambda net, x: x + _assigned(torch.zeros(x.shape, dtype=x.dtype), x),
-        lambda net, x: x + torch.zeros(x.shape, dtype=x.dtype).add_(x),
-        lambda net, x: x + net.first.bias.detach().mul_(x.detach().mean()).sum(),
-    ],
-)
-def test_writing_into_plain_tensors_is_refused(function):
-    def rank(stages):
-        with pytest.raises(NotSupported, match="writes into a plain tensor, which every stage has"):
-            pipeline(initialized(Two(function)), stages, X[:1], cuts=["last"])
-
-    on_stages([ONE, ONE], rank)
-
-
-def _assigned(out, x):
-    out[:, :1] = x[:, 1:]
-    return out
-
-
-def _set_data(net, x):
-    x.data = x * 2
-    return x
-
-
-def test_setting_data_is_refused():
-    def rank(stages):
-        with pytest.raises(NotSupported, match="assign another tensor to the attribute"):
-            pipeline(initialized(Two(_set_data)), stages, X[:1], cuts=["last"])
-
-    on_stages([ONE, ONE], rank)
-
-
-def test_dtypes_under_autocast_are_refused():
-    def rank(stages):
-        net = Two(lambda net, x: x.to(x.dtype))
-        made = pipeline(net, stages, X[:1].float(), cuts=["last"])
-        with (
-            torch.autocast("cpu", torch.bfloat16),
-            pytest.raises(NotSupported, match="under autocast, which other stages do not know"),
-        ):
-            made.step(X.float(), TARGET.float(), F.mse_loss)
-
-    on_stages([ONE, ONE], rank)
-
-
-def test_networks_that_are_parallelized_already_are_refused():
-    def rank(stages):
-        net = initialized(Two())
-        made = pipeline(net, stages, X[:1], cuts=["last"])
-        with pytest.raises(UsageError, match="is parallelized already: give pipeline"):
-            pipeline(net, stages, X[:1], cuts=["last"])
-        made.step(X, TARGET, F.mse_loss)  # the first one still works
-        other = parallelize(initialized(Two()), stages.mesh)
-        with pytest.raises(UsageError, match="is parallelized already"):
-            pipeline(other, stages, X[:1], cuts=["last"])
-
-    on_stages([ONE, ONE], rank)
-
-
-def test_different_batches_of_the_stages_are_refused():
-    def rank(stages):
-        made = pipeline(initialized(Two()), stages, X[:1], cuts=["last"])
-        rows = 4 - 2 * stages.index
-        if stages.index:
-            with pytest.raises(UsageError, match="the stages have different batches"):
-                made.step(X[:rows], TARGET[:rows], F.mse_loss)
-            raise UsageError("ended")
-        made.step(X[:rows], TARGET[:rows], F.mse_loss)
-
-    with pytest.raises(UsageError, match="ended"):
-        on_stages([ONE, ONE], rank)
-
-
-def test_a_loss_without_gradient_is_refused():
-    def rank(stages):
-        made = pipeline(initialized(Two()), stages, X[:1])
-        with pytest.raises(UsageError, match="the loss has no gradient"):
-            made.step(X, TARGET, lambda y, t: F.mse_loss(y, t).detach())
-
-    on_stages([ONE], rank)
