@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pydist.arguments import leaves
 from pydist.comm.interface.ledger import calling_module
@@ -57,6 +57,14 @@ class Call(NamedTuple):
     def __str__(self) -> str:
         return f"{name_of(self.func)} ({self.key})"
 
+    @property
+    def statistics(self) -> Sequence[Tensor]:
+        """The running statistics that the call may change; those of a norm in training."""
+        if self.func not in _UPDATES:
+            return ()
+        plain = (x for x in tensors_of((self.args, self.kwargs)) if not isinstance(x, StageTensor))
+        return [x for x in plain if not isinstance(x, nn.Parameter)]
+
     def run(self) -> Any:
         """Returns the result on the values of the arguments."""
         return self.func(*replaced(_value, self.args), **replaced(_value, self.kwargs))
@@ -65,7 +73,7 @@ class Call(NamedTuple):
 _T: Any = Tensor
 _MOVES = (_T.to, _T.cpu, _T.cuda, _T.type)
 _UPDATES = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
-"""Calls that may change plain tensors: running statistics, which only their stage reads."""
+"""Calls that may change plain tensors: running statistics, which must be on one stage only."""
 _NO_MEMORY = "it has memory on one stage only"
 _REFUSED: dict[Any, str] = {
     _T.backward: "call Pipeline.step, which runs the backward pass of every stage",

@@ -94,6 +94,7 @@ class MicroBatch(Calls):
         self._relays, self._mark = relays, mark
         self._stage, self._index = 0, index
         self._drawn = Counter[str]()
+        self._updaters: dict[int, int] = {}  # the stage of running statistics
         self._origin: Any = None
         self.loss: Tensor | None = None
         """On the last stage, the loss to differentiate."""
@@ -134,6 +135,13 @@ class MicroBatch(Calls):
                 raise NotSupported(
                     f"{call} on stage {stage} changes a tensor in place that another one on stage "
                     f"{others[0].owner} shares memory with: begin the stage at another call"
+                )
+        for statistics in call.statistics:
+            updater = self._updaters.setdefault(id(statistics), stage)
+            if updater != stage:
+                raise NotSupported(
+                    f"{call} on stage {stage} uses running statistics that a call on stage "
+                    f"{updater} updates: begin the stage before or after both"
                 )
         for x in call.inputs:
             self.bring(x, stage, str(call))

@@ -79,6 +79,7 @@ class _Recorder(Calls):
         self._lives: dict[int, _Life] = {}  # by the number of the tensor
         self._memories: dict[int, int] = {}  # in use, by `memory_of`: another number for each
         self._changed = set[int]()
+        self._updates: dict[int, list[int]] = {}  # calls with the same running statistics
         self._operands: list[list[int]] = []
 
     def adopt(self, values: Any) -> Any:
@@ -101,6 +102,8 @@ class _Recorder(Calls):
         )
         values = tensors_of((call.args, call.kwargs))
         self._operands.append([id(x) for x in values if not isinstance(x, StageTensor)])
+        for statistics in call.statistics:
+            self._updates.setdefault(id(statistics), []).append(now)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         began = time.perf_counter()
@@ -135,6 +138,8 @@ class _Recorder(Calls):
             if memory in self._changed and len(lives) > 1:
                 first, last = min(e.made for e in lives), max(e.last for e in lives)
                 legal[first + 1 : last + 1] = False
+        for calls_of in self._updates.values():
+            legal[calls_of[0] + 1 : calls_of[-1] + 1] = False
         return Record(self.costs, sent, legal, self._operands)
 
 

@@ -8,6 +8,7 @@ to rank, without a copy.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -112,7 +113,8 @@ class Transfer:
                     f"{sender.sample_size} and {receiver.sample_size} ranks a sample: a sharded "
                     "one is possible"
                 )
-            whole = [Box([0] * len(kind.shape), kind.shape)]
+            # It travels as a row, as a box has 1 to 8 dims.
+            whole = [Box([0], [math.prod(kind.shape)])]
             self._boxes = whole, whole
         else:
             self.splits = receiver.splits_like(sender, kind.shape, kind.splits)
@@ -149,6 +151,8 @@ class Transfer:
 
     def _send(self, local: Tensor, tag: int) -> None:
         mine, start = self._stages.mesh, self._boxes[tag]
+        if self.splits is None:
+            local = local.reshape(-1)
         for here, there, part in self._messages(tag):
             if here == mine.sample_index:
                 lo = start[here].lo
@@ -174,7 +178,7 @@ class Transfer:
             self._stages.world.recv(block, peer, tag)
             index = (slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, box.lo, strict=True))
             local[tuple(index)] = block
-        return local
+        return local if self.splits is not None else local.view(self.kind.shape)
 
     def _ends(self, tag: int) -> tuple[int, int]:
         return (self.source, self.target) if tag == FORWARD else (self.target, self.source)

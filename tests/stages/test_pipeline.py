@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from pydist import Mesh, distribute_tensor, parallelize, run_local
+from pydist.errors import NotSupported
 from pydist.stages import pipeline
 from support.equivalence import Task, assert_equal, randn
 from support.networks.small import initialized
@@ -79,6 +80,33 @@ def task_of(model: nn.Module) -> Task:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_stages_of_any_mesh(meshes, micro_batches):
     check_stages(task_of(layers()), meshes, micro_batches)
+
+
+def test_a_number_goes_from_stage_to_stage():
+    class Scaled(Calls):
+        def forward(self, x):
+            y = self.first(x)
+            return self.last(y) / y.abs().max() + y.mean()
+
+    check_stages(task_of(Scaled(None)), [ONE, ONE], 2, cuts=["last"])
+
+
+def test_a_norm_that_is_called_twice():
+    """Its running statistics are on one stage: no cut is planned between its calls."""
+
+    class Twice(Calls):
+        def __init__(self):
+            super().__init__(None)
+            self.norm = nn.BatchNorm3d(2)
+
+        def forward(self, x):
+            return self.last(torch.relu(self.norm(torch.tanh(self.norm(self.first(x))))))
+
+    check_stages(task_of(Twice()), [ONE] * 3, 2)
+    with pytest.raises(NotSupported, match=r"stage 1 uses running statistics .* stage 0 updates"):
+        norm = nn.BatchNorm3d(2)
+        model = nn.Sequential(nn.Conv3d(1, 2, 1), norm, nn.Conv3d(2, 2, 1), norm)
+        check_stages(task_of(model), [ONE, ONE], cuts=["2"])
 
 
 @pytest.mark.parametrize("meshes", [[ONE, ONE], [DEEP, ONE, ONE], [TWO_GROUPS] * 3], ids=str)
