@@ -1,17 +1,15 @@
 // CUDA IPC for Python. Buffers come as (peer, address, bytes): pydist/comm/transports/ipc has
-// checked device and contiguity, and keeps the tensors. Streams come as torch's number of them,
-// offers as bytes.
+// checked device and contiguity, and keeps the tensors. Offers are bytes.
 #include <pybind11/stl.h>
 
-#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "bindings/device_buffers.hpp"
 #include "comm/ipc/channel.hpp"
 #include "core/errors.hpp"
 
@@ -23,18 +21,6 @@ using comm::CudaDriver;
 using comm::IpcChannel;
 using comm::IpcGroup;
 using comm::IpcMemory;
-using Address = std::uintptr_t;
-using Messages = std::vector<std::tuple<int, Address, std::size_t>>;
-
-void* stream(Address number) { return reinterpret_cast<void*>(number); }
-
-IpcChannel::Messages messages(const Messages& list) {
-  IpcChannel::Messages result;
-  for (const auto& [peer, address, bytes] : list) {
-    result.push_back({peer, reinterpret_cast<std::byte*>(address), bytes});
-  }
-  return result;
-}
 
 // Structs that ranks exchange as bytes of memory.
 template <class T>

@@ -1,16 +1,15 @@
 // NCCL for Python. Buffers come as (address, bytes): pydist/comm/transports/nccl has checked
-// device, contiguity and dtype, and keeps the tensors. Streams come as torch's number of them.
+// device, contiguity and dtype, and keeps the tensors.
 #include <pybind11/stl.h>
 
-#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "bindings/device_buffers.hpp"
 #include "comm/nccl/communicator.hpp"
 #include "core/errors.hpp"
 
@@ -22,20 +21,9 @@ using comm::CudaDriver;
 using comm::GroupError;
 using comm::NcclCommunicator;
 using comm::NcclLibrary;
-using Address = std::uintptr_t;
-using Messages = std::vector<std::tuple<int, Address, std::size_t>>;
 
 // Of exchanges that are collectives: no channel has it.
 constexpr int kNoTag = -1;
-
-std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(address); }
-void* stream(Address number) { return reinterpret_cast<void*>(number); }
-
-std::vector<comm::DeviceMessage> messages(const Messages& list) {
-  std::vector<comm::DeviceMessage> result;
-  for (const auto& [peer, address, bytes] : list) result.push_back({peer, pointer(address), bytes});
-  return result;
-}
 
 struct Element {
   comm::NcclType type;
