@@ -1,10 +1,10 @@
 """A step of a 3D U-Net in two stages: pydist's pipelines, torch's, and one rank alone.
 
 Two ranks of one thread each train on a batch of micro-batches, cut at the same module by pydist and
-by torch.distributed.pipelining over gloo. In each round every contestant takes a step. "Alone" runs
-all micro-batches in sequence on each rank. Its half, times (M + 1) / M for the bubble, is the ideal
-of two equal stages with the same kernels; the decoder, the second stage, takes more than half.
-Gradients are compared before anything is timed.
+by torch.distributed.pipelining over gloo; and by pydist where its plan cuts. In each round every
+contestant takes a step. "Alone" runs all micro-batches in sequence on each rank. Its half, times
+(M + 1) / M for the bubble, is the ideal of two equal stages with the same kernels. Gradients are
+compared before anything is timed.
 
     python benchmarks/python/pipelines.py
 """
@@ -46,9 +46,10 @@ def main() -> None:
         package = next(name for name in ALONE if name in row["contestant"])
         row["alone"] = medians[ALONE[package]]
     shown = [line(row["contestant"], row["step"], row["alone"]) for row in rows]
-    print(found["plan"])
+    for name, plan in found["plans"].items():
+        print(f"{name}\n{plan}\n")
     common.show(HEAD, shown)
-    result = {"machine": machine, "plan": found["plan"], "rows": rows}
+    result = {"machine": machine, "plans": found["plans"], "rows": rows}
     common.write(result, "pipelines", options)
 
 
@@ -88,12 +89,14 @@ def measure(options: argparse.Namespace) -> None:
     mesh = pydist.Mesh(pydist.comm.LocalTransport(), 1)
     same = pydist.parallelize(copy.deepcopy(net), mesh)
     steps[ALONE["pydist"]] = same, alone(same)
-    plan = ""
-    for schedule in ("gpipe", "1f1b"):
-        made = pipeline(copy.deepcopy(net), stages, x[:1], micro_batches=MICRO_BATCHES,
-                        schedule=schedule, cuts=[CUT])  # fmt: skip
-        plan = str(made.plan)
-        steps[f"pydist, {schedule}"] = made.model, partial(made.step, x, labels, loss_of)
+    plans: dict[str, str] = {}
+    for where, cuts in (("same cut", [CUT]), ("own plan", None)):
+        for schedule in ("gpipe", "1f1b"):
+            made = pipeline(copy.deepcopy(net), stages, x[:1], micro_batches=MICRO_BATCHES,
+                            schedule=schedule, cuts=cuts)  # fmt: skip
+            name = f"pydist, {where}, {schedule}"
+            plans[name] = str(made.plan)
+            steps[name] = made.model, partial(made.step, x, labels, loss_of)
     for schedule in ("GPipe", "1F1B"):
         steps[f"torch, {schedule}"] = torch_pipeline(
             copy.deepcopy(net), stages.index, x, labels, loss_of, schedule
@@ -106,7 +109,7 @@ def measure(options: argparse.Namespace) -> None:
     chosen: dict[str, Callable[[], Any]] = {name: step for name, (_, step) in steps.items()}
     times = common.in_turns(chosen, options.rounds, stages.world.barrier)
     if stages.world.rank == 0:
-        options.rank.write_text(json.dumps({"plan": plan, "times": times}))
+        options.rank.write_text(json.dumps({"plans": plans, "times": times}))
 
 
 def torch_pipeline(

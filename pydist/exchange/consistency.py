@@ -99,14 +99,16 @@ class Consistency:
             UsageError: this operand, or an earlier one, differs between the ranks; on all of them.
         """
         operands, first = self.operands, None
-        parameter = self.parameters.operand(tensor)
-        if parameter is None:
-            first = operands.add(tensor, mesh.session.forwards, use)
-        else:
-            if parameter.turn != operands.turn:
-                parameter.turn, parameter.uses = operands.turn, 0
+        turn = operands.turn
+        known = self.parameters.known.get(id(tensor))
+        if known is not None and known[0].leads_to(tensor) and tensor.requires_grad:
+            parameter = known[1]
+            if parameter.turn != turn:
+                parameter.turn, parameter.uses = turn, 0
                 return  # mostly used once in a turn, and compared in rotation
-            operands.repeats = parameter.use_in(operands.turn)
+            operands.repeats = parameter.use_in(turn)
+        else:
+            first = operands.add(tensor, mesh.session.forwards, use)
         recurs = operands.repeats >= REPEATS - 1
         if first is None and not recurs and len(operands) < _MOST:
             return

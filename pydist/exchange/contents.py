@@ -208,10 +208,13 @@ class Parameters:
     """The trained parameters of parallelized models; each turn forms checksums of another share.
 
     They are not treated as plain operands: a checksum at every use would take too long.
+
+    Attributes:
+        known: the parameters with their operands, by id; trained while `requires_grad` is set.
     """
 
     def __init__(self) -> None:
-        self._operands: dict[int, tuple[Link, Operand]] = {}
+        self.known: dict[int, tuple[Link, Operand]] = {}
         self._of: weakref.WeakKeyDictionary[nn.Module, list[Link]] = weakref.WeakKeyDictionary()
 
     def hold(self, model: nn.Module, forward: int) -> None:
@@ -227,21 +230,18 @@ class Parameters:
                 continue
             reference = Link(parameter)
             self._of[model].append(reference)
-            if self.operand(parameter) is None:
+            if not self._knows(parameter):
                 operand = Operand(f"parameter {name!r} of shape {tuple(parameter.shape)}")
                 operand.equal_in[WHOLE] = forward
-                self._operands[id(parameter)] = reference, operand
+                self.known[id(parameter)] = reference, operand
 
-    def operand(self, tensor: Tensor) -> Operand | None:
-        """Returns the operand of a tensor, if it is a registered parameter that is trained."""
-        if not tensor.requires_grad:
-            return None
-        known = self._operands.get(id(tensor))
-        return known[1] if known is not None and known[0].leads_to(tensor) else None
+    def _knows(self, tensor: Tensor) -> bool:
+        known = self.known.get(id(tensor))
+        return known is not None and known[0].leads_to(tensor)
 
     def recurring_in(self, turn: int) -> list[Tensor]:
         """Returns the parameters that were used more than once in a turn."""
-        operands = self._operands.values()
+        operands = self.known.values()
         links = [link for link, each in operands if each.turn == turn and each.uses]
         return [tensor for link in links if (tensor := link()) is not None]
 
@@ -283,10 +283,10 @@ class Parameters:
                     yield self._operand_of(tensor), part, number % shares
 
     def _operand_of(self, tensor: Tensor) -> Operand:
-        known = self._operands.get(id(tensor))
+        known = self.known.get(id(tensor))
         if known is None or not known[0].leads_to(tensor):
             known = Link(tensor), Operand(f"parameter of shape {tuple(tensor.shape)}")
-            self._operands[id(tensor)] = known
+            self.known[id(tensor)] = known
         return known[1]
 
 

@@ -105,14 +105,17 @@ class _Cut:
             return x
         if len(part) < self._samples and not isinstance(part, ShardedTensor):
             part = part.clone()  # or micro-batches would notice each other's changes in place
-        if isinstance(part, ShardedTensor) or part.dim() < 3 or part.requires_grad:
-            return part
-        if part.dim() == 5:
-            return distribute_tensor(part, self._mesh, first_sample=self._first)
-        return distribute_tensor(part, self._mesh, {}, first_sample=self._first)
+        return on_mesh(part, self._mesh, self._first)
 
     def _is_batch(self, x: Any) -> bool:
         return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == self._samples
+
+
+def on_mesh(x: Tensor, mesh: Mesh, first_sample: int | None = None) -> Tensor:
+    """Returns an argument of the network as a stage's ranks hold it; volumes are cut over them."""
+    if isinstance(x, ShardedTensor) or x.dim() < 3 or x.requires_grad:
+        return x
+    return distribute_tensor(x, mesh, None if x.dim() == 5 else {}, first_sample=first_sample)
 
 
 def checksum_of(values: Any) -> int:

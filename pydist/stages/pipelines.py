@@ -26,7 +26,7 @@ from pydist.stages.plan import (
     record,
 )
 from pydist.stages.ranks import Stages, device_of
-from pydist.stages.schedule import Pass, schedule_of
+from pydist.stages.schedule import Pass, most_alive, schedule_of
 from pydist.stages.shapes import Shapes
 from pydist.stages.state import State
 from pydist.stages.transfer import Mark, Transfers
@@ -64,10 +64,13 @@ def pipeline(
         model: any `nn.Module` that makes the same calls on every rank, whatever the values.
         stages: the ranks of each stage, from `init_stages`.
         sample: an argument of the network, or a tuple of them, of a size at which every rank can
-            run the whole network without gradients. Its calls are measured for the plan.
+            run the whole network, with the gradients of one call at a time. Its calls are measured
+            for the plan, without other ranks.
         micro_batches: number of parts of a batch.
         schedule: "gpipe" or "1f1b"; see `pydist.stages.schedule`.
-        balance: what the largest stage has least of, "time" or "memory".
+        balance: what the largest stage has least of: "time" of a forward and backward pass, or
+            "memory" of the micro-batches that its schedule keeps at once. Both are divided by the
+            ranks that a stage has for a sample.
         cuts: paths of the modules at which the stages from the second on begin; overrides
             `balance`.
         skips: "direct" sends a tensor from the stage that computes it to those that use it;
@@ -108,7 +111,8 @@ def pipeline(
     arguments = sample if isinstance(sample, tuple) else (sample,)
     with together(stages.world, "planning stages"):
         recorded = record(model, arguments)
-        mine = make_plan(recorded, stages.count, balance, cuts)
+        weights = _weights(stages, schedule, micro_batches, balance, recompute)
+        mine = make_plan(recorded, weights, balance, cuts)
     require_same(stages.world, {"the network's forward pass on the sample": str(recorded)})
     # Every rank has measured; all take the plan of rank 0.
     message = stages.world.broadcast_bytes(json.dumps(plan_to_json(mine)).encode())
@@ -121,6 +125,18 @@ def pipeline(
     made = Pipeline(model, stages, plan, uses, micro_batches, schedule, skips, recompute=recompute)
     model.register_forward_pre_hook(_Enter(made), with_kwargs=True)
     return made
+
+
+def _weights(
+    stages: Stages, schedule: str, micro_batches: int, balance: str, recompute: bool
+) -> list[float]:
+    """Returns what a unit of time or of memory costs each stage."""
+    weights = [1.0 / stage.sample_size for stage in stages.all]
+    if balance == "memory" and not recompute:
+        make = schedule_of(schedule)
+        for stage in range(stages.count):
+            weights[stage] *= most_alive(make(stage, stages.count, micro_batches))
+    return weights
 
 
 class _Enter:

@@ -1,9 +1,13 @@
-"""The plan of stages: where a network's forward pass is cut, by measured time or memory."""
+"""The plan of stages: where a network's forward pass is cut, by measured time or memory.
+
+Calls are measured with the kernels that run them later: on one rank, with volumes that are sharded
+tensors. Time is that of the forward and the backward pass.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,10 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from pydist.arguments import leaves, mapped
+from pydist.comm import LocalTransport
 from pydist.errors import UsageError
+from pydist.mesh import Mesh
 from pydist.stages.calls import Call, Calls, Key, memory_of
-from pydist.stages.shapes import Shapes, tensors_of
+from pydist.stages.parts import on_mesh
+from pydist.stages.shapes import Shapes, replaced, tensors_of
 from pydist.stages.uses import Uses
+from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
 
 _PATH = "_pydist_path"
@@ -30,7 +38,7 @@ class Cost(NamedTuple):
 
     Attributes:
         key: the call.
-        seconds: of its forward computation.
+        seconds: of its forward and backward computation.
         nbytes: of its results in new memory.
     """
 
@@ -71,11 +79,12 @@ class _Life:
 
 
 class _Recorder(Calls):
-    """Runs a forward pass on plain tensors, and records its calls."""
+    """Runs a forward pass on one rank, and records its calls."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, mesh: Mesh) -> None:
         super().__init__(device, Shapes())
         self.costs: list[Cost] = []
+        self._mesh = mesh
         self._lives: dict[int, _Life] = {}  # by the number of the tensor
         self._memories: dict[int, int] = {}  # in use, by `memory_of`: another number for each
         self._changed = set[int]()
@@ -88,7 +97,7 @@ class _Recorder(Calls):
         def entered(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return self.enter(value)  # every stage has it: it is never sent
+            return self.enter(on_mesh(value, self._mesh))  # every stage has it: it is never sent
 
         return mapped(entered, values)
 
@@ -104,14 +113,46 @@ class _Recorder(Calls):
         self._operands.append([id(x) for x in values if not isinstance(x, StageTensor)])
         for statistics in call.statistics:
             self._updates.setdefault(id(statistics), []).append(now)
+        forward, result = self._timed(call.run)
+        backward = self._backward_of(call)
+        self._seconds = forward + (forward if backward is None else backward)
+        return result
+
+    def _timed(self, compute: Callable[[], Any]) -> tuple[float, Any]:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         began = time.perf_counter()
-        result = call.run()
+        result = compute()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._seconds = time.perf_counter() - began
-        return result
+        return time.perf_counter() - began, result
+
+    def _backward_of(self, call: Call) -> float | None:
+        """Returns the time of the backward pass of a call; `None` if it can't run by itself."""
+        if call.changed:
+            return None
+        starts: list[Tensor] = []
+
+        def entered(x: Tensor) -> Tensor:
+            is_made = isinstance(x, StageTensor) and x.made
+            value = x.value if isinstance(x, StageTensor) else x
+            assert value is not None
+            if not value.is_floating_point() or not (is_made or isinstance(x, nn.Parameter)):
+                return value
+            starts.append(value.detach().requires_grad_())
+            return starts[-1]
+
+        try:
+            with torch.enable_grad():
+                out = call.func(*replaced(entered, call.args), **replaced(entered, call.kwargs))
+                ends = [_local(x) for x in tensors_of(out) if x.requires_grad]
+                grads = [torch.ones_like(x) for x in ends]
+                roots = [_local(x) for x in starts]
+        except RuntimeError:
+            return None
+        if not ends:
+            return 0.0
+        return self._timed(lambda: torch.autograd.grad(ends, roots, grads, allow_unused=True))[0]
 
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
         now, nbytes = len(self.costs), 0
@@ -143,8 +184,14 @@ class _Recorder(Calls):
         return Record(self.costs, sent, legal, self._operands)
 
 
-def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 2) -> Record:
-    """Records a forward pass without gradients; costs are the least of several passes.
+def _local(x: Tensor) -> Tensor:
+    return local_of(x) if isinstance(x, ShardedTensor) else x
+
+
+def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
+    """Records a forward pass, and the backward pass of each call by itself, on this rank alone.
+
+    Costs are the least of several passes. Only the gradients of one call are in memory at a time.
 
     Buffers and random numbers are as before afterwards.
 
@@ -161,16 +208,18 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 2) -> Record:
     if first is None:
         raise UsageError("sample: expected the network's arguments, with a tensor among them")
     found: list[Record] = []
+    mesh = Mesh(LocalTransport())
     with torch.no_grad(), torch.random.fork_rng(), copied_buffers(model), _named(model):
         for _ in range(repeats):
-            recorder = _Recorder(first.device)
+            recorder = _Recorder(first.device, mesh)
             model(*recorder.adopt(tuple(inputs)))
             found.append(recorder.record())
     keys = [[cost.key for cost in each.costs] for each in found]
-    if any(each != keys[0] for each in keys) or not keys[0]:
+    other = next((each for each in keys if each != keys[0]), None)
+    if other is not None or not keys[0]:
         raise UsageError(
             f"two forward passes of {type(model).__name__} make different calls ({len(keys[0])} and"
-            f" {len(keys[-1])}): stages need the same calls on every rank"
+            f" {len(other or [])}): stages need the same calls on every rank"
         )
     rows = zip(*(each.costs for each in found), strict=True)
     costs = [Cost(row[0].key, min(c.seconds for c in row), row[0].nbytes) for row in rows]
@@ -243,15 +292,18 @@ BALANCES = ("time", "memory")
 
 
 def make_plan(
-    found: Record, stages: int, balance: str = "time", cuts: Sequence[str] | None = None
+    found: Record,
+    weights: Sequence[float],
+    balance: str = "time",
+    cuts: Sequence[str] | None = None,
 ) -> Plan:
     """Cuts a recorded forward pass into stages.
 
     Args:
         found: the pass.
-        stages: their number.
-        balance: what the largest stage has least of: "time" (of forward computation), or "memory"
-            (of results).
+        weights: for each stage, what a unit of time or memory costs it: less, the more ranks it has
+            for a sample; of memory more, the more micro-batches are alive.
+        balance: what the largest stage has least of: "time", or "memory" (of results).
         cuts: paths of modules whose first calls begin the stages from the second on; overrides
             `balance`.
 
@@ -264,7 +316,10 @@ def make_plan(
     """
     if balance not in BALANCES:
         raise UsageError(f"balance={balance!r}; possible are {', '.join(BALANCES)}")
-    at = _at_modules(found, cuts, stages) if cuts is not None else _balanced(found, stages, balance)
+    if cuts is None:
+        at = _balanced(found, weights, balance)
+    else:
+        at = _at_modules(found, cuts, len(weights))
     rows = []
     for a, b in zip([0, *at], [*at, len(found.costs)], strict=True):
         costs = found.costs[a:b]
@@ -292,58 +347,65 @@ def _at_modules(found: Record, cuts: Sequence[str], stages: int) -> list[int]:
     return at
 
 
-def _balanced(found: Record, stages: int, balance: str) -> list[int]:
+def _balanced(found: Record, weights: Sequence[float], balance: str) -> list[int]:
+    stages = len(weights)
     costs = [c.seconds if balance == "time" else c.nbytes for c in found.costs]
     if 1 + int(found.legal.sum()) < stages:
         raise UsageError(
             f"{stages} stages of a network whose forward pass can be cut at "
             f"{int(found.legal.sum())} calls"
         )
-    return partition(costs, found.sent, found.legal, stages)
+    return partition(costs, found.sent, found.legal, weights)
 
 
-def partition(costs: Sequence[float], sent: np.ndarray, legal: np.ndarray, parts: int) -> list[int]:
-    """Cuts a sequence into parts so that the largest sum is least.
+def partition(
+    costs: Sequence[float], sent: np.ndarray, legal: np.ndarray, weights: Sequence[float]
+) -> list[int]:
+    """Cuts a sequence into parts so that the largest weighted sum is least.
 
     Args:
         costs: of each element.
         sent: what a cut before each element costs in addition; its sum is least among partitions
             whose largest part is at most 2 % above the least possible.
         legal: whether a part may begin with each element.
-        parts: the number of parts; at least that many may begin.
+        weights: of each part, > 0; at least that many parts may begin.
 
     Returns:
         The first element of each part but the first.
     """
     ends = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
     starts = [0, *(int(i) for i in np.flatnonzero(legal) if i > 0)]
-    best = _search(ends, starts, parts, np.zeros(len(starts)), None)[0]
-    weights = np.asarray([0.0, *(float(sent[i]) for i in starts[1:])])
-    return _search(ends, starts, parts, weights, best * _SLACK)[1]
+    best = _search(ends, starts, weights, np.zeros(len(starts)), None)[0]
+    prices = np.asarray([0.0, *(float(sent[i]) for i in starts[1:])])
+    return _search(ends, starts, weights, prices, best * _SLACK)[1]
 
 
 def _search(
-    ends: np.ndarray, starts: Sequence[int], parts: int, weights: np.ndarray, limit: float | None
+    ends: np.ndarray,
+    starts: Sequence[int],
+    weights: Sequence[float],
+    prices: np.ndarray,
+    limit: float | None,
 ) -> tuple[float, list[int]]:
     """Returns the least value of a partition, and its cuts.
 
-    The value is the largest part or, with a limit on parts, the sum of the cuts' weights.
+    The value is the largest part or, with a limit on parts, the sum of the cuts' prices.
     """
     first = np.asarray(starts)
     stops = np.append(first[1:], len(ends) - 1)  # where a part before the next start ends
-    value = ends[stops].astype(float)  # of one part, from the beginning
+    value = weights[0] * ends[stops]  # of one part, from the beginning
     if limit is not None:
         value = np.where(value <= limit * (1 + 1e-12), 0.0, np.inf)
     chosen = []
-    for _ in range(parts - 1):
+    for weight in weights[1:]:
         new, cut = np.full(len(starts), np.inf), np.zeros(len(starts), dtype=int)
         for j in range(1, len(starts)):
-            part = ends[stops[j]] - ends[first[1 : j + 1]]
+            part = weight * (ends[stops[j]] - ends[first[1 : j + 1]])
             if limit is None:
                 candidates = np.maximum(value[:j], part)
             else:
                 fits = part <= limit * (1 + 1e-12)
-                candidates = np.where(fits, value[:j] + weights[1 : j + 1], np.inf)
+                candidates = np.where(fits, value[:j] + prices[1 : j + 1], np.inf)
             i = int(candidates.argmin())
             new[j], cut[j] = candidates[i], i + 1
         value = new

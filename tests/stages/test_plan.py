@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pydist.errors import NotSupported, UsageError
+from pydist.stages import pipeline
 from pydist.stages.plan import make_plan, partition, record
 from support.equivalence import randn
+from support.staged import DEEP, ONE, on_stages, ranks_of
 
 X = randn(1, 1, 4, 4, 4)
 
@@ -32,10 +34,11 @@ class Calls(nn.Module):
 
 @given(
     st.lists(st.integers(0, 9), min_size=2, max_size=9),
-    st.integers(1, 4),
+    st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=1, max_size=4),
     st.randoms(use_true_random=False),
 )
-def test_partitions_are_the_best(costs, parts, numbers):
+def test_partitions_are_the_best(costs, weights, numbers):
+    parts = len(weights)
     legal = np.asarray([i > 0 and numbers.random() < 0.8 for i in range(len(costs))])
     sent = np.asarray([float(numbers.randint(0, 9)) for _ in costs])
     starts = [int(i) for i in np.flatnonzero(legal)]
@@ -44,12 +47,14 @@ def test_partitions_are_the_best(costs, parts, numbers):
 
     def value(at):
         pieces = [costs[a:b] for a, b in itertools.pairwise([0, *at, len(costs)])]
-        return max(map(sum, pieces)), sum(sent[i] for i in at)
+        return max(w * sum(p) for w, p in zip(weights, pieces, strict=True)), sum(
+            sent[i] for i in at
+        )
 
     every = [value(at) for at in itertools.combinations(starts, parts - 1)]
     best = min(largest for largest, _ in every)
     least = min(bytes_ for largest, bytes_ in every if largest <= best * 1.02)
-    found = partition(costs, sent, legal, parts)
+    found = partition(costs, sent, legal, weights)
     assert set(found) <= set(starts)
     assert value(found)[0] <= best * 1.02 + 1e-9
     assert value(found)[1] == least
@@ -57,19 +62,40 @@ def test_partitions_are_the_best(costs, parts, numbers):
 
 def test_memory_is_balanced():
     layers = nn.Sequential(*(nn.Conv3d(1, 1, 3, padding=1) for _ in range(6))).double()
-    plan = make_plan(record(layers, (X,)), 3, "memory")
+    plan = make_plan(record(layers, (X,)), [1.0] * 3, "memory")
     assert [key.module for key in plan.starts] == ["2", "4"]
     assert [calls for calls, *_ in plan.rows] == [2, 2, 2]
     assert re.search(r"2 +2 .*call 0 in 4$", str(plan).splitlines()[-1])
 
 
+@pytest.mark.parametrize(
+    ("meshes", "options", "calls"),
+    [
+        ([ONE, ONE], {"schedule": "gpipe"}, [3, 3]),
+        ([DEEP, ONE], {"schedule": "gpipe"}, [4, 2]),
+        ([ONE, ONE], {"schedule": "1f1b"}, [2, 4]),
+        ([DEEP, ONE], {"schedule": "1f1b"}, [3, 3]),
+        ([ONE, ONE], {"schedule": "1f1b", "recompute": True}, [3, 3]),
+    ],
+)
+def test_memory_is_that_of_the_micro_batches_alive(meshes, options, calls):
+    """Of two stages, 1F1B keeps two micro-batches on the first, and one on the second."""
+
+    def planned(stages):
+        layers = nn.Sequential(*(nn.Conv3d(1, 1, 3, padding=1) for _ in range(6))).double()
+        made = pipeline(layers, stages, X, micro_batches=4, balance="memory", **options)
+        return [row[0] for row in made.plan.rows]
+
+    assert on_stages(meshes, planned) == [calls] * ranks_of(meshes)
+
+
 def test_stages_begin_at_named_modules():
     layers = nn.Sequential(nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential(nn.ReLU(), nn.Tanh()))
-    plan = make_plan(record(layers, (X,)), 3, cuts=["0.1", "1"])
+    plan = make_plan(record(layers, (X,)), [1.0] * 3, cuts=["0.1", "1"])
     assert [key.module for key in plan.starts] == ["0.1", "1.0"]
     for cuts, message in ((["2"], "3 stages have 2 cuts"), (["1", "0"], "module '0' makes no")):
         with pytest.raises(UsageError, match=message):
-            make_plan(record(layers, (X,)), 3, cuts=cuts)
+            make_plan(record(layers, (X,)), [1.0] * 3, cuts=cuts)
 
 
 def test_a_record_changes_nothing():
@@ -82,6 +108,10 @@ def test_a_record_changes_nothing():
     assert torch.equal(torch.rand(1), expected)
     for name, buffer in net.named_buffers():
         assert torch.equal(buffer, before[name])
+    for parameter in net.parameters():
+        assert parameter.grad is None
+        assert not parameter._post_accumulate_grad_hooks
+        assert not vars(parameter)
     assert not any("_pydist_path" in module.__dict__ for module in net.modules())
 
 
@@ -96,7 +126,7 @@ def test_no_cut_between_a_view_and_a_change_of_its_memory():
     assert [cost.nbytes > 0 for cost in found.costs] == [True, False, False, True, True]
     assert found.legal.tolist() == [False, False, False, False, True]
     with pytest.raises(UsageError, match="can be cut at 1 calls"):
-        make_plan(found, 3, "memory")
+        make_plan(found, [1.0] * 3, "memory")
 
 
 def test_bytes_that_cuts_send():
