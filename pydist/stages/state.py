@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,7 +78,9 @@ class State:
 
     @torch.no_grad()
     def reduce_shared(self, before: Mapping[int, Tensor]) -> None:
-        """Adds the gradients that a parameter got on several stages in a step.
+        """Adds the gradients that a parameter got on several stages in a step. Ends the step.
+
+        If a gradient on any stage is not finite, one on each stage is not.
 
         Which stages these are is seen by the gradients: a parameter may reach a call through others
         on plain tensors, as a transposed weight does, or be part of the criterion.
@@ -87,8 +90,8 @@ class State:
         """
         stages = self._stages
         parameters = list(self._model.parameters())  # also frozen ones, as ranks may differ in them
-        mine = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-        rows = stages.world.all_gather(mine)
+        mine = [*(p.grad is not None for p in parameters), not self._are_finite()]
+        rows = stages.world.all_gather(torch.tensor(mine, dtype=torch.uint8))
         for i, p in enumerate(parameters):
             found = {s for s, each in enumerate(stages.all) if rows[each.rank(0, 0), i]}
             self._holders.setdefault(id(p), set()).update(found)
@@ -103,6 +106,23 @@ class State:
             if p.grad is not None:
                 total = message.view(p.shape).to(p.device)
                 p.grad = total if old is None else old + total
+        if rows[:, -1].any() and self._are_finite():
+            self._show_overflow()
+
+    def _are_finite(self) -> bool:
+        """Returns whether all gradients of this rank are finite."""
+        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
+        return bool(nn.utils.get_total_norm(grads, math.inf).isfinite())
+
+    def _show_overflow(self) -> None:
+        """Lets this stage see that a gradient of another stage is not finite.
+
+        So all stages skip the step, as `torch.amp.GradScaler` does, or none.
+        """
+        grads = (p.grad for p in self._model.parameters() if p.grad is not None and p.grad.numel())
+        first = next(grads, None)
+        if first is not None:
+            first[(0,) * first.dim()] = math.nan
 
     def _owner(self, name: str, tensor: Tensor) -> int | None:
         """Returns the first stage that trains a parameter or else uses it, if any."""

@@ -267,3 +267,42 @@ def test_inference_mode():
             assert_equal({"y": out.full_tensor()}, {"y": expected})
 
     on_stages([ONE, ONE], rank)
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("meshes", [(ONE, ONE), (DEEP, ONE), (TWO_GROUPS, TWO_GROUPS)], ids=str)
+def test_a_scaler_skips_steps_on_all_stages(where, meshes):
+    """A gradient that overflows on one stage stops the others, too."""
+    net = initialized(Two())
+
+    def train(net, step_of):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        overflows = iter([False, True, False, False, True])
+        getattr(net, where).bias.register_hook(lambda g: g * torch.inf if next(overflows) else g)
+        scales = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            step_of(lambda y, t: scaler.scale(F.mse_loss(y, t)))
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales
+
+    whole = copy.deepcopy(net)
+    scales = train(whole, lambda loss_of: loss_of(whole(X), TARGET).backward())
+    assert scales == [2.0**n for n in (20, 19, 19, 20, 19)]
+    expected = {n: p.detach() for n, p in whole.named_parameters()}
+
+    def rank(stages):
+        own, data = copy.deepcopy(net), stages.mesh.data_size
+        made = pipeline(own, stages, X[:1], cuts=["last"])
+        at = stages.mesh.data_index * 4 // data
+        rows = slice(at, at + 4 // data)
+        found = train(own, lambda loss_of: made.step(X[rows], TARGET[rows], loss_of))
+        made.gather()
+        assert found == scales
+        found = {n: p.detach() for n, p in own.named_parameters()}
+        assert_equal(found, expected, dict.fromkeys(expected, 1e-9))
+
+    on_stages(list(meshes), rank)
