@@ -6,15 +6,19 @@ tensors. Time is that of the forward and the backward pass.
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from pydist.arguments import leaves, mapped
@@ -55,12 +59,15 @@ class Record:
         costs: its calls, in order.
         sent: bytes that a cut before each call sends: of tensors that later calls use.
         legal: whether a stage may begin with each call.
+        inside: whether the call before is in the same part under `torch.utils.checkpoint`, which
+            one stage must repeat as a whole.
         operands: ids of the plain tensors among the arguments of each call.
     """
 
     costs: list[Cost]
     sent: np.ndarray
     legal: np.ndarray
+    inside: np.ndarray
     operands: list[list[int]]
 
     def __str__(self) -> str:
@@ -90,6 +97,8 @@ class _Recorder(Calls):
         self._changed = set[int]()
         self._updates: dict[int, list[int]] = {}  # calls with the same running statistics
         self._operands: list[list[int]] = []
+        self._inside: list[bool] = []
+        self._parts: list[FrameType] = []  # of the last call; alive, so that no other has their ids
 
     def adopt(self, values: Any) -> Any:
         """Returns arguments with stage tensors in the places of tensors."""
@@ -113,6 +122,9 @@ class _Recorder(Calls):
         self._operands.append([id(x) for x in values if not isinstance(x, StageTensor)])
         for statistics in call.statistics:
             self._updates.setdefault(id(statistics), []).append(now)
+        parts = _checkpointed_parts()
+        self._inside.append(any(a is b for a in parts for b in self._parts))
+        self._parts = parts
         forward, result = self._timed(call.run)
         backward = self._backward_of(call)
         self._seconds = forward + (forward if backward is None else backward)
@@ -169,7 +181,8 @@ class _Recorder(Calls):
     def record(self) -> Record:
         """Returns the recorded pass."""
         calls = len(self.costs)
-        sent, legal = np.zeros(calls), np.ones(calls, dtype=bool)
+        inside = np.asarray(self._inside, dtype=bool)
+        sent, legal = np.zeros(calls), ~inside
         legal[:1] = False
         sharing: dict[int, list[_Life]] = {}
         for life in self._lives.values():
@@ -181,7 +194,19 @@ class _Recorder(Calls):
                 legal[first + 1 : last + 1] = False
         for calls_of in self._updates.values():
             legal[calls_of[0] + 1 : calls_of[-1] + 1] = False
-        return Record(self.costs, sent, legal, self._operands)
+        return Record(self.costs, sent, legal, inside, self._operands)
+
+
+def _checkpointed_parts() -> list[FrameType]:
+    """Returns the frames of `torch.utils.checkpoint.checkpoint` that are running."""
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "checkpoint" and code.co_filename == torch.utils.checkpoint.__file__:
+            found.append(frame)
+        frame = frame.f_back
+    return found
 
 
 def _local(x: Tensor) -> Tensor:
@@ -223,7 +248,7 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
         )
     rows = zip(*(each.costs for each in found), strict=True)
     costs = [Cost(row[0].key, min(c.seconds for c in row), row[0].nbytes) for row in rows]
-    return Record(costs, found[0].sent, found[0].legal, found[0].operands)
+    return dataclasses.replace(found[0], costs=costs)
 
 
 @contextmanager
@@ -342,6 +367,11 @@ def _at_modules(found: Record, cuts: Sequence[str], stages: int) -> list[int]:
         if i is None:
             raise UsageError(
                 f"cuts={list(cuts)}: module {cut!r} makes no call after the stage before it begins"
+            )
+        if found.inside[i]:
+            raise UsageError(
+                f"cuts={list(cuts)}: module {cut!r} is within a part under torch.utils.checkpoint, "
+                "which one stage must repeat as a whole"
             )
         at.append(i)
     return at

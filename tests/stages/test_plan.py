@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pydist.errors import NotSupported, UsageError
 from pydist.stages import pipeline
@@ -127,6 +128,37 @@ def test_no_cut_between_a_view_and_a_change_of_its_memory():
     assert found.legal.tolist() == [False, False, False, False, True]
     with pytest.raises(UsageError, match="can be cut at 1 calls"):
         make_plan(found, [1.0] * 3, "memory")
+
+
+def test_no_cut_within_a_checkpointed_part():
+    def part(x):
+        return x.sin().cos()
+
+    def function(x):
+        return checkpoint(part, checkpoint(part, x, use_reentrant=False), use_reentrant=False).exp()
+
+    def nested(x):
+        return checkpoint(lambda x: function(x).exp(), x, use_reentrant=False).exp()
+
+    assert record(Calls(function), (X,)).legal.tolist() == [False, False, True, False, True]
+    assert record(Calls(nested), (X,)).legal.tolist() == [False] * 6 + [True]
+
+
+def test_named_modules_are_not_within_a_checkpointed_part():
+    net = nn.Sequential(nn.Conv3d(1, 1, 1), nn.Sequential(nn.Conv3d(1, 1, 1), nn.Conv3d(1, 1, 1)))
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return checkpoint(self.net[1], self.net[0](x), use_reentrant=False)
+
+    found = record(Whole().double(), (X,))
+    assert [key.module for key in make_plan(found, [1.0] * 2, cuts=["net.1"]).starts] == ["net.1.0"]
+    with pytest.raises(UsageError, match=r"'net\.1\.1' is within a part under torch\.utils\.check"):
+        make_plan(found, [1.0] * 2, cuts=["net.1.1"])
 
 
 def test_bytes_that_cuts_send():
