@@ -321,7 +321,9 @@ def _refuse_transforms() -> None:
 def _obstacle_of_kind(module: nn.Module) -> str | None:
     """Returns why the type or state of a part of a model prevents splitting it, or `None`."""
     compiler = sys.modules.get("torch._dynamo")  # nothing is compiled before its import, a slow one
-    wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    # Another thread may be importing it.
+    compiled = getattr(compiler, "OptimizedModule", None)
+    wrapped = compiled is not None and isinstance(module, compiled)
     if wrapped or module._compiled_call_impl is not None:
         return "is compiled: the compiler can't trace exchanges between ranks; leave it as it is"
     if isinstance(module, torch.jit.ScriptModule):

@@ -107,9 +107,11 @@ def test_changing_memory_that_another_stage_shares_is_refused():
 
 
 class Checkpointed(nn.Sequential):
-    """Layers whose activations backward computes again."""
+    """Layers whose activations backward computes again, in training."""
 
     def forward(self, x):
+        if not self.training:
+            return super().forward(x)
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
@@ -123,8 +125,16 @@ def test_checkpointed_parts():
             task = Task(initialized(network()), X, TARGET, F.mse_loss)
             check_stages(task, meshes, 2, cuts=cuts)
 
+    def cut(stages):
+        with pytest.raises(UsageError, match="'1.2' is within a part under torch.utils.checkpoint"):
+            pipeline(initialized(network()), stages, X[:1], cuts=["1.2"])
+
+    on_stages([ONE, ONE], cut)
+
     def spans(stages):
-        made = pipeline(initialized(network()), stages, X[:1], cuts=["1.2"])
+        """The plan is made in evaluation, where no activation is computed again."""
+        made = pipeline(initialized(network()).eval(), stages, X[:1], cuts=["1.2"])
+        made.model.train()
         if stages.index:
             with pytest.raises(NotSupported, match=r"torch\.utils\.checkpoint spans stages"):
                 made.step(X, TARGET, F.mse_loss)
