@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from pydist.arguments import leaves, mapped
 from pydist.comm import LocalTransport
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.stages.calls import Call, Calls, Key, memory_of
 from pydist.stages.parts import on_mesh
@@ -160,11 +160,13 @@ class _Recorder(Calls):
                 ends = [_local(x) for x in tensors_of(out) if x.requires_grad]
                 grads = [torch.ones_like(x) for x in ends]
                 roots = [_local(x) for x in starts]
-        except RuntimeError:
+            if not ends:
+                return 0.0
+            return self._timed(lambda: torch.autograd.grad(ends, roots, grads, allow_unused=True))[
+                0
+            ]
+        except (RuntimeError, NotSupported):
             return None
-        if not ends:
-            return 0.0
-        return self._timed(lambda: torch.autograd.grad(ends, roots, grads, allow_unused=True))[0]
 
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
         now, nbytes = len(self.costs), 0

@@ -204,6 +204,21 @@ def test_shapes_and_dtypes_may_be_read():
     record(Calls(function), (X,))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.nextafter(x, x.sin()),
+        lambda x: x.argmax(1).to(x.dtype),
+        lambda x: torch.ones_like(x),
+        lambda x: x.topk(2).indices,
+        lambda x: x.mul_(2),
+    ],
+)
+def test_calls_without_a_backward_pass_are_recorded(function):
+    found = record(Calls(lambda x: function(x.exp())), (randn(4, 8),))
+    assert all(cost.seconds > 0 for cost in found.costs)
+
+
 @pytest.mark.parametrize("name", ["data_ptr", "untyped_storage", "grad_fn"])
 def test_memory_and_graphs_are_refused(name):
     def function(x):
