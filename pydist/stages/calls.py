@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pydist.arguments import leaves
 from pydist.comm.interface.ledger import calling_module
@@ -59,11 +59,20 @@ class Call(NamedTuple):
 
     @property
     def statistics(self) -> Sequence[Tensor]:
-        """The running statistics that the call may change; those of a norm in training."""
-        if self.func not in _UPDATES:
+        """The running statistics that the call updates; those of a norm in training."""
+        names = _UPDATES.get(self.func)
+        if names is None:
             return ()
-        plain = (x for x in tensors_of((self.args, self.kwargs)) if not isinstance(x, StageTensor))
-        return [x for x in plain if not isinstance(x, nn.Parameter)]
+        given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+        trains = given.get("training", given.get("use_input_stats", self.func is F.instance_norm))
+        found = [given.get(name) for name in ("running_mean", "running_var")] if trains else []
+        return [x for x in found if isinstance(x, Tensor) and not isinstance(x, StageTensor)]
+
+    @property
+    def draws(self) -> bool:
+        """Whether a call that may draw random numbers does: not with p=0, or in evaluation."""
+        given = {**dict(zip(("input", "p", "training"), self.args, strict=False)), **self.kwargs}
+        return bool(given.get("p", 0.5)) and bool(given.get("training", True))
 
     def run(self) -> Any:
         """Returns the result on the values of the arguments."""
@@ -72,8 +81,15 @@ class Call(NamedTuple):
 
 _T: Any = Tensor
 _MOVES = (_T.to, _T.cpu, _T.cuda, _T.type)
-_UPDATES = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
-"""Calls that may change plain tensors: running statistics, which must be on one stage only."""
+_FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias")
+_NATIVE = ("input", "weight", "bias", "running_mean", "running_var")
+_UPDATES: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: (*_FUNCTIONAL, "training"),
+    F.instance_norm: (*_FUNCTIONAL, "use_input_stats"),
+    torch.batch_norm: (*_NATIVE, "training"),
+    torch.instance_norm: (*_NATIVE, "use_input_stats"),
+}
+"""Arguments of calls that may change plain tensors: running statistics, of one stage only."""
 _NO_MEMORY = "it has memory on one stage only"
 _REFUSED: dict[Any, str] = {
     _T.backward: "call Pipeline.step, which runs the backward pass of every stage",
@@ -120,6 +136,10 @@ class Calls(ABC):
     @abstractmethod
     def compute(self, call: Call) -> Any:
         """Returns a call's result on values, or `None` if another stage computes it."""
+
+    def compute_again(self, call: Call) -> Any:
+        """Returns the result of a call that backward repeats, which this stage has computed."""
+        return call.run()
 
     @abstractmethod
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
@@ -192,7 +212,8 @@ class Calls(ABC):
                 f"{name_of(call.func)} in backward on a tensor of another stage: a part under "
                 "torch.utils.checkpoint spans stages; begin the stage before or after it"
             )
-        return self._wrapped(call.meta, call.run(), {id(x.meta): x for x in call.inputs}, [])
+        known = {id(x.meta): x for x in call.inputs}
+        return self._wrapped(call.meta, self.compute_again(call), known, [])
 
     def _on_meta(
         self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]

@@ -173,6 +173,21 @@ class MicroBatch(Calls):
             torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
             return call.run()
 
+    def compute_again(self, call: Call) -> Any:
+        """Computes a call that a checkpointed part repeats in backward.
+
+        Raises:
+            NotSupported: it draws random numbers on plain tensors, which would be other ones.
+        """
+        draws = call.func in _DRAWS and call.draws
+        if draws and not any(isinstance(x.value, ShardedTensor) for x in call.inputs):
+            raise NotSupported(
+                f"{call} on a plain tensor, within a part under torch.utils.checkpoint, in a "
+                "network in stages: it would draw other numbers in backward; use recompute=True of "
+                "pydist.pipeline instead"
+            )
+        return call.run()
+
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
         """Assigns the results of a call to its stage."""
         given = tensors_of((call.args, call.kwargs))
@@ -238,7 +253,8 @@ class MicroBatch(Calls):
         if transfer.kind.needs_grad:
             leaf = local.requires_grad_()
             self._received.append(_Received(transfer, leaf))
-            local = _Arrival.apply(leaf)
+            with torch.enable_grad():
+                return self._transfers.sharded(transfer, _Arrival.apply(leaf), self._origin)
         return self._transfers.sharded(transfer, local, self._origin)
 
     def _note(self, call: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from pydist.arguments import leaves, mapped
 from pydist.batches import refuse_pickling
@@ -277,6 +278,18 @@ class Pipeline:
             The norm before.
         """
         return self._state.clip_grad_norm_(max_norm)
+
+    def unscale_(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Unscales an optimizer's gradients, before `scaler.step(optimizer)`. Collective.
+
+        As `scaler.unscale_(optimizer)`. If a gradient of the optimizer has overflowed on any stage,
+        all stages skip the step, and change the scale alike. The criterion scales the loss.
+
+        Args:
+            scaler: the scaler, the same on all ranks.
+            optimizer: of parameters of the network, the same on all ranks.
+        """
+        self._state.unscale_(scaler, optimizer)
 
     def _forward_of(
         self,

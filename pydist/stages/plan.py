@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pydist.arguments import leaves, mapped
 from pydist.comm import LocalTransport
@@ -61,7 +62,8 @@ class Record:
         legal: whether a stage may begin with each call.
         inside: whether the call before is in the same part under `torch.utils.checkpoint`, which
             one stage must repeat as a whole.
-        operands: ids of the plain tensors among the arguments of each call.
+        operands: ids of the plain tensors among the arguments of each call, or of the parameters
+            from which they were computed.
     """
 
     costs: list[Cost]
@@ -85,11 +87,37 @@ class _Life:
     memory: int
 
 
+class _Sources(TorchFunctionMode):
+    """Finds the parameters from which plain tensors are computed, also without a graph."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._of = {id(p): frozenset([id(p)]) for p in model.parameters()}
+        self._alive: list[Tensor] = []  # so that no other tensor has their ids
+
+    def of(self, x: Tensor) -> frozenset[int]:
+        """Returns the ids of the parameters, or of the tensor itself if there are none."""
+        return self._of.get(id(x), frozenset([id(x)]))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = tensors_of((args, kwargs or {}))
+        if not any(isinstance(x, StageTensor) for x in given):
+            sources = frozenset().union(*(self._of.get(id(x), frozenset()) for x in given))
+            for x in tensors_of(result) if sources else ():
+                self._of[id(x)] = sources
+                self._alive.append(x)
+        return result
+
+
 class _Recorder(Calls):
     """Runs a forward pass on one rank, and records its calls."""
 
-    def __init__(self, device: torch.device, mesh: Mesh) -> None:
+    def __init__(self, device: torch.device, mesh: Mesh, sources: _Sources) -> None:
         super().__init__(device, Shapes())
+        self._sources = sources
         self.costs: list[Cost] = []
         self._mesh = mesh
         self._lives: dict[int, _Life] = {}  # by the number of the tensor
@@ -119,7 +147,8 @@ class _Recorder(Calls):
             self._lives[x.number].memory for x in call.changed if x.number in self._lives
         )
         values = tensors_of((call.args, call.kwargs))
-        self._operands.append([id(x) for x in values if not isinstance(x, StageTensor)])
+        plain = [x for x in values if not isinstance(x, StageTensor)]
+        self._operands.append([each for x in plain for each in self._sources.of(x)])
         for statistics in call.statistics:
             self._updates.setdefault(id(statistics), []).append(now)
         parts = _checkpointed_parts()
@@ -236,10 +265,13 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
         raise UsageError("sample: expected the network's arguments, with a tensor among them")
     found: list[Record] = []
     mesh = Mesh(LocalTransport())
-    with torch.no_grad(), torch.random.fork_rng(), copied_buffers(model), _named(model):
+    with torch.no_grad(), torch.random.fork_rng(), copied_buffers(model) as copied, _named(model):
         for _ in range(repeats):
-            recorder = _Recorder(first.device, mesh)
-            model(*recorder.adopt(tuple(inputs)))
+            sources = _Sources(model)
+            recorder = _Recorder(first.device, mesh, sources)
+            arguments = recorder.adopt(tuple(inputs))
+            with sources:
+                model(*arguments)
             found.append(recorder.record())
     keys = [[cost.key for cost in each.costs] for each in found]
     other = next((each for each in keys if each != keys[0]), None)
@@ -250,18 +282,23 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
         )
     rows = zip(*(each.costs for each in found), strict=True)
     costs = [Cost(row[0].key, min(c.seconds for c in row), row[0].nbytes) for row in rows]
-    return dataclasses.replace(found[0], costs=costs)
+    operands = [[copied.get(each, each) for each in call] for call in found[0].operands]
+    return dataclasses.replace(found[0], costs=costs, operands=operands)
 
 
 @contextmanager
-def copied_buffers(model: nn.Module) -> Iterator[None]:
-    """Gives a model copies of its buffers in the `with` block, so that its own do not change."""
+def copied_buffers(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Gives a model copies of its buffers in the `with` block, so that its own do not change.
+
+    Yields:
+        The ids of its own buffers, by those of the copies.
+    """
     kept = [(m, name, b) for m in model.modules() for name, b in m._buffers.items()]
     copies = {id(b): b.clone() for _, _, b in kept if b is not None}
     for module, name, buffer in kept:
         module._buffers[name] = None if buffer is None else copies[id(buffer)]
     try:
-        yield
+        yield {id(copy): own for own, copy in copies.items()}
     finally:
         for module, name, buffer in kept:
             module._buffers[name] = buffer

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
-from pydist.stages.ranks import Stages
+from pydist.stages.ranks import Stages, device_of
 from pydist.stages.uses import Uses
 
 
@@ -71,6 +71,23 @@ class State:
             p.grad.mul_(scale)
         return norm.to(torch.get_default_dtype())
 
+    def unscale_(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Unscales gradients; an overflow counts on all stages. See `Pipeline.unscale_`."""
+        scaler.unscale_(optimizer)
+        if not scaler.is_enabled():
+            return
+        # As torch's own scaler for sharded gradients does; there is no public way.
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        overflows = torch.zeros(1, dtype=torch.float32)
+        for each in found.values():
+            overflows += float(each)
+        self._stages.world.all_reduce(overflows, "max")
+        device = device_of(self._stages.mesh)
+        none = torch.zeros((), dtype=torch.float32, device=device)
+        found.setdefault(device, none)  # a stage without gradients
+        for each in found.values():
+            each.fill_(float(overflows))
+
     def shared_gradients(self) -> dict[int, Tensor]:
         """Returns copies of the gradients that several stages have had, by parameter."""
         shared = (p for p in self._model.parameters() if len(self._holders.get(id(p), ())) > 1)
@@ -78,9 +95,7 @@ class State:
 
     @torch.no_grad()
     def reduce_shared(self, before: Mapping[int, Tensor]) -> None:
-        """Adds the gradients that a parameter got on several stages in a step. Ends the step.
-
-        If a gradient on any stage is not finite, one on each stage is not.
+        """Adds the gradients that a parameter got on several stages in a step, for all its users.
 
         Which stages these are is seen by the gradients: a parameter may reach a call through others
         on plain tensors, as a transposed weight does, or be part of the criterion.
@@ -89,11 +104,13 @@ class State:
             before: `shared_gradients` before the step.
         """
         stages = self._stages
-        parameters = list(self._model.parameters())  # also frozen ones, as ranks may differ in them
-        mine = [*(p.grad is not None for p in parameters), not self._are_finite()]
-        rows = stages.world.all_gather(torch.tensor(mine, dtype=torch.uint8))
-        for i, p in enumerate(parameters):
+        parameters = list(self._model.named_parameters())  # also frozen, as ranks may differ in it
+        mine = torch.tensor([p.grad is not None for _, p in parameters], dtype=torch.uint8)
+        rows = stages.world.all_gather(mine)
+        for i, (name, p) in enumerate(parameters):
             found = {s for s, each in enumerate(stages.all) if rows[each.rank(0, 0), i]}
+            if found:  # and stages that use it without a gradient, or they would keep old values
+                found |= self._uses.stages_of(name, p)
             self._holders.setdefault(id(p), set()).update(found)
             if len(found) < 2:
                 continue
@@ -103,26 +120,9 @@ class State:
                 # The stage's other ranks have the same.
                 message += (p.grad if old is None else p.grad - old).flatten().cpu()
             stages.world.all_reduce(message)
-            if p.grad is not None:
+            if p.grad is not None or (stages.index in found and p.requires_grad):
                 total = message.view(p.shape).to(p.device)
                 p.grad = total if old is None else old + total
-        if rows[:, -1].any() and self._are_finite():
-            self._show_overflow()
-
-    def _are_finite(self) -> bool:
-        """Returns whether all gradients of this rank are finite."""
-        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
-        return bool(nn.utils.get_total_norm(grads, math.inf).isfinite())
-
-    def _show_overflow(self) -> None:
-        """Lets this stage see that a gradient of another stage is not finite.
-
-        So all stages skip the step, as `torch.amp.GradScaler` does, or none.
-        """
-        grads = (p.grad for p in self._model.parameters() if p.grad is not None and p.grad.numel())
-        first = next(grads, None)
-        if first is not None:
-            first[(0,) * first.dim()] = math.nan
 
     def _owner(self, name: str, tensor: Tensor) -> int | None:
         """Returns the first stage that trains a parameter or else uses it, if any."""

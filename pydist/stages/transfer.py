@@ -211,7 +211,8 @@ class Transfers:
             local, splits = local_of(value), tuple(value.layout.splits)
         else:
             local, splits = value, None
-        needs_grad = local.requires_grad and torch.is_grad_enabled()
+        # Whatever the mode of this call is: later ones on the other stage may have a gradient.
+        needs_grad = local.requires_grad
         kind = Kind(call, tuple(value.shape), value.dtype, splits, needs_grad)
         transfer = self._find(self._stages.index, target, kind)
         mine, receiver = self._stages.mesh, self._stages.all[target]

@@ -109,6 +109,33 @@ def test_a_norm_that_is_called_twice():
         check_stages(task_of(model), [ONE, ONE], cuts=["2"])
 
 
+def test_statistics_that_no_call_updates_may_be_on_several_stages():
+    norm = nn.BatchNorm3d(2)
+    layers = [nn.Conv3d(1, 2, 1), norm, nn.Conv3d(2, 2, 1), norm, nn.Conv3d(2, 2, 1)]
+    model = nn.Sequential(*layers)
+    task = task_of(model)
+    norm.eval()
+    check_stages(task, [ONE, ONE], 2, cuts=["2"])
+
+
+def test_statistics_of_functions_that_a_block_calls():
+    """Each buffer is gathered from the stage that updates it."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = nn.ModuleList([nn.Conv3d(1, 2, 1), nn.Conv3d(2, 2, 1), nn.Conv3d(2, 2, 1)])
+            self.norms = nn.ModuleList([nn.BatchNorm3d(2) for _ in range(3)])
+
+        def forward(self, x):
+            for conv, norm in zip(self.convs, self.norms, strict=True):
+                x = F.batch_norm(conv(x), norm.running_mean, norm.running_var, training=True)
+            return x
+
+    check_stages(task_of(Block()), [ONE] * 3, 2)
+    check_stages(task_of(Block()), [ONE, ONE], cuts=["convs.1"])
+
+
 @pytest.mark.parametrize("meshes", [[ONE, ONE], [DEEP, ONE, ONE], [TWO_GROUPS] * 3], ids=str)
 def test_a_weight_of_several_stages(meshes):
     """Its gradient is the sum; so it stays over steps that accumulate."""

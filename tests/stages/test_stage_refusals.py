@@ -145,6 +145,24 @@ def test_checkpointed_parts():
         on_stages([ONE, ONE], spans)
 
 
+def test_masks_of_plain_tensors_in_checkpointed_parts():
+    """They would differ in backward; masks of volumes do not."""
+
+    def network(p):
+        part = Checkpointed(nn.Linear(3, 4), nn.Dropout(p))
+        return initialized(nn.Sequential(part, nn.Linear(4, 2)))
+
+    x, target = randn(4, 3, seed=1), randn(4, 2, seed=2)
+
+    def rank(stages):
+        made = pipeline(network(0.5), stages, x)
+        with pytest.raises(NotSupported, match="would draw other numbers in backward"):
+            made.step(x, target, F.mse_loss)
+
+    on_stages([ONE], rank)
+    check_stages(Task(network(0.0), x, target, F.mse_loss), [ONE, ONE])
+
+
 def test_tensors_of_several_passes_do_not_mix():
     kept = []
 

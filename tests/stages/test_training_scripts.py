@@ -74,6 +74,27 @@ def test_weights_that_reach_other_stages_through_plain_calls(meshes):
     check_training(Net(), meshes=meshes, cuts=("Net",))
 
 
+@pytest.mark.parametrize("meshes", [(ONE, ONE), (DEEP, ONE), (TWO_GROUPS, TWO_GROUPS)], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda net, x: x * net.last.weight.detach().mean(),
+        lambda net, x: x * without_gradient(lambda: net.last.bias.square().sum() + 1),
+        lambda net, x: F.conv3d(x, net.last.weight.data, padding=1),
+        lambda net, x: without_gradient(lambda: net.last(x)) + x,
+    ],
+)
+def test_weights_that_other_stages_use_without_a_gradient(meshes, function):
+    """They get the gradient of the stage that trains the weight, or would keep old values."""
+    check_training(Two(function), meshes=meshes)
+
+
+def without_gradient(function):
+    """Returns the result of a function under no_grad."""
+    with torch.no_grad():
+        return function()
+
+
 def test_parameters_of_a_criterion():
     class Net(Two):
         def __init__(self):
@@ -270,28 +291,40 @@ def test_inference_mode():
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("trained", ["all", "by kind", "one stage"])
 @pytest.mark.parametrize("meshes", [(ONE, ONE), (DEEP, ONE), (TWO_GROUPS, TWO_GROUPS)], ids=str)
-def test_a_scaler_skips_steps_on_all_stages(where, meshes):
-    """A gradient that overflows on one stage stops the others, too."""
+def test_a_scaler_skips_steps_on_all_stages(where, trained, meshes):
+    """An overflow on one stage counts on the others, for the same optimizer only."""
     net = initialized(Two())
 
-    def train(net, step_of):
+    def train(net, unscale, step_of):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        parameters = dict(net.named_parameters())
+        names = {
+            "all": [list(parameters)],
+            "by kind": [["first.weight", "last.weight"], ["first.bias", "last.bias"]],
+            "one stage": [["first.weight", "first.bias"]],
+        }[trained]
+        optimizers = [torch.optim.SGD([parameters[n] for n in each], lr=0.1) for each in names]
         overflows = iter([False, True, False, False, True])
         getattr(net, where).bias.register_hook(lambda g: g * torch.inf if next(overflows) else g)
         scales = []
         for _ in range(5):
-            optimizer.zero_grad()
+            net.zero_grad()
             step_of(lambda y, t: scaler.scale(F.mse_loss(y, t)))
-            scaler.step(optimizer)
+            for optimizer in optimizers:
+                unscale(scaler, optimizer)
+                scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
         return scales
 
     whole = copy.deepcopy(net)
-    scales = train(whole, lambda loss_of: loss_of(whole(X), TARGET).backward())
-    assert scales == [2.0**n for n in (20, 19, 19, 20, 19)]
+    scales = train(
+        whole,
+        lambda scaler, optimizer: scaler.unscale_(optimizer),
+        lambda loss_of: loss_of(whole(X), TARGET).backward(),
+    )
     expected = {n: p.detach() for n, p in whole.named_parameters()}
 
     def rank(stages):
@@ -299,10 +332,35 @@ def test_a_scaler_skips_steps_on_all_stages(where, meshes):
         made = pipeline(own, stages, X[:1], cuts=["last"])
         at = stages.mesh.data_index * 4 // data
         rows = slice(at, at + 4 // data)
-        found = train(own, lambda loss_of: made.step(X[rows], TARGET[rows], loss_of))
+        step = lambda loss_of: made.step(X[rows], TARGET[rows], loss_of)  # noqa: E731
+        found = train(own, made.unscale_, step)
         made.gather()
         assert found == scales
         found = {n: p.detach() for n, p in own.named_parameters()}
         assert_equal(found, expected, dict.fromkeys(expected, 1e-9))
 
     on_stages(list(meshes), rank)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_with_a_frozen_stage(enabled):
+    net = initialized(Two())
+    net.last.requires_grad_(False)
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, X[:1], cuts=["last"])
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        made.step(X, TARGET, lambda y, t: scaler.scale(F.mse_loss(y, t)))
+        made.unscale_(scaler, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        made.gather()
+        return own.first.weight.detach()
+
+    whole = copy.deepcopy(net)
+    F.mse_loss(whole(X), TARGET).backward()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    for found in on_stages([ONE, ONE], rank):
+        torch.testing.assert_close(found, whole.first.weight.detach(), rtol=1e-9, atol=0)
