@@ -214,18 +214,21 @@ class Pipeline:
         passes = schedule_of(self._schedule)(self.stages.index, self.stages.count, len(parts))
         before = self._state.shared_gradients()
         alive: dict[int, MicroBatch] = {}
-        again, losses = set[int](), []
+        again: dict[int, dict[int, Tensor]] = {}  # buffers before the forward pass
+        losses = []
         for i, (kind, m) in enumerate(passes):
             if kind == "forward":
+                forgets = self._recomputes and passes[i + 1] != Pass("backward", m)
+                if forgets:
+                    again[m] = {id(b): b.clone() for b in self.model.buffers()}
                 alive[m] = self._forward_of(parts[m], criterion, continues=m > 0)
                 losses.append(alive[m].shown)
-                if self._recomputes and passes[i + 1] != Pass("backward", m):
+                if forgets:
                     alive[m].forget()
-                    again.add(m)
             else:
                 running = alive.pop(m)
                 if m in again:
-                    with copied_buffers(self.model), _drawing_as(running):
+                    with copied_buffers(self.model, again.pop(m)), _drawing_as(running):
                         running = self._forward_of(parts[m], criterion, repeats=running)
                 is_last = all(each.kind == "forward" for each in passes[i + 1 :])
                 with nullcontext() if is_last else entry_of(self.model).no_sync():

@@ -287,14 +287,21 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
 
 
 @contextmanager
-def copied_buffers(model: nn.Module) -> Iterator[dict[int, int]]:
+def copied_buffers(
+    model: nn.Module, values: Mapping[int, Tensor] | None = None
+) -> Iterator[dict[int, int]]:
     """Gives a model copies of its buffers in the `with` block, so that its own do not change.
+
+    Args:
+        model: the model.
+        values: earlier values of buffers, by their ids; they may change.
 
     Yields:
         The ids of its own buffers, by those of the copies.
     """
     kept = [(m, name, b) for m in model.modules() for name, b in m._buffers.items()]
-    copies = {id(b): b.clone() for _, _, b in kept if b is not None}
+    found = (b for _, _, b in kept if b is not None)
+    copies = {id(b): b.clone() if values is None else values.get(id(b), b) for b in found}
     for module, name, buffer in kept:
         module._buffers[name] = None if buffer is None else copies[id(buffer)]
     try:

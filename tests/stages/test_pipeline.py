@@ -109,6 +109,16 @@ def test_a_norm_that_is_called_twice():
         check_stages(task_of(model), [ONE, ONE], cuts=["2"])
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_buffers_that_a_forward_pass_reads_and_updates(recompute, schedule):
+    """Activations are computed again with the buffers that the forward pass has found."""
+    model = Calls(parametrizations.spectral_norm(nn.Conv3d(2, 2, 3, padding=1)))
+    check_stages(
+        task_of(model), [ONE, ONE], 4, cuts=["last"], recompute=recompute, schedule=schedule
+    )
+
+
 def test_statistics_that_no_call_updates_may_be_on_several_stages():
     norm = nn.BatchNorm3d(2)
     layers = [nn.Conv3d(1, 2, 1), norm, nn.Conv3d(2, 2, 1), norm, nn.Conv3d(2, 2, 1)]
