@@ -18,15 +18,9 @@ from pydist.errors import UsageError
 from pydist.parallel import broadcast_state, entry_of, parallelize
 from pydist.stages.micro_batch import MicroBatch
 from pydist.stages.parts import Part, checksum_of, parts_of
-from pydist.stages.plan import (
-    Plan,
-    copied_buffers,
-    make_plan,
-    plan_of_json,
-    plan_to_json,
-    record,
-)
+from pydist.stages.plan import Plan, make_plan, plan_of_json, plan_to_json
 from pydist.stages.ranks import Stages, device_of
+from pydist.stages.record import copied_buffers, record
 from pydist.stages.schedule import Pass, most_alive, schedule_of
 from pydist.stages.shapes import Shapes
 from pydist.stages.state import State
@@ -286,7 +280,7 @@ class Pipeline:
         """Unscales an optimizer's gradients, before `scaler.step(optimizer)`. Collective.
 
         As `scaler.unscale_(optimizer)`. If a gradient of the optimizer has overflowed on any stage,
-        all stages skip the step, and change the scale alike. The criterion scales the loss.
+        all stages skip the step and back off the scale. The criterion must scale the loss.
 
         Args:
             scaler: the scaler, the same on all ranks.

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pydist.errors import NotSupported, UsageError
 from pydist.stages import pipeline
-from pydist.stages.plan import make_plan, partition, record
+from pydist.stages.plan import make_plan, partition
+from pydist.stages.record import record
 from support.equivalence import randn
 from support.staged import DEEP, ONE, on_stages, ranks_of
 
@@ -208,6 +209,7 @@ def test_shapes_and_dtypes_may_be_read():
     "function",
     [
         lambda x: torch.nextafter(x, x.sin()),
+        lambda x: x // 0.3,
         lambda x: x.argmax(1).to(x.dtype),
         torch.ones_like,
         lambda x: x.topk(2).indices,
@@ -217,6 +219,11 @@ def test_shapes_and_dtypes_may_be_read():
 def test_calls_without_a_backward_pass_are_recorded(function):
     found = record(Calls(lambda x: function(x.exp())), (randn(4, 8),))
     assert all(cost.seconds > 0 for cost in found.costs)
+
+
+def test_calls_whose_gradients_are_of_no_parameter_are_recorded():
+    gain = torch.ones((), requires_grad=True)
+    assert len(record(Calls(lambda x: x * gain), (randn(4, 8),)).costs) == 1
 
 
 @pytest.mark.parametrize("name", ["data_ptr", "untyped_storage", "grad_fn"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -332,8 +333,7 @@ def test_a_scaler_skips_steps_on_all_stages(where, trained, meshes):
         made = pipeline(own, stages, X[:1], cuts=["last"])
         at = stages.mesh.data_index * 4 // data
         rows = slice(at, at + 4 // data)
-        step = lambda loss_of: made.step(X[rows], TARGET[rows], loss_of)  # noqa: E731
-        found = train(own, made.unscale_, step)
+        found = train(own, made.unscale_, partial(made.step, X[rows], TARGET[rows]))
         made.gather()
         assert found == scales
         found = {n: p.detach() for n, p in own.named_parameters()}

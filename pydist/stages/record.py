@@ -1,0 +1,320 @@
+"""Recording of a forward pass: its calls, their costs, and where stages may begin.
+
+Calls are measured with the kernels that run them later: on one rank, with volumes that are sharded
+tensors. Time is that of the forward and the backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pydist.arguments import leaves, mapped
+from pydist.comm import LocalTransport
+from pydist.errors import NotSupported, UsageError
+from pydist.mesh import Mesh
+from pydist.stages.calls import Call, Calls, Key, memory_of
+from pydist.stages.parts import on_mesh
+from pydist.stages.shapes import Shapes, replaced, tensors_of
+from pydist.tensor import ShardedTensor, local_of
+from pydist.tensor.stage import StageTensor
+
+_PATH = "_pydist_path"
+
+
+class Cost(NamedTuple):
+    """A recorded call of a forward pass.
+
+    Attributes:
+        key: the call.
+        seconds: of its forward and backward computation.
+        nbytes: of its results in new memory.
+    """
+
+    key: Key
+    seconds: float
+    nbytes: int
+
+
+@dataclass
+class Record:
+    """A recorded forward pass.
+
+    Attributes:
+        costs: its calls, in order.
+        sent: bytes that a cut before each call sends: of tensors that later calls use.
+        legal: whether a stage may begin with each call.
+        inside: whether the call before is in the same part under `torch.utils.checkpoint`, which
+            one stage must repeat as a whole.
+        operands: ids of the plain tensors among the arguments of each call, or of the parameters
+            from which they were computed.
+    """
+
+    costs: list[Cost]
+    sent: np.ndarray
+    legal: np.ndarray
+    inside: np.ndarray
+    operands: list[list[int]]
+
+    def __str__(self) -> str:
+        checksum = crc32(", ".join(str(cost.key) for cost in self.costs).encode())
+        return f"{len(self.costs)} calls (checksum {checksum:08x})"
+
+
+@dataclass
+class _Life:
+    """The calls between which a tensor is used, and the memory that it shares with others."""
+
+    nbytes: int
+    made: int
+    last: int
+    memory: int
+
+
+class _Sources(TorchFunctionMode):
+    """Finds the parameters from which plain tensors are computed, also without a graph."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._of = {id(p): frozenset([id(p)]) for p in model.parameters()}
+        self._alive: list[Tensor] = []  # so that no other tensor has their ids
+
+    def of(self, x: Tensor) -> frozenset[int]:
+        """Returns the ids of the parameters, or of the tensor itself if there are none."""
+        return self._of.get(id(x), frozenset([id(x)]))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = tensors_of((args, kwargs or {}))
+        if not any(isinstance(x, StageTensor) for x in given):
+            sources = frozenset().union(*(self._of.get(id(x), frozenset()) for x in given))
+            for x in tensors_of(result) if sources else ():
+                self._of[id(x)] = sources
+                self._alive.append(x)
+        return result
+
+
+class _Recorder(Calls):
+    """Runs a forward pass on one rank, and records its calls."""
+
+    def __init__(self, device: torch.device, mesh: Mesh, sources: _Sources) -> None:
+        super().__init__(device, Shapes())
+        self._sources = sources
+        self.costs: list[Cost] = []
+        self._mesh = mesh
+        self._lives: dict[int, _Life] = {}  # by the number of the tensor
+        self._memories: dict[int, int] = {}  # in use, by `memory_of`: another number for each
+        self._changed = set[int]()
+        self._updates: dict[int, list[int]] = {}  # calls with the same running statistics
+        self._operands: list[list[int]] = []
+        self._inside: list[bool] = []
+        self._parts: list[FrameType] = []  # of the last call; alive, so that no other has their ids
+
+    def adopt(self, values: Any) -> Any:
+        """Returns arguments with stage tensors in the places of tensors."""
+
+        def entered(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return self.enter(on_mesh(value, self._mesh))  # every stage has it: it is never sent
+
+        return mapped(entered, values)
+
+    def compute(self, call: Call) -> Any:
+        now = len(self.costs)
+        for x in call.inputs:
+            if x.number in self._lives:
+                self._lives[x.number].last = now
+        self._changed.update(
+            self._lives[x.number].memory for x in call.changed if x.number in self._lives
+        )
+        values = tensors_of((call.args, call.kwargs))
+        plain = [x for x in values if not isinstance(x, StageTensor)]
+        self._operands.append([each for x in plain for each in self._sources.of(x)])
+        for statistics in call.statistics:
+            self._updates.setdefault(id(statistics), []).append(now)
+        parts = _checkpointed_parts()
+        self._inside.append(any(a is b for a in parts for b in self._parts))
+        self._parts = parts
+        forward, result = self._timed(call.run)
+        backward = self._backward_of(call)
+        self._seconds = forward + (forward if backward is None else backward)
+        return result
+
+    def _timed(self, compute: Callable[[], Any]) -> tuple[float, Any]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        began = time.perf_counter()
+        result = compute()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - began, result
+
+    def _backward_of(self, call: Call) -> float | None:
+        """Returns the time of the backward pass of a call; `None` if it can't run by itself."""
+        if call.changed:
+            return None
+        starts: list[Tensor] = []
+
+        def entered(x: Tensor) -> Tensor:
+            is_made = isinstance(x, StageTensor) and x.made
+            value = x.value if isinstance(x, StageTensor) else x
+            assert value is not None
+            if not value.is_floating_point() or not (is_made or isinstance(x, nn.Parameter)):
+                return value
+            starts.append(value.detach().requires_grad_())
+            return starts[-1]
+
+        try:
+            with torch.enable_grad():
+                out = call.func(*replaced(entered, call.args), **replaced(entered, call.kwargs))
+                ends = [_local(x) for x in tensors_of(out) if x.requires_grad]
+                grads = [torch.ones_like(x) for x in ends]
+                roots = [_local(x) for x in starts]
+            if not ends:
+                return 0.0
+            return self._timed(lambda: torch.autograd.grad(ends, roots, grads, allow_unused=True))[
+                0
+            ]
+        except (RuntimeError, NotSupported):
+            return None
+
+    def made(self, call: Call, results: Sequence[StageTensor]) -> None:
+        now, nbytes = len(self.costs), 0
+        shared = {memory_of(x.meta): x for x in call.inputs}
+        for x in results:
+            known = shared.get(memory_of(x.meta))
+            if known is None:  # new memory, perhaps at the address of memory that was freed
+                self._memories[memory_of(x.meta)] = x.number
+                nbytes += x.meta.nbytes
+            memory = self._memories.setdefault(memory_of(x.meta), x.number)
+            self._lives[x.number] = _Life(x.meta.nbytes, now, now, memory)
+        self.costs.append(Cost(call.key, self._seconds, nbytes))
+
+    def record(self) -> Record:
+        """Returns the recorded pass."""
+        calls = len(self.costs)
+        inside = np.asarray(self._inside, dtype=bool)
+        sent, legal = np.zeros(calls), ~inside
+        legal[:1] = False
+        sharing: dict[int, list[_Life]] = {}
+        for life in self._lives.values():
+            sent[life.made + 1 : life.last + 1] += life.nbytes
+            sharing.setdefault(life.memory, []).append(life)
+        for memory, lives in sharing.items():
+            if memory in self._changed and len(lives) > 1:
+                first, last = min(e.made for e in lives), max(e.last for e in lives)
+                legal[first + 1 : last + 1] = False
+        for calls_of in self._updates.values():
+            legal[calls_of[0] + 1 : calls_of[-1] + 1] = False
+        return Record(self.costs, sent, legal, inside, self._operands)
+
+
+def _checkpointed_parts() -> list[FrameType]:
+    """Returns the frames of `torch.utils.checkpoint.checkpoint` that are running."""
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "checkpoint" and code.co_filename == torch.utils.checkpoint.__file__:
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _local(x: Tensor) -> Tensor:
+    return local_of(x) if isinstance(x, ShardedTensor) else x
+
+
+def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
+    """Records a forward pass, and the backward pass of each call by itself, on this rank alone.
+
+    Costs are the least of several passes. Only the gradients of one call are in memory at a time.
+
+    Buffers and random numbers are as before afterwards.
+
+    Args:
+        model: the network, not parallelized yet.
+        inputs: its arguments.
+        repeats: number of passes.
+
+    Raises:
+        UsageError: two passes make different calls.
+        NotSupported: the network reads values, as in `if x.max() > 0`.
+    """
+    first = next((x for x in leaves(inputs) if isinstance(x, Tensor)), None)
+    if first is None:
+        raise UsageError("sample: expected the network's arguments, with a tensor among them")
+    found: list[Record] = []
+    mesh = Mesh(LocalTransport())
+    with torch.no_grad(), torch.random.fork_rng(), copied_buffers(model) as copied, _named(model):
+        for _ in range(repeats):
+            sources = _Sources(model)
+            recorder = _Recorder(first.device, mesh, sources)
+            arguments = recorder.adopt(tuple(inputs))
+            with sources:
+                model(*arguments)
+            found.append(recorder.record())
+    keys = [[cost.key for cost in each.costs] for each in found]
+    other = next((each for each in keys if each != keys[0]), None)
+    if other is not None or not keys[0]:
+        raise UsageError(
+            f"two forward passes of {type(model).__name__} make different calls ({len(keys[0])} and"
+            f" {len(other or [])}): stages need the same calls on every rank"
+        )
+    rows = zip(*(each.costs for each in found), strict=True)
+    costs = [Cost(row[0].key, min(c.seconds for c in row), row[0].nbytes) for row in rows]
+    operands = [[copied.get(each, each) for each in call] for call in found[0].operands]
+    return dataclasses.replace(found[0], costs=costs, operands=operands)
+
+
+@contextmanager
+def copied_buffers(
+    model: nn.Module, values: Mapping[int, Tensor] | None = None
+) -> Iterator[dict[int, int]]:
+    """Gives a model copies of its buffers in the `with` block, so that its own do not change.
+
+    Args:
+        model: the model.
+        values: earlier values of buffers, by their ids; they may change.
+
+    Yields:
+        The ids of its own buffers, by those of the copies.
+    """
+    kept = [(m, name, b) for m in model.modules() for name, b in m._buffers.items()]
+    found = (b for _, _, b in kept if b is not None)
+    copies = {id(b): b.clone() if values is None else values.get(id(b), b) for b in found}
+    for module, name, buffer in kept:
+        module._buffers[name] = None if buffer is None else copies[id(buffer)]
+    try:
+        yield {id(copy): own for own, copy in copies.items()}
+    finally:
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer
+
+
+@contextmanager
+def _named(model: nn.Module) -> Iterator[None]:
+    """Gives the modules the paths by which calls are known, as `parallelize` does later."""
+    for path, module in model.named_modules():
+        module.__dict__[_PATH] = path or type(model).__name__
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            module.__dict__.pop(_PATH, None)
