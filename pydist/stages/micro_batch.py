@@ -16,10 +16,10 @@ from pydist.arguments import leaves, mapped
 from pydist.errors import NotSupported, UsageError
 from pydist.group_sizes import mark_batch
 from pydist.ops.pointwise.keyed import draws_of
-from pydist.stages.calls import Call, Calls, Key
+from pydist.stages.calls import Call, Calls, Key, memory_of
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, tensors_of
-from pydist.stages.transfer import Mark, Transfer, Transfers, origin_of
+from pydist.stages.transfer import Mark, Route, Transfer, Transfers, origin_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
 
@@ -64,10 +64,12 @@ class _Arrival(torch.autograd.Function):
 
 
 class MicroBatch(Calls):
-    """The passes of one micro-batch on this rank's stage.
+    """The passes of one micro-batch through one stage.
 
     Args:
         stages: the stages.
+        own: the stage.
+        placed: the mesh of each stage.
         starts: the first call of each stage but the first.
         transfers: the messages between stages.
         shapes: of the results of calls, which micro-batches share.
@@ -75,11 +77,14 @@ class MicroBatch(Calls):
         index: of the micro-batch in its batch.
         mark: of the forward pass, which all stages must have in common.
         relays: whether a tensor goes through all stages between two, instead of directly.
+        lends: whether other passes need the network's arguments and received tensors unchanged.
     """
 
     def __init__(
         self,
         stages: Stages,
+        own: int,
+        placed: Sequence[int],
         starts: Sequence[Key],
         transfers: Transfers,
         shapes: Shapes,
@@ -88,18 +93,24 @@ class MicroBatch(Calls):
         index: int = 0,
         mark: Mark,
         relays: bool,
+        lends: bool,
     ) -> None:
         super().__init__(device_of(stages.mesh), shapes)
-        self._stages, self._starts, self._transfers = stages, starts, transfers
-        self._relays, self._mark = relays, mark
-        self._stage, self._index = 0, index
+        self._stages, self.own, self._placed = stages, own, placed
+        self._starts, self._transfers = starts, transfers
+        self._relays, self._mark, self._lends = relays, mark, lends
+        self._lent = set[int]()  # memory that others need unchanged, by `memory_of`
+        self._stage, self.index = 0, index
         self._drawn = Counter[str]()
-        self._updaters: dict[int, int] = {}  # the stage of running statistics
+        self.updaters: dict[int, int] = {}
+        """The stage that updates running statistics, by their ids."""
         self._origin: Any = None
         self.loss: Tensor | None = None
         """On the last stage, the loss to differentiate."""
-        self.drew_from: list[Tensor] = []
-        """States of torch's generators when the forward pass began."""
+        self.before: dict[int, Tensor] = {}
+        """Values of the network's buffers before the forward pass, by their ids, if needed."""
+        self.is_forgotten = False
+        """Whether the graph was freed."""
         self.shown: Tensor | None = None
         """On the last stage, this micro-batch's part of the loss, without a graph."""
         self._sent: list[_Sent] = []
@@ -119,6 +130,8 @@ class MicroBatch(Calls):
                 return value
             x = self.enter(value)
             x.stages = set(range(self._stages.count))
+            if self._lends:
+                self._lent.add(memory_of(x.meta))
             return x
 
         return mapped(entered, values)
@@ -137,7 +150,7 @@ class MicroBatch(Calls):
                     f"{others[0].owner} shares memory with: begin the stage at another call"
                 )
         for statistics in call.statistics:
-            updater = self._updaters.setdefault(id(statistics), stage)
+            updater = self.updaters.setdefault(id(statistics), stage)
             if updater != stage:
                 raise NotSupported(
                     f"{call} on stage {stage} uses running statistics that a call on stage "
@@ -148,13 +161,34 @@ class MicroBatch(Calls):
         draws = self._drawn[call.key.module]
         self._drawn[call.key.module] += call.func in _DRAWS
         result = None
-        if stage == self._stages.index:
+        if stage == self.own:
+            for x in call.changed:
+                self._take(x, call)
             result = self._run(call, draws) if call.func in _DRAWS else call.run()
         for x in call.changed:
             x.owner, x.stages = stage, {stage}
-            if stage != self._stages.index:
+            if stage != self.own:
                 x.value = None
         return result
+
+    def _take(self, x: StageTensor, call: Call) -> None:
+        """Copies a tensor that a call changes if others need its memory unchanged.
+
+        Raises:
+            NotSupported: it has views, which would not follow the copy.
+        """
+        memory = memory_of(x.meta)
+        if memory not in self._lent:
+            return
+        if any(each.value is not None for each in self.sharing(x)):
+            raise NotSupported(
+                f"{call} on stage {self.own} changes a view of a tensor in place that other passes "
+                "need as it is (recompute=True, or several stages on a mesh): change a copy"
+            )
+        assert x.value is not None
+        self._lent.remove(memory)
+        with torch.enable_grad():
+            x.value = x.value.clone()
 
     def _run(self, call: Call, draws: int) -> Any:
         """Computes a call that draws random numbers, which belong to the call on any stage.
@@ -168,7 +202,7 @@ class MicroBatch(Calls):
         if any(isinstance(x.value, ShardedTensor) for x in call.inputs):
             draws_of(mesh).begin(forward)[module] = draws
             return call.run()
-        key = f"{mesh.seed}/{forward}/{module}/{draws}/{self._index}/{mesh.data_index}".encode()
+        key = f"{mesh.seed}/{forward}/{module}/{draws}/{self.index}/{mesh.data_index}".encode()
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
             return call.run()
@@ -221,34 +255,37 @@ class MicroBatch(Calls):
         if self._relays:
             hops = list(range(max(s for s in x.stages if s < stage), stage + 1))
         for source, target in pairwise(hops):
-            if source == self._stages.index:
+            route = Route(source, target, self._placed[source], self._placed[target])
+            if source == self.own:
                 assert x.value is not None
-                self._send(x.value, target, call)
-            elif target == self._stages.index:
-                x.value = self._receive(source, call, tuple(x.meta.shape))
+                self._send(x.value, route, call)
+            elif target == self.own:
+                x.value = self._receive(route, call, tuple(x.meta.shape))
+                if route.is_local or self._lends:
+                    self._lent.add(memory_of(x.meta))
             x.stages.add(target)
 
-    def _send(self, value: Tensor, target: int, call: str) -> None:
+    def _send(self, value: Tensor, route: Route, call: str) -> None:
         local = local_of(value) if isinstance(value, ShardedTensor) else value
         if self._repeats:
             transfer = next(self._known)[0]
         else:
             self._note(call)
-            transfer = self._transfers.send(value, target, call, self._mark)
+            transfer = self._transfers.send(value, route, call, self._mark)
             self._messages.append((transfer, None))
         if transfer.kind.needs_grad:
             if self._origin is not None and self._stages.mesh.data_size > 1:
                 mark_batch(local, self._origin.sizes)
             self._sent.append(_Sent(transfer, local))
 
-    def _receive(self, source: int, call: str, shape: tuple[int, ...]) -> Tensor:
+    def _receive(self, route: Route, call: str, shape: tuple[int, ...]) -> Tensor:
         if self._repeats:
             transfer, kept = next(self._known)
             assert kept is not None
             local = kept
         else:
             self._note(call)
-            transfer, local = self._transfers.receive(source, call, self._mark, shape)
+            transfer, local = self._transfers.receive(route, call, self._mark, shape)
             self._messages.append((transfer, local.detach()))
         if transfer.kind.needs_grad:
             leaf = local.requires_grad_()
@@ -270,7 +307,7 @@ class MicroBatch(Calls):
         """Frees the graph; `backward` is then that of a micro-batch which repeats this one."""
         self._sent.clear()
         self._received.clear()
-        self.loss = None
+        self.loss, self.is_forgotten = None, True
 
     def backward(self) -> None:
         """Runs the backward pass of this stage, and exchanges gradients with other stages."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,14 @@ from torch.amp import GradScaler
 from pydist.arguments import leaves, mapped
 from pydist.batches import refuse_pickling
 from pydist.comm.consensus import require_same, together
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from pydist.parallel import broadcast_state, entry_of, parallelize
 from pydist.stages.micro_batch import MicroBatch
 from pydist.stages.parts import Part, checksum_of, parts_of
 from pydist.stages.plan import Plan, make_plan, plan_of_json, plan_to_json
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.record import copied_buffers, record
-from pydist.stages.schedule import Pass, most_alive, schedule_of
+from pydist.stages.schedule import Pass, Schedule
 from pydist.stages.shapes import Shapes
 from pydist.stages.state import State
 from pydist.stages.transfer import Mark, Transfers
@@ -62,10 +62,10 @@ def pipeline(
             run the whole network, with the gradients of one call at a time. Its calls are measured
             for the plan, without other ranks.
         micro_batches: number of parts of a batch.
-        schedule: "gpipe" or "1f1b"; see `pydist.stages.schedule`.
+        schedule: "gpipe", "1f1b" or "gems"; see `pydist.stages.schedule`.
         balance: what the largest stage has least of: "time" of a forward and backward pass, or
             "memory" of the micro-batches that its schedule keeps at once. Both are divided by the
-            ranks that a stage has for a sample.
+            ranks that a stage has for a sample. Stages that share a mesh count each by itself.
         cuts: paths of the modules at which the stages from the second on begin; overrides
             `balance`.
         skips: "direct" sends a tensor from the stage that computes it to those that use it;
@@ -88,7 +88,11 @@ def pipeline(
             f"pipeline({type(model).__name__}, {type(stages).__name__}); possible are a "
             "torch.nn.Module and stages, from pydist.init_stages()"
         )
-    schedule_of(schedule)
+    orders = Schedule(schedule, stages.order)
+    if orders.returns and len({(mesh.grid, str(mesh.shares)) for mesh in stages.meshes}) > 1:
+        raise UsageError(
+            "schedule='gems' needs stages on equal meshes, as each mesh runs two of them"
+        )
     if skips not in SKIPS:
         raise UsageError(f"skips={skips!r}; possible are {', '.join(SKIPS)}")
     if not isinstance(micro_batches, int) or micro_batches < 1:
@@ -106,31 +110,30 @@ def pipeline(
     arguments = sample if isinstance(sample, tuple) else (sample,)
     with together(stages.world, "planning stages"):
         recorded = record(model, arguments)
-        weights = _weights(stages, schedule, micro_batches, balance, recompute)
+        weights = _weights(stages, orders, micro_batches, balance, recompute)
         mine = make_plan(recorded, weights, balance, cuts)
     require_same(stages.world, {"the network's forward pass on the sample": str(recorded)})
     # Every rank has measured; all take the plan of rank 0.
     message = stages.world.broadcast_bytes(json.dumps(plan_to_json(mine)).encode())
     plan = plan_of_json(json.loads(message))
-    uses = plan.uses(recorded, model)
+    uses = plan.uses(recorded, model, orders)
     broadcast_state(model, stages.world)
     parallelize(model, stages.mesh, batch_norm, group_weight)
-    elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.stages_of(n, p)]
+    elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.meshes_of(n, p)]
     entry_of(model).release(elsewhere)
-    made = Pipeline(model, stages, plan, uses, micro_batches, schedule, skips, recompute=recompute)
+    made = Pipeline(model, stages, plan, uses, micro_batches, orders, skips, recompute=recompute)
     model.register_forward_pre_hook(_Enter(made), with_kwargs=True)
     return made
 
 
 def _weights(
-    stages: Stages, schedule: str, micro_batches: int, balance: str, recompute: bool
+    stages: Stages, schedule: Schedule, micro_batches: int, balance: str, recompute: bool
 ) -> list[float]:
     """Returns what a unit of time or of memory costs each stage."""
-    weights = [1.0 / stage.sample_size for stage in stages.all]
+    weights = [1.0 / stages.meshes[mesh].sample_size for mesh in stages.order]
     if balance == "memory" and not recompute:
-        make = schedule_of(schedule)
         for stage in range(stages.count):
-            weights[stage] *= most_alive(make(stage, stages.count, micro_batches))
+            weights[stage] *= schedule.most_alive(stage, micro_batches)
     return weights
 
 
@@ -167,7 +170,7 @@ class Pipeline:
         plan: Plan,
         uses: Uses,
         micro_batches: int,
-        schedule: str,
+        schedule: Schedule,
         skips: str,
         *,
         recompute: bool = False,
@@ -179,8 +182,11 @@ class Pipeline:
         self._state = State(model, stages, uses)
         self.running: MicroBatch | None = None
         """The micro-batch whose forward pass runs."""
-        self._passes = 0  # forward, without repeated ones
+        self._own = [s for s, mesh in enumerate(stages.order) if mesh == stages.index]
+        self._lends = recompute or len(self._own) > 1  # there are several passes over a micro-batch
+        self._number = 0  # of micro-batches so far
         self._batch = 0  # checksum
+        self._first: dict[int, _Start] = {}  # of the batch's micro-batches
 
     def step(self, inputs: Any, target: Any, criterion: Callable[..., Any]) -> Tensor:
         """Runs the forward and backward passes of a batch, in micro-batches.
@@ -204,29 +210,26 @@ class Pipeline:
         count, draws = self._micro_batches, self.model.training
         found = parts_of(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
         parts = list(found)
-        self._batch = checksum_of((inputs, target))
-        passes = schedule_of(self._schedule)(self.stages.index, self.stages.count, len(parts))
+        self._begin((inputs, target))
+        passes = self._schedule.passes(len(parts))[self.stages.index]
         before = self._state.shared_gradients()
-        alive: dict[int, MicroBatch] = {}
-        again: dict[int, dict[int, Tensor]] = {}  # buffers before the forward pass
+        alive: dict[tuple[int, int], MicroBatch] = {}
         losses = []
-        for i, (kind, m) in enumerate(passes):
+        for i, (kind, stage, m) in enumerate(passes):
+            key = stage, m
             if kind == "forward":
-                forgets = self._recomputes and passes[i + 1] != Pass("backward", m)
-                if forgets:
-                    again[m] = {id(b): b.clone() for b in self.model.buffers()}
-                alive[m] = self._forward_of(parts[m], criterion, continues=m > 0)
-                losses.append(alive[m].shown)
-                if forgets:
-                    alive[m].forget()
-            else:
-                running = alive.pop(m)
-                if m in again:
-                    with copied_buffers(self.model, again.pop(m)), _drawing_as(running):
-                        running = self._forward_of(parts[m], criterion, repeats=running)
-                is_last = all(each.kind == "forward" for each in passes[i + 1 :])
-                with nullcontext() if is_last else entry_of(self.model).no_sync():
-                    running.backward()
+                alive[key] = self._forward_of(parts[m], stage, criterion)
+                losses.append(alive[key].shown)
+                if self._recomputes and passes[i + 1] != Pass("backward", stage, m):
+                    alive[key].forget()
+                continue
+            running = alive.pop(key)
+            if running.is_forgotten:
+                running = self._forward_of(parts[m], stage, criterion, repeats=running)
+            is_last = all(each.kind == "forward" for each in passes[i + 1 :])
+            with nullcontext() if is_last else entry_of(self.model).no_sync():
+                running.backward()
+        self._number += len(parts)
         self._state.reduce_shared(before)
         return self._everywhere([loss for loss in losses if loss is not None])
 
@@ -234,18 +237,22 @@ class Pipeline:
         """Runs a forward pass without gradients on the whole batch.
 
         Returns:
-            The output on the last stage, as of a parallelized model; `None` on the others.
+            The output on the mesh of the last stage, as of a parallelized model; `None` on others.
         """
+        found = None
         with torch.no_grad():
-            self._batch = checksum_of(inputs)
-            running = self._micro_batch()
-            out = self._forward(running, inputs)
-            for x in leaves((out,)):
-                if isinstance(x, StageTensor):
-                    running.bring(x, self.stages.count - 1, "the output")
-        if not self.stages.is_last:
-            return None
-        return mapped(lambda x: x.value if isinstance(x, StageTensor) else x, out)
+            self._begin(inputs)
+            for stage in self._own:
+                running = self._micro_batch(stage)
+                with self._begun(running):
+                    out = self._forward(running, inputs)
+                for x in leaves((out,)):
+                    if isinstance(x, StageTensor):
+                        running.bring(x, self.stages.count - 1, "the output")
+                if stage == self.stages.count - 1:
+                    found = mapped(lambda x: x.value if isinstance(x, StageTensor) else x, out)
+            self._number += 1
+        return found
 
     def gather(self) -> None:
         """Makes the parameters and buffers of the network up to date on all ranks. Collective.
@@ -288,23 +295,25 @@ class Pipeline:
         """
         self._state.unscale_(scaler, optimizer)
 
+    def _begin(self, batch: Any) -> None:
+        """Begins the passes over a batch."""
+        self._batch = checksum_of(batch)
+        self._first.clear()
+        self._transfers.forget()
+
     def _forward_of(
         self,
         part: Part,
+        stage: int,
         criterion: Callable[..., Any],
         *,
-        continues: bool = True,
         repeats: MicroBatch | None = None,
     ) -> MicroBatch:
-        """Runs the forward pass of a micro-batch and its criterion."""
-        running = self._micro_batch(repeats, part.number)
-        running.drew_from = _generators(self.stages)
-        entry_of(self.model).continues = continues
-        try:
+        """Runs the forward pass of a micro-batch through a stage, and its criterion."""
+        running = self._micro_batch(stage, repeats, part.number)
+        with self._begun(running, repeats):
             out = self._forward(running, part.inputs)
-        finally:
-            entry_of(self.model).continues = False
-        loss = criterion(out, part.target)
+            loss = criterion(out, part.target)
         if not isinstance(loss, StageTensor) or loss.meta.numel() != 1:
             raise UsageError("criterion: expected a scalar computed from the output")
         loss.refuse_foreign_graph()
@@ -322,32 +331,86 @@ class Pipeline:
         finally:
             self.running = None
         running.end_of_network()
+        if self._schedule.returns and running.updaters:
+            raise NotSupported(
+                "schedule='gems' of a network with running statistics (batch norm in training): "
+                "two meshes would update them; possible are gpipe and 1f1b"
+            )
         return out
 
-    def _micro_batch(self, repeats: MicroBatch | None = None, index: int = 0) -> MicroBatch:
-        self._passes += repeats is None
+    @contextmanager
+    def _begun(self, running: MicroBatch, repeats: MicroBatch | None = None) -> Iterator[None]:
+        """Lets all passes over a micro-batch begin with the same buffers and generators.
+
+        So what the network itself changes in a forward pass, such as a counter, changes once for a
+        micro-batch. Running statistics change in the pass of their stage.
+        """
+        own, first = {id(b): b for b in self.model.buffers()}, self._first.get(running.index)
+        entry_of(self.model).continues = bool(self._first)
+        try:
+            if first is None:
+                if self._lends:
+                    running.before = {i: b.clone() for i, b in own.items()}
+                start = _Start(running.before, running.updaters, _generators(self.stages))
+                self._first[running.index] = start
+                yield
+                return
+            if repeats is not None:
+                values = repeats.before
+            else:
+                kept = first.before.items()
+                values = {i: b.clone() for i, b in kept if i not in first.updaters}
+                running.before = {i: values.get(i, b).clone() for i, b in own.items()}
+            with copied_buffers(self.model, values), _drawing_as(first.generators):
+                yield
+        finally:
+            entry_of(self.model).continues = False
+
+    def _micro_batch(
+        self, stage: int, repeats: MicroBatch | None = None, index: int = 0
+    ) -> MicroBatch:
         mode = f"{self.model.training} {torch.is_grad_enabled()}"
-        mark = Mark(self._passes, self._batch, 0).after(mode)
+        mark = Mark(self._number + index + 1, self._batch, 0).after(mode)
         return MicroBatch(
-            self.stages, self.plan.starts, self._transfers, self._shapes, repeats,
-            index=index, mark=mark, relays=self._relays,
+            self.stages, stage, self._schedule.placed(index), self.plan.starts, self._transfers,
+            self._shapes, repeats, index=index, mark=mark, relays=self._relays, lends=self._lends,
         )  # fmt: skip
 
     def _everywhere(self, losses: Sequence[Tensor]) -> Tensor:
-        """Returns the sum of the last stage's losses on all ranks."""
-        mine, last = self.stages.mesh, self.stages.all[-1]
-        if not self.stages.is_last:
-            message = self.stages.receive_bytes(last.rank(mine.data_index, 0))
-            dtype, value = json.loads(message)
-            return torch.tensor(value, dtype=getattr(torch, dtype), device=device_of(mine))
-        total = torch.stack(list(losses)).sum()
-        if mine.sample_index == 0:
-            dtype = str(total.dtype).removeprefix("torch.")
-            message = json.dumps([dtype, float(total)]).encode()
-            for stage in self.stages.all[:-1]:
-                for index in range(stage.sample_size):
-                    self.stages.send_bytes(message, stage.rank(mine.data_index, index))
-        return total
+        """Returns the sum of the losses of all last stages, on all ranks."""
+        stages, mine = self.stages, self.stages.mesh
+        last = sorted({self._schedule.placed(m)[-1] for m in range(self._micro_batches)})
+        totals = []
+        for index in last:
+            if index != stages.index:
+                message = stages.receive_bytes(stages.meshes[index].rank(mine.data_index, 0))
+                dtype, value = json.loads(message)
+                made = {"dtype": getattr(torch, dtype), "device": device_of(mine)}
+                totals.append(torch.tensor(value, **made))
+                continue
+            total = torch.stack(list(losses)).sum()
+            totals.append(total)
+            if mine.sample_index == 0:
+                dtype = str(total.dtype).removeprefix("torch.")
+                message = json.dumps([dtype, float(total)]).encode()
+                for each in stages.meshes:
+                    for rank in range(each.sample_size if each is not stages.own else 0):
+                        stages.send_bytes(message, each.rank(mine.data_index, rank))
+        return torch.stack(totals).sum() if len(totals) > 1 else totals[0]
+
+
+class _Start(NamedTuple):
+    """What the first pass over a micro-batch began with.
+
+    Attributes:
+        before: values of the buffers, by their ids.
+        updaters: the running statistics among them, as of `MicroBatch`.
+        generators: states of torch's generators.
+    """
+
+    before: dict[int, Tensor]
+    updaters: Mapping[int, int]
+    generators: list[Tensor]
 
 
 def _generators(stages: Stages) -> list[Tensor]:
@@ -357,9 +420,9 @@ def _generators(stages: Stages) -> list[Tensor]:
 
 
 @contextmanager
-def _drawing_as(running: MicroBatch) -> Iterator[None]:
-    """Lets torch's generators draw what they drew for a micro-batch, in the `with` block."""
-    on_host, *on_device = running.drew_from
+def _drawing_as(generators: Sequence[Tensor]) -> Iterator[None]:
+    """Lets torch's generators draw from earlier states, in the `with` block."""
+    on_host, *on_device = generators
     with torch.random.fork_rng([torch.cuda.current_device()] if on_device else []):
         torch.set_rng_state(on_host)
         for state in on_device:

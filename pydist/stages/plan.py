@@ -12,6 +12,7 @@ from torch import nn
 from pydist.errors import UsageError
 from pydist.stages.calls import Key
 from pydist.stages.record import Record
+from pydist.stages.schedule import Schedule
 from pydist.stages.uses import Uses
 
 _SLACK = 1.02
@@ -30,13 +31,13 @@ class Plan:
     starts: list[Key]
     rows: list[tuple[int, float, float, float]] = field(default_factory=list)
 
-    def uses(self, found: Record, model: nn.Module) -> Uses:
-        """Returns which stages use each parameter and buffer, by a recorded pass."""
+    def uses(self, found: Record, model: nn.Module, schedule: Schedule) -> Uses:
+        """Returns which meshes use each parameter and buffer, by a recorded pass."""
         uses, stage = Uses(model), 0
         for cost, operands in zip(found.costs, found.operands, strict=True):
             if stage < len(self.starts) and cost.key == self.starts[stage]:
                 stage += 1
-            uses.note(cost.key.module, operands, stage)
+            uses.note(cost.key.module, operands, schedule.meshes(stage))
         return uses
 
     def __str__(self) -> str:

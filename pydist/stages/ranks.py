@@ -1,4 +1,4 @@
-"""The ranks of stages: each stage has a mesh of its own."""
+"""The ranks of stages: each stage runs on a mesh, which may run several."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from pydist.mesh import Mesh
 from pydist.partition import Box
 from pydist.setup import join
 
+MOST_STAGES = 128
+"""Each pair of stages has two tags, and tags are less than 2**15."""
+
 
 @dataclass(frozen=True)
-class Stage:
-    """The ranks of a stage, as other stages know them.
+class MeshRanks:
+    """The ranks of a mesh, as those of other meshes know them.
 
     Attributes:
         first: its first rank in the job.
@@ -47,15 +50,15 @@ class Stage:
         return Layout(mesh, shape, splits).boxes
 
     def splits_like(
-        self, other: Stage, shape: Sequence[int], splits: Sequence[Split | None]
+        self, other: MeshRanks, shape: Sequence[int], splits: Sequence[Split | None]
     ) -> tuple[Split | None, ...]:
-        """Returns the splits of a tensor on this stage.
+        """Returns the splits of a tensor on this mesh.
 
         Args:
-            other: the stage that has the tensor.
+            other: the mesh that has the tensor.
             shape: of the tensor.
-            splits: on that stage. A dim stays on its axes; of volumes, dims are cut along spatial
-                axes that the other stage does not have.
+            splits: on that mesh. A dim stays on its axes; of volumes, dims are cut along spatial
+                axes that the other mesh does not have.
         """
         mesh: Any = self
         found: list[Split | None] = []
@@ -74,27 +77,34 @@ class Stage:
 
 
 class Stages:
-    """The stages of a job, and the mesh of this rank's stage. Made by `init_stages`.
+    """The stages of a job, and the mesh of this rank. Made by `init_stages`.
 
     Args:
         world: the transport over all ranks.
-        meshes: the arguments of each stage's mesh: "data", "spatial", "channel", "shares".
+        meshes: the arguments of each mesh: "data", "spatial", "channel", "shares".
         seed: seed of all random numbers that pydist draws.
+        order: the mesh of each stage; by default one stage on each.
 
     Attributes:
         world: the transport over all ranks.
-        all: the stages.
-        index: this rank's stage.
-        mesh: the mesh of this rank's stage. Data that it loads is its sample group's.
+        meshes: the ranks of all meshes.
+        index: this rank's mesh among them.
+        mesh: the mesh itself. Data that it loads is its sample group's.
+        order: the mesh of each stage.
 
     Raises:
-        UsageError: the meshes do not fit the world, or have different numbers of sample groups.
+        UsageError: the meshes do not fit the world, or have different numbers of sample groups, or
+            one has no stage.
     """
 
     def __init__(
-        self, world: Transport, meshes: Sequence[Mapping[str, Any]], seed: int = 0
+        self,
+        world: Transport,
+        meshes: Sequence[Mapping[str, Any]],
+        seed: int = 0,
+        order: Sequence[int] | None = None,
     ) -> None:
-        grids = [_grid(stage, given) for stage, given in enumerate(meshes)]
+        grids = [_grid(index, given) for index, given in enumerate(meshes)]
         sizes = [grid.size() for grid in grids]
         if sum(sizes) != world.size:
             raise UsageError(
@@ -106,6 +116,7 @@ class Stages:
                 f"stages with {' and '.join(map(str, sorted(groups)))} sample groups: a batch goes "
                 "through all stages, so each needs the same number (data)"
             )
+        self.order = _order(order, len(meshes))
         ends = list(accumulate(sizes))
         self.world = world
         self.index = next(s for s, end in enumerate(ends) if world.rank < end)
@@ -118,41 +129,43 @@ class Stages:
             axes={"channel": given.get("channel", 1)},
             shares=given.get("shares"),
         )
-        self.all = [
-            Stage(end - size, grid, _shares(given))
+        self.meshes = [
+            MeshRanks(end - size, grid, _shares(given))
             for end, size, grid, given in zip(ends, sizes, grids, meshes, strict=True)
         ]
 
     def __repr__(self) -> str:
-        return f"Stages({len(self.all)} stages, rank {self.world.rank} in stage {self.index})"
+        own = [stage for stage, mesh in enumerate(self.order) if mesh == self.index]
+        where = f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
+        return f"Stages({self.count} stages, rank {self.world.rank} in {where})"
 
     @property
     def count(self) -> int:
         """Number of stages."""
-        return len(self.all)
+        return len(self.order)
 
     @property
-    def own(self) -> Stage:
-        """This rank's stage."""
-        return self.all[self.index]
+    def own(self) -> MeshRanks:
+        """The ranks of this rank's mesh."""
+        return self.meshes[self.index]
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank's stage is the last one, which computes the loss."""
-        return self.index == self.count - 1
+        """Whether this rank's mesh runs the last stage, which computes the loss."""
+        return self.index == self.order[-1]
 
-    def send_bytes(self, message: bytes, rank: int) -> None:
+    def send_bytes(self, message: bytes, rank: int, tag: int = 0) -> None:
         """Sends a byte string to a rank of the job, without waiting for it."""
         content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        self.world.send(torch.tensor([len(message)]), rank)
-        self.world.send(content, rank)
+        self.world.send(torch.tensor([len(message)]), rank, tag)
+        self.world.send(content, rank, tag)
 
-    def receive_bytes(self, rank: int) -> bytes:
+    def receive_bytes(self, rank: int, tag: int = 0) -> bytes:
         """Returns the next byte string from a rank of the job."""
         length = torch.empty(1, dtype=torch.int64)
-        self.world.recv(length, rank)
+        self.world.recv(length, rank, tag)
         content = torch.empty(int(length), dtype=torch.uint8)
-        self.world.recv(content, rank)
+        self.world.recv(content, rank, tag)
         return content.numpy().tobytes()
 
 
@@ -161,26 +174,30 @@ def init_stages(
     transport: str = "auto",
     seed: int = 0,
     keep_freed_memory: bool = True,
+    order: Sequence[int] | None = None,
 ) -> Stages:
     """Joins the job that this process is part of, and divides its ranks into stages.
 
     Args:
         stages: their number, for equal stages of data-parallel ranks; or the mesh of each, as in
             ``[{"spatial": (2, 1, 1)}, {"spatial": (1, 1, 1)}]``, with arguments of `pydist.init`:
-            "data", "spatial", "channel" and "shares". Ranks count stage by stage.
+            "data", "spatial", "channel" and "shares". Ranks count mesh by mesh.
         transport: as of `pydist.init`.
         seed: seed of all random numbers that pydist draws.
         keep_freed_memory: as of `pydist.init`.
+        order: the mesh of each stage, if meshes run several: (0, 1, 0, 1) in turn, which leaves
+            less idle time; (0, 1, 1, 0) forth and back, so that the first and the last stages of a
+            U-Net, which its skips connect, share memory. By default one stage on each mesh.
 
     Returns:
-        The stages, with the mesh of this rank's stage.
+        The stages, with the mesh of this rank.
 
     Raises:
         UsageError: the stages do not fit the number of ranks, or ranks differ in them.
     """
-    facts = {"the stages": str(stages), "the seed": seed}
+    facts = {"the stages": str(stages), "the order of stages": str(order), "the seed": seed}
     world = join(transport, lambda _: facts, keep_freed_memory)
-    return Stages(world, stage_meshes(stages, world.size), seed)
+    return Stages(world, stage_meshes(stages, world.size), seed, order)
 
 
 def stage_meshes(
@@ -196,6 +213,23 @@ def stage_meshes(
     if stages < 1 or size % stages:
         raise UsageError(f"{stages} stages of {size} ranks: start a multiple of {stages}")
     return [{"data": size // stages}] * stages
+
+
+def _order(given: Sequence[int] | None, meshes: int) -> tuple[int, ...]:
+    """Returns the mesh of each stage.
+
+    Raises:
+        UsageError: a mesh does not exist, or runs no stage, or there are too many stages.
+    """
+    order = tuple(range(meshes)) if given is None else tuple(given)
+    if not all(isinstance(mesh, int) for mesh in order) or {*order} != {*range(meshes)}:
+        raise UsageError(
+            f"order={list(order)}: expected the mesh of each stage, each of 0 to {meshes - 1} at "
+            "least once"
+        )
+    if len(order) > MOST_STAGES:
+        raise UsageError(f"{len(order)} stages; at most {MOST_STAGES} are possible")
+    return order
 
 
 def _grid(stage: int, given: Mapping[str, Any]) -> Grid:

@@ -1,67 +1,222 @@
-"""Schedules: the order in which a stage runs the passes of micro-batches."""
+"""Schedules: the order in which ranks run the passes of micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from pydist.errors import UsageError
 
 
 class Pass(NamedTuple):
-    """A forward or backward pass of a micro-batch on one stage."""
+    """A forward or backward pass of a micro-batch through one stage."""
 
     kind: Literal["forward", "backward"]
+    stage: int
     micro_batch: int
 
 
-def gpipe(stage: int, stages: int, micro_batches: int) -> list[Pass]:
-    """Runs all forward passes, then all backward passes.
+Passes = list[list[Pass]]
+"""The passes of a batch on each mesh, in order."""
 
-    Source: Huang et al., GPipe (NeurIPS 2019). Idle are (S - 1) of M + S - 1 passes; all M
+
+def gpipe(order: Sequence[int], micro_batches: int) -> Passes:
+    """Runs all forward passes, then all backward passes, stage by stage.
+
+    Source: Huang et al., GPipe (NeurIPS 2019). Idle are S - 1 of M + S - 1 passes; all M
     micro-batches are in memory.
     """
-    numbers = range(micro_batches)
-    return [Pass("forward", m) for m in numbers] + [Pass("backward", m) for m in numbers]
+    numbers, found = range(micro_batches), _empty(order)
+    for stage, mesh in enumerate(order):
+        found[mesh] += [Pass("forward", stage, m) for m in numbers]
+    for stage, mesh in reversed([*enumerate(order)]):
+        found[mesh] += [Pass("backward", stage, m) for m in numbers]
+    return found
 
 
-def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Pass]:
-    """Runs min(M, S - stage) forward passes, then a backward and a forward pass in turn.
+def one_f_one_b(order: Sequence[int], micro_batches: int) -> Passes:
+    """Runs a backward and a forward pass in turn, after as many forward passes as needed for it.
 
-    Source: Narayanan et al., PipeDream (SOSP 2019), with a flush after each step. It takes as long
-    as GPipe, and keeps at most S - stage micro-batches in memory.
+    With a stage on each mesh, it takes as long as GPipe, and keeps at most S - stage micro-batches
+    in memory. If meshes have stages in turn (0, 1, 0, 1), it is the interleaved schedule: of each
+    mesh's time for M micro-batches in V stages, (S - 1) / (V M) is idle if S divides M.
+
+    Sources: Narayanan et al., PipeDream (SOSP 2019), with a flush after each step; Narayanan et
+    al., Megatron-LM (SC 2021).
     """
-    ahead = min(micro_batches, stages - stage)
-    passes = [Pass("forward", m) for m in range(ahead)]
+    meshes = max(order) + 1
+    rounds = len(order) // meshes
+    if tuple(order) != tuple(range(meshes)) * rounds:
+        return _by_simulation(order, micro_batches)
+    found = _empty(order)
+    # For whole blocks of micro-batches; an order without the passes of some is an order still.
+    blocks = range(0, micro_batches, meshes)
+    for mesh in range(meshes):
+        mine = range(mesh, len(order), meshes)
+        ahead = [Pass("forward", s, m) for b in blocks for s in mine for m in range(b, b + meshes)]
+        back = [
+            Pass("backward", s, m) for b in blocks for s in reversed(mine)
+            for m in range(b, b + meshes)
+        ]  # fmt: skip
+        first = meshes - mesh - 1
+        if rounds > 1:
+            first = min(len(ahead), 2 * first + (rounds - 1) * meshes)
+        passes = ahead[:first]
+        for i, each in enumerate(back):
+            passes += [*ahead[first + i : first + i + 1], each]
+        found[mesh] = [each for each in passes if each.micro_batch < micro_batches]
+    return found
+
+
+def gems(order: Sequence[int], micro_batches: int) -> Passes:
+    """Runs one micro-batch after the other, through the meshes in turn forth and back.
+
+    The forward pass of a micro-batch follows the backward pass of the one before over the meshes,
+    and so needs no memory beside it. Each mesh trains two stages; gradients are summed over both
+    meshes of a stage. n micro-batches take n S (F + B) - (n - 1) (S - 1) F.
+
+    Source: Jain et al., GEMS (SC 2020): MAST, and MASTER with several pairs of micro-batches.
+    """
+    found = _empty(order)
     for m in range(micro_batches):
-        passes.append(Pass("backward", m))
-        if ahead + m < micro_batches:
-            passes.append(Pass("forward", ahead + m))
-    return passes
+        for stage, mesh in enumerate(_placed(order, m, returns=True)):
+            found[mesh] += [Pass("forward", stage, m), Pass("backward", stage, m)]
+    return found
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], list[Pass]]] = {
+SCHEDULES: dict[str, Callable[[Sequence[int], int], Passes]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "gems": gems,
 }
-"""Schedules by name; called with the stage, the numbers of stages and of micro-batches."""
+"""Schedules by name; called with the mesh of each stage and the number of micro-batches."""
 
 
-def schedule_of(name: str) -> Callable[[int, int, int], list[Pass]]:
-    """Returns the schedule with a name.
+class Schedule:
+    """A schedule of stages on their meshes.
+
+    Args:
+        name: of the schedule.
+        order: the mesh of each stage.
 
     Raises:
-        UsageError: it does not exist.
+        UsageError: it does not exist, or not for this order.
     """
-    if name not in SCHEDULES:
-        raise UsageError(f"schedule={name!r}; possible are {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]
+
+    def __init__(self, name: str, order: Sequence[int]) -> None:
+        if name not in SCHEDULES:
+            raise UsageError(f"schedule={name!r}; possible are {', '.join(SCHEDULES)}")
+        if name == "gems" and tuple(order) != tuple(range(len(order))):
+            raise UsageError(
+                f"schedule='gems' with stages on meshes {list(order)}: each mesh must have one "
+                "stage, as micro-batches go through them forth and back"
+            )
+        self.name, self.order = name, tuple(order)
+
+    @property
+    def returns(self) -> bool:
+        """Whether every second micro-batch goes through the meshes from the last to the first."""
+        return self.name == "gems"
+
+    def placed(self, micro_batch: int) -> Sequence[int]:
+        """Returns the mesh of each stage for a micro-batch."""
+        return _placed(self.order, micro_batch, returns=self.returns)
+
+    def meshes(self, stage: int) -> set[int]:
+        """Returns the meshes that run a stage."""
+        return {self.placed(m)[stage] for m in range(2)}
+
+    def passes(self, micro_batches: int) -> Passes:
+        """Returns the passes of each mesh."""
+        return SCHEDULES[self.name](self.order, micro_batches)
+
+    def most_alive(self, stage: int, micro_batches: int) -> int:
+        """Returns the most micro-batches of a stage that wait for their backward pass."""
+        return max(most_alive(own, stage) for own in self.passes(micro_batches))
 
 
-def most_alive(passes: list[Pass]) -> int:
-    """Returns the most micro-batches whose forward pass waits for its backward pass."""
+def most_alive(passes: Sequence[Pass], stage: int | None = None) -> int:
+    """Returns the most forward passes, of one stage or of all, that wait for their backward."""
     alive = most = 0
     for each in passes:
-        alive += 1 if each.kind == "forward" else -1
-        most = max(most, alive)
+        if stage in (None, each.stage):
+            alive += 1 if each.kind == "forward" else -1
+            most = max(most, alive)
     return most
+
+
+def ideal(
+    schedule: Schedule, micro_batches: int, forward: Sequence[float], backward: Sequence[float]
+) -> dict[Pass, tuple[float, float]]:
+    """Returns when each pass of a batch begins and ends if messages take no time.
+
+    Args:
+        schedule: the schedule.
+        micro_batches: their number.
+        forward: the time of the forward pass of each stage.
+        backward: that of the backward pass.
+    """
+    left = [own[::-1] for own in schedule.passes(micro_batches)]
+    free, found = [0.0] * len(left), dict[Pass, tuple[float, float]]()
+    while any(left):
+        before = len(found)
+        for mesh, own in enumerate(left):
+            while own and all(n in found for n in _needed(own[-1], len(schedule.order))):
+                each = own.pop()
+                ends = (found[n][1] for n in _needed(each, len(schedule.order)))
+                start = max([free[mesh], *ends])
+                took = (forward if each.kind == "forward" else backward)[each.stage]
+                free[mesh] = start + took
+                found[each] = start, free[mesh]
+        assert len(found) > before, "the meshes wait for each other"
+    return found
+
+
+def _needed(each: Pass, stages: int) -> list[Pass]:
+    """Returns the passes that must come before a pass."""
+    if each.kind == "forward":
+        return [each._replace(stage=each.stage - 1)] if each.stage else []
+    ahead = each._replace(kind="forward")
+    return [ahead] if each.stage == stages - 1 else [ahead, each._replace(stage=each.stage + 1)]
+
+
+def _by_simulation(order: Sequence[int], micro_batches: int) -> Passes:
+    """Returns the order in which meshes begin passes as soon as they can, backward ones first.
+
+    A backward pass is taken to last twice as long as a forward pass. At most S - stage
+    micro-batches of a stage wait for their backward pass.
+    """
+    stages, found = len(order), _empty(order)
+    free, done = [0.0] * len(found), dict[Pass, float]()
+    ahead, back = [0] * stages, [0] * stages  # passes of each stage so far
+    while min(back) < micro_batches:
+        best: tuple[float, bool, int, Pass] | None = None
+        for stage, mesh in enumerate(order):
+            candidates = []
+            if back[stage] < ahead[stage]:
+                candidates.append(Pass("backward", stage, back[stage]))
+            if ahead[stage] < min(micro_batches, back[stage] + stages - stage):
+                candidates.append(Pass("forward", stage, ahead[stage]))
+            for each in candidates:
+                needed = _needed(each, stages)
+                if all(n in done for n in needed):
+                    start = max([free[mesh], *(done[n] for n in needed)])
+                    # Of forward passes the latest stage, of backward passes the earliest one.
+                    is_forward = each.kind == "forward"
+                    key = start, is_forward, -stage if is_forward else stage, each
+                    best = key if best is None else min(best, key)
+        assert best is not None  # a stage's next forward or its first waiting backward can run
+        start, is_forward, _, each = best
+        mesh = order[each.stage]
+        done[each] = free[mesh] = start + (1 if is_forward else 2)
+        (ahead if is_forward else back)[each.stage] += 1
+        found[mesh].append(each)
+    return found
+
+
+def _placed(order: Sequence[int], micro_batch: int, *, returns: bool) -> Sequence[int]:
+    return order[::-1] if returns and micro_batch % 2 else order
+
+
+def _empty(order: Sequence[int]) -> Passes:
+    return [[] for _ in range(max(order) + 1)]

@@ -20,21 +20,21 @@ class State:
     Args:
         model: the network.
         stages: the stages.
-        uses: which stages use each parameter and buffer.
+        uses: which meshes use each parameter and buffer.
     """
 
     def __init__(self, model: nn.Module, stages: Stages, uses: Uses) -> None:
         self._model, self._stages, self._uses = model, stages, uses
-        self._holders: dict[int, set[int]] = {}  # stages with a gradient so far, by parameter
+        self._holders: dict[int, set[int]] = {}  # meshes with a gradient so far, by parameter
 
     @torch.no_grad()
     def gather(self) -> None:
         """Makes parameters and buffers up to date on all ranks; see `Pipeline.gather`."""
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             owner = self._owner(name, tensor)
-            if owner is not None and self._stages.count > 1:
+            if owner is not None and len(self._stages.meshes) > 1:
                 sent = tensor.detach().contiguous()
-                self._stages.world.broadcast(sent, self._stages.all[owner].rank(0, 0))
+                self._stages.world.broadcast(sent, self._stages.meshes[owner].rank(0, 0))
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.copy_(sent)
 
@@ -47,7 +47,7 @@ class State:
             for p, index in zip(group["params"], described["params"], strict=True):
                 owner = self._owner(names.get(id(p), ""), p)
                 if owner is not None:
-                    root = self._stages.all[owner].rank(0, 0)
+                    root = self._stages.meshes[owner].rank(0, 0)
                     found = _broadcast_entries(state["state"].get(index, {}), self._stages, root)
                     if found:
                         state["state"][index] = found
@@ -89,15 +89,15 @@ class State:
             each.fill_(float(overflows))
 
     def shared_gradients(self) -> dict[int, Tensor]:
-        """Returns copies of the gradients that several stages have had, by parameter."""
+        """Returns copies of the gradients that several meshes have had, by parameter."""
         shared = (p for p in self._model.parameters() if len(self._holders.get(id(p), ())) > 1)
         return {id(p): p.grad.detach().clone() for p in shared if p.grad is not None}
 
     @torch.no_grad()
     def reduce_shared(self, before: Mapping[int, Tensor]) -> None:
-        """Adds the gradients that a parameter got on several stages in a step, for all its users.
+        """Adds the gradients that a parameter got on several meshes in a step, for all its users.
 
-        Which stages these are is seen by the gradients: a parameter may reach a call through others
+        Which meshes these are is seen by the gradients: a parameter may reach a call through others
         on plain tensors, as a transposed weight does, or be part of the criterion.
 
         Args:
@@ -108,16 +108,16 @@ class State:
         mine = torch.tensor([p.grad is not None for _, p in parameters], dtype=torch.uint8)
         rows = stages.world.all_gather(mine)
         for i, (name, p) in enumerate(parameters):
-            found = {s for s, each in enumerate(stages.all) if rows[each.rank(0, 0), i]}
-            if found:  # and stages that use it without a gradient, or they would keep old values
-                found |= self._uses.stages_of(name, p)
+            found = {s for s, each in enumerate(stages.meshes) if rows[each.rank(0, 0), i]}
+            if found:  # and meshes that use it without a gradient, or they would keep old values
+                found |= self._uses.meshes_of(name, p)
             self._holders.setdefault(id(p), set()).update(found)
             if len(found) < 2:
                 continue
             old = before.get(id(p))
             message = torch.zeros(p.numel(), dtype=p.dtype)
             if p.grad is not None and stages.world.rank == stages.own.rank(0, 0):
-                # The stage's other ranks have the same.
+                # The mesh's other ranks have the same.
                 message += (p.grad if old is None else p.grad - old).flatten().cpu()
             stages.world.all_reduce(message)
             if p.grad is not None or (stages.index in found and p.requires_grad):
@@ -125,8 +125,8 @@ class State:
                 p.grad = total if old is None else old + total
 
     def _owner(self, name: str, tensor: Tensor) -> int | None:
-        """Returns the first stage that trains a parameter or else uses it, if any."""
-        used = self._holders.get(id(tensor)) or self._uses.stages_of(name, tensor)
+        """Returns the first mesh that trains a parameter or else uses it, if any."""
+        used = self._holders.get(id(tensor)) or self._uses.meshes_of(name, tensor)
         return min(used, default=None)
 
 

@@ -1,14 +1,15 @@
 """Transfers of tensors, and of their gradients, between two stages.
 
-A stage may be of any mesh: each rank of the receiving stage gets the intersections of its box with
-the boxes of the sending one. Where both stages have the same layout, this is one message from rank
-to rank, without a copy.
+A stage may be on any mesh: each rank of the receiving one gets the intersections of its box with
+the boxes of the sending one. Where both have the same layout, this is one message from rank to
+rank, without a copy. Two stages on one mesh hand over the tensor itself.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -19,11 +20,36 @@ from torch import Tensor
 from pydist.errors import NotSupported, UsageError
 from pydist.layout import Layout, Split
 from pydist.partition import Box, Partition
-from pydist.stages.ranks import Stages, device_of
+from pydist.stages.ranks import MOST_STAGES, Stages, device_of
 from pydist.tensor import ShardedTensor, local_of
 
 FORWARD, BACKWARD = 0, 1
-"""Tags of tensors and of gradients."""
+"""Directions of messages: tensors and gradients."""
+
+
+class Route(NamedTuple):
+    """Two stages of a micro-batch, and their meshes.
+
+    Attributes:
+        source: the stage that has the tensor.
+        target: the stage that needs it.
+        sender: the mesh of the source.
+        receiver: the mesh of the target.
+    """
+
+    source: int
+    target: int
+    sender: int
+    receiver: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both stages are on one mesh."""
+        return self.sender == self.receiver
+
+    def tag(self, direction: int) -> int:
+        """Returns the tag of the route's messages, as several routes may join the same ranks."""
+        return 2 * (MOST_STAGES * self.source + self.target) + direction
 
 
 class Mark(NamedTuple):
@@ -56,6 +82,8 @@ class Mark(NamedTuple):
 
 
 MARK_BYTES = 24
+Kept = defaultdict[int, deque[Any]]
+"""What is on its way between stages of one mesh, by the tag of its messages."""
 
 
 class Kind(NamedTuple):
@@ -96,16 +124,18 @@ class Transfer:
 
     Args:
         stages: the stages.
-        source: the stage that has the tensor.
-        target: the stage that needs it.
+        route: the stage that has the tensor and the one that needs it.
         kind: the tensor.
+        kept: tensors and gradients on their way between stages of this mesh.
     """
 
-    def __init__(self, stages: Stages, source: int, target: int, kind: Kind) -> None:
-        self._stages, self.kind = stages, kind
-        self.source, self.target = source, target
-        sender, receiver = stages.all[source], stages.all[target]
-        self.splits: tuple[Split | None, ...] | None = None
+    def __init__(self, stages: Stages, route: Route, kind: Kind, kept: Kept) -> None:
+        self._stages, self.route, self.kind = stages, route, kind
+        self._kept = [kept[route.tag(direction)] for direction in (FORWARD, BACKWARD)]
+        self.splits = kind.splits
+        if route.is_local:
+            return
+        sender, receiver = stages.meshes[route.sender], stages.meshes[route.receiver]
         if kind.splits is None:
             if max(sender.sample_size, receiver.sample_size) > 1:
                 raise NotSupported(
@@ -125,52 +155,66 @@ class Transfer:
 
     def send(self, local: Tensor) -> None:
         """Sends this rank's shard to the target."""
-        self._send(local, FORWARD)
+        if self.route.is_local:
+            self._kept[FORWARD].append(local)
+        else:
+            self._send(local, FORWARD)
 
     def receive(self) -> Tensor:
         """Returns this rank's shard, from the source."""
+        if self.route.is_local:
+            kept: Tensor = self._kept[FORWARD].popleft()
+            return kept
         return self._receive(FORWARD)
 
     def send_gradient(self, grad: Tensor | None) -> None:
         """Sends the gradient of this rank's shard to the source; `None` if none has come."""
-        mine, source = self._stages.mesh, self._stages.all[self.source]
-        exists = torch.tensor([grad is not None])
+        if self.route.is_local:
+            self._kept[BACKWARD].append(grad)
+            return
+        mine, source = self._stages.mesh, self._stages.meshes[self.route.sender]
+        exists, tag = torch.tensor([grad is not None]), self.route.tag(BACKWARD)
         for index in range(source.sample_size):
             if index % mine.sample_size == mine.sample_index:
-                self._stages.world.send(exists, source.rank(mine.data_index, index), BACKWARD)
+                self._stages.world.send(exists, source.rank(mine.data_index, index), tag)
         if grad is not None:
             self._send(grad, BACKWARD)
 
     def receive_gradient(self) -> Tensor | None:
         """Returns the gradient of this rank's shard, from the target; `None` if it has none."""
-        mine, target = self._stages.mesh, self._stages.all[self.target]
+        if self.route.is_local:
+            kept: Tensor | None = self._kept[BACKWARD].popleft()
+            return kept
+        mine, target = self._stages.mesh, self._stages.meshes[self.route.receiver]
         exists = torch.empty(1, dtype=torch.bool)
-        index = mine.sample_index % target.sample_size
-        self._stages.world.recv(exists, target.rank(mine.data_index, index), BACKWARD)
+        rank = target.rank(mine.data_index, mine.sample_index % target.sample_size)
+        self._stages.world.recv(exists, rank, self.route.tag(BACKWARD))
         return self._receive(BACKWARD) if exists else None
 
-    def _send(self, local: Tensor, tag: int) -> None:
-        mine, start = self._stages.mesh, self._boxes[tag]
+    def _send(self, local: Tensor, direction: int) -> None:
+        mine, start = self._stages.mesh, self._boxes[direction]
+        tag, peers = self.route.tag(direction), self._stages.meshes[self._ends(direction)[1]]
         if self.splits is None:
             local = local.reshape(-1)
-        for here, there, part in self._messages(tag):
+        for here, there, part in self._messages(direction):
             if here == mine.sample_index:
                 lo = start[here].lo
                 index = tuple(
                     slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, lo, strict=True)
                 )
-                peer = self._stages.all[self._ends(tag)[1]].rank(mine.data_index, there)
+                peer = peers.rank(mine.data_index, there)
                 self._stages.world.send(local[index].contiguous(), peer, tag)
 
-    def _receive(self, tag: int) -> Tensor:
-        mine, end = self._stages.mesh, self._boxes[1 - tag]
+    def _receive(self, direction: int) -> Tensor:
+        mine, end = self._stages.mesh, self._boxes[1 - direction]
+        tag, peers = self.route.tag(direction), self._stages.meshes[self._ends(direction)[0]]
         box = end[mine.sample_index]
         made: dict[str, Any] = {"dtype": self.kind.dtype, "device": device_of(mine)}
         local = torch.empty(tuple(box.shape), **made)
-        for there, here, part in self._messages(tag):
+        for there, here, part in self._messages(direction):
             if here != mine.sample_index:
                 continue
-            peer = self._stages.all[self._ends(tag)[0]].rank(mine.data_index, there)
+            peer = peers.rank(mine.data_index, there)
             if tuple(part.shape) == tuple(local.shape):
                 self._stages.world.recv(local, peer, tag)
                 continue
@@ -180,12 +224,13 @@ class Transfer:
             local[tuple(index)] = block
         return local if self.splits is not None else local.view(self.kind.shape)
 
-    def _ends(self, tag: int) -> tuple[int, int]:
-        return (self.source, self.target) if tag == FORWARD else (self.target, self.source)
+    def _ends(self, direction: int) -> tuple[int, int]:
+        ends = self.route.sender, self.route.receiver
+        return ends if direction == FORWARD else ends[::-1]
 
-    def _messages(self, tag: int) -> Iterator[tuple[int, int, Box]]:
+    def _messages(self, direction: int) -> Iterator[tuple[int, int, Box]]:
         """Yields sender, receiver (indices in their sample groups) and box of each message."""
-        senders, receivers = self._boxes[tag], self._boxes[1 - tag]
+        senders, receivers = self._boxes[direction], self._boxes[1 - direction]
         holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for index, box in enumerate(senders):
             holders.setdefault((tuple(box.lo), tuple(box.hi)), []).append(index)
@@ -199,13 +244,15 @@ class Transfer:
 
 
 class Transfers:
-    """The transfers between this rank's stage and others, by the kind of tensor."""
+    """The transfers between stages of this rank's mesh and others, by the kind of tensor."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
-        self._known: dict[tuple[int, int, Kind], Transfer] = {}
+        self._known: dict[tuple[Route, Kind], Transfer] = {}
+        self._kept: Kept = defaultdict(deque)
+        self._headers: Kept = defaultdict(deque)
 
-    def send(self, value: Tensor, target: int, call: str, mark: Mark) -> Transfer:
+    def send(self, value: Tensor, route: Route, call: str, mark: Mark) -> Transfer:
         """Sends a sharded or plain tensor to another stage, for a call of a forward pass."""
         if isinstance(value, ShardedTensor):
             local, splits = local_of(value), tuple(value.layout.splits)
@@ -214,22 +261,27 @@ class Transfers:
         # Whatever the mode of this call is: later ones on the other stage may have a gradient.
         needs_grad = local.requires_grad
         kind = Kind(call, tuple(value.shape), value.dtype, splits, needs_grad)
-        transfer = self._find(self._stages.index, target, kind)
-        mine, receiver = self._stages.mesh, self._stages.all[target]
-        message = mark.to_bytes() + kind.to_bytes()
-        for index in range(receiver.sample_size):
-            if index % mine.sample_size == mine.sample_index:
-                self._stages.send_bytes(message, receiver.rank(mine.data_index, index))
+        transfer = self._find(route, kind)
+        tag = route.tag(FORWARD)
+        if route.is_local:
+            self._headers[tag].append((mark, kind))
+        else:
+            mine, receiver = self._stages.mesh, self._stages.meshes[route.receiver]
+            message = mark.to_bytes() + kind.to_bytes()
+            for index in range(receiver.sample_size):
+                if index % mine.sample_size == mine.sample_index:
+                    rank = receiver.rank(mine.data_index, index)
+                    self._stages.send_bytes(message, rank, tag)
         transfer.send(local.detach())
         return transfer
 
     def receive(
-        self, source: int, call: str, mark: Mark, shape: tuple[int, ...]
+        self, route: Route, call: str, mark: Mark, shape: tuple[int, ...]
     ) -> tuple[Transfer, Tensor]:
         """Receives a tensor from another stage; returns this rank's shard.
 
         Args:
-            source: the stage.
+            route: from the other stage to this one.
             call: the call that needs it.
             mark: of the forward pass.
             shape: of the tensor, as this stage knows it.
@@ -237,12 +289,20 @@ class Transfers:
         Raises:
             UsageError: the other stage sends it for another call, or has another shape.
         """
-        mine, sender = self._stages.mesh, self._stages.all[source]
-        index = mine.sample_index % sender.sample_size
-        message = self._stages.receive_bytes(sender.rank(mine.data_index, index))
-        theirs = Mark.from_bytes(message)
-        kind = Kind.from_bytes(message[MARK_BYTES:])
-        here, there = f"stage {self._stages.index}", f"stage {source}"
+        tag = route.tag(FORWARD)
+        if route.is_local and not self._headers[tag]:
+            raise UsageError(
+                f"the network makes different calls in two passes over one batch: stage "
+                f"{route.target} needs a tensor for {call} that stage {route.source} has not made"
+            )
+        if route.is_local:
+            theirs, kind = self._headers[tag].popleft()
+        else:
+            mine, sender = self._stages.mesh, self._stages.meshes[route.sender]
+            rank = sender.rank(mine.data_index, mine.sample_index % sender.sample_size)
+            message = self._stages.receive_bytes(rank, tag)
+            theirs, kind = Mark.from_bytes(message), Kind.from_bytes(message[MARK_BYTES:])
+        here, there = f"stage {route.target}", f"stage {route.source}"
         if (kind.call, theirs.number) != (call, mark.number):
             raise UsageError(
                 f"the stages make different calls: {here} needs a tensor for {call} in forward "
@@ -261,7 +321,7 @@ class Transfers:
                 f"{list(shape)}, and {there} has {list(kind.shape)}, or their values differ; give "
                 "all ranks of one data index the same inputs and targets"
             )
-        transfer = self._find(source, self._stages.index, kind)
+        transfer = self._find(route, kind)
         return transfer, transfer.receive()
 
     def sharded(self, transfer: Transfer, local: Tensor, origin: Any) -> Tensor:
@@ -273,11 +333,16 @@ class Transfers:
             return ShardedTensor.of_shard(local, layout)
         return ShardedTensor(local, layout, origin)
 
-    def _find(self, source: int, target: int, kind: Kind) -> Transfer:
-        key = source, target, kind
-        found = self._known.get(key)
+    def forget(self) -> None:
+        """Forgets what a failed batch has left between stages of this mesh."""
+        for each in (*self._kept.values(), *self._headers.values()):
+            each.clear()
+
+    def _find(self, route: Route, kind: Kind) -> Transfer:
+        found = self._known.get((route, kind))
         if found is None:
-            found = self._known[key] = Transfer(self._stages, source, target, kind)
+            found = Transfer(self._stages, route, kind, self._kept)
+            self._known[route, kind] = found
         return found
 
 

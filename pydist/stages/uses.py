@@ -1,4 +1,4 @@
-"""The stages that use each parameter and buffer of a network."""
+"""The meshes that use each parameter and buffer of a network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Uses:
-    """Which stages compute with each parameter and buffer; the same on all ranks.
+    """Which meshes compute with each parameter and buffer; the same on all ranks.
 
     Args:
         model: the network.
@@ -21,21 +21,21 @@ class Uses:
         }
         self._of_module: dict[str, set[int]] = {}
 
-    def note(self, module: str, operands: Iterable[int], stage: int) -> None:
+    def note(self, module: str, operands: Iterable[int], meshes: set[int]) -> None:
         """Records a call.
 
         Args:
             module: the path of the module that makes it.
             operands: ids of its plain tensors.
-            stage: the stage that computes it.
+            meshes: those that compute it.
         """
-        self._of_module.setdefault(module, set()).add(stage)
+        self._of_module.setdefault(module, set()).update(meshes)
         for operand in operands:
             if (known := self._of_tensor.get(operand)) is not None:
-                known.add(stage)
+                known.update(meshes)
 
-    def stages_of(self, name: str, tensor: Tensor) -> set[int]:
-        """Returns the stages that use a tensor.
+    def meshes_of(self, name: str, tensor: Tensor) -> set[int]:
+        """Returns the meshes that use a tensor.
 
         A tensor from which a weight is computed, as in weight norm, belongs to the module that
         calls with the weight.

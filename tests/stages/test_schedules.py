@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pydist.errors import UsageError
-from pydist.stages import pipeline
+from pydist.comm import run_local
+from pydist.errors import NotSupported, UsageError
+from pydist.stages import Stages, pipeline
 from pydist.stages.micro_batch import MicroBatch
-from pydist.stages.schedule import SCHEDULES, Pass, most_alive, schedule_of
+from pydist.stages.schedule import SCHEDULES, Schedule, ideal, most_alive
 from support.equivalence import Task, randn
 from support.networks.small import initialized
 from support.staged import DEEP, ONE, TWO_GROUPS, check_stages, on_stages, step_of
@@ -45,15 +46,56 @@ def unet_task(batch: int = BATCH) -> Task:
     return Task(initialized(SmallUNet()), x, target, F.mse_loss)
 
 
+LINES = ("gpipe", "1f1b")
+"""Schedules that run networks with running statistics."""
+ORDERS = ([0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1], [0, 1, 0, 1, 0, 1], [0, 1, 2, 2, 1, 0], [0, 0, 0])
+
+
+def without_statistics(task: Task) -> Task:
+    """Replaces the batch norm, which GEMS refuses in training, by a group norm."""
+    model = copy.deepcopy(task.model)
+    model.norm = initialized(nn.GroupNorm(1, 3))
+    return task._replace(model=model)
+
+
 @pytest.mark.parametrize("skips", ["direct", "relay"])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", LINES)
 def test_a_step_equals_the_micro_batches_in_sequence(schedule, micro_batches, stages, skips):
     check_stages(unet_task(), [ONE] * stages, micro_batches, schedule=schedule, skips=skips)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
+@pytest.mark.parametrize("schedule", LINES)
+def test_several_stages_on_a_mesh(schedule, micro_batches, order):
+    meshes = [ONE] * (max(order) + 1)
+    check_stages(unet_task(), meshes, micro_batches, schedule=schedule, order=order)
+
+
+@pytest.mark.parametrize("options", [{"recompute": True}, {"skips": "relay"}], ids=str)
+@pytest.mark.parametrize("meshes", [[DEEP, ONE], [TWO_GROUPS] * 2, [DEEP, DEEP]], ids=str)
+@pytest.mark.parametrize("order", [[0, 1, 0, 1], [0, 1, 1, 0]], ids=str)
+def test_several_stages_on_larger_meshes(order, meshes, options):
+    check_stages(unet_task(), meshes, 4, order=order, **options)
+
+
+@pytest.mark.parametrize("skips", ["direct", "relay"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
+def test_micro_batches_that_go_forth_and_back(micro_batches, stages, skips):
+    task = without_statistics(unet_task())
+    check_stages(task, [ONE] * stages, micro_batches, schedule="gems", skips=skips)
+
+
+@pytest.mark.parametrize("meshes", [[DEEP] * 2, [TWO_GROUPS] * 2], ids=str)
+def test_forth_and_back_over_larger_meshes(meshes):
+    """GEMS and data parallelism, and spatial parallelism."""
+    check_stages(without_statistics(unet_task()), meshes, 4, schedule="gems")
+
+
+@pytest.mark.parametrize("schedule", LINES)
 @pytest.mark.parametrize("meshes", [[ONE] * 3, [DEEP, ONE], [TWO_GROUPS] * 2], ids=str)
 def test_a_step_that_computes_activations_again(schedule, meshes):
     """Also the statistics of the batch norm are updated once."""
@@ -109,8 +151,9 @@ def test_activations_that_are_computed_again_are_freed(monkeypatch):
         assert max(graphs) == most
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bits_are_those_of_one_stage(schedule):
+@pytest.mark.parametrize("order", [None, [0, 1, 2, 0, 1, 2]], ids=str)
+@pytest.mark.parametrize("schedule", LINES)
+def test_bits_are_those_of_one_stage(schedule, order):
     """A rank computes what one device would: no sum is split."""
 
     def gradients(stages):
@@ -120,47 +163,97 @@ def test_bits_are_those_of_one_stage(schedule):
         return {n: p.grad for n, p in made.model.named_parameters() if p.grad is not None}
 
     (whole,) = on_stages([ONE], gradients)
-    for found in on_stages([ONE] * 3, gradients):
+    for found in on_stages([ONE] * 3, gradients, order=order):
         assert found
         for name, grad in found.items():
             assert torch.equal(grad, whole[name]), name
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("micro_batches", [1, 2, 5, 16])
-def test_orders_are_complete(stages, micro_batches):
-    for make in SCHEDULES.values():
-        for stage in range(stages):
-            passes = make(stage, stages, micro_batches)
-            for kind in ("forward", "backward"):
-                order = [each.micro_batch for each in passes if each.kind == kind]
-                assert order == list(range(micro_batches))
-            for m in range(micro_batches):
-                assert passes.index(Pass("forward", m)) < passes.index(Pass("backward", m))
+@pytest.mark.parametrize("meshes", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 8, 16])
+def test_orders_are_complete(meshes, micro_batches):
+    """Each stage runs all micro-batches in turn, and no order of the meshes waits for itself."""
+    forth = [*range(meshes)]
+    for order in (forth, forth * 2, forth * 3, forth + forth[::-1], [*forth, *forth[::-1], *forth]):
+        stages = len(order)
+        for name in SCHEDULES if order == forth else LINES:
+            schedule = Schedule(name, order)
+            passes = schedule.passes(micro_batches)
+            for stage in range(stages):
+                for kind in ("forward", "backward"):
+                    own = [e for each in passes for e in each if e[:2] == (kind, stage)]
+                    assert sorted(e.micro_batch for e in own) == list(range(micro_batches))
+                    for each in own:
+                        assert each in passes[schedule.placed(each.micro_batch)[stage]]
+            for own in passes:
+                for stage in range(stages):
+                    numbers = [e.micro_batch for e in own if e[:2] == ("forward", stage)]
+                    assert numbers == sorted(numbers)
+            assert ideal(schedule, micro_batches, [1] * stages, [2] * stages)
+
+
+def makespan(name: str, order: list[int], micro_batches: int, forward=1, backward=2) -> float:
+    costs = [forward] * len(order), [backward] * len(order)
+    times = ideal(Schedule(name, order), micro_batches, *costs)
+    return max(end for _, end in times.values())
+
+
+@pytest.mark.parametrize("meshes", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 8, 12])
+def test_the_least_time_of_a_batch(meshes, micro_batches):
+    """The formulas of the papers, with backward passes twice as long as forward ones."""
+    line = [*range(meshes)]
+    for name in LINES:
+        assert makespan(name, line, micro_batches) == 3 * (micro_batches + meshes - 1)
+    gems = micro_batches * meshes * 3 - (micro_batches - 1) * (meshes - 1)
+    assert makespan("gems", line, micro_batches) == gems
+    if micro_batches % meshes == 0:
+        for rounds in (2, 3):
+            least = makespan("1f1b", line * rounds, micro_batches)
+            assert least == 3 * (rounds * micro_batches + meshes - 1)
+
+
+def test_gems_takes_the_times_of_its_paper():
+    assert [makespan("gems", [0, 1, 2, 3], n) for n in (2, 16)] == [21, 147]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])
 def test_peaks_of_micro_batches(stages, micro_batches):
-    """GPipe keeps all, 1F1B at most as many as stages are left."""
-    for stage in range(stages):
-        whole = SCHEDULES["gpipe"](stage, stages, micro_batches)
-        assert most_alive(whole) == micro_batches
-        in_turn = SCHEDULES["1f1b"](stage, stages, micro_batches)
-        assert most_alive(in_turn) == min(micro_batches, stages - stage)
+    """GPipe keeps all, 1F1B at most as many as stages are left, GEMS one."""
+    line = range(stages)
+    for stage, own in enumerate(Schedule("gpipe", line).passes(micro_batches)):
+        assert most_alive(own) == micro_batches
+        assert Schedule("gpipe", line).most_alive(stage, micro_batches) == micro_batches
+    for stage, own in enumerate(Schedule("1f1b", line).passes(micro_batches)):
+        assert most_alive(own) == min(micro_batches, stages - stage)
+    for own in Schedule("gems", line).passes(micro_batches):
+        assert most_alive(own) == 1
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_running_system_keeps_as_many(monkeypatch, schedule):
-    """Counted by the micro-batches that have a graph."""
+def test_peaks_forth_and_back():
+    """The first mesh holds the first and the last stage, and no more than 1F1B of 8 stages."""
+    passes = Schedule("1f1b", [0, 1, 2, 3, 3, 2, 1, 0]).passes(16)
+    assert max(most_alive(own) for own in passes) <= 9
+    for stage in range(8):
+        assert max(most_alive(own, stage) for own in passes) <= 8 - stage
+
+
+@pytest.mark.parametrize(
+    ("schedule", "order", "expected"),
+    [("gpipe", None, [8, 8, 8]), ("1f1b", None, [3, 2, 1]), ("gems", None, [1, 1, 1]),
+     ("1f1b", [0, 1, 2, 0, 1, 2], None)],
+)  # fmt: skip
+def test_the_running_system_keeps_as_many(monkeypatch, schedule, order, expected):
+    """Counted by the micro-batches that have a graph, on each mesh."""
     alive: dict[int, int] = {}
     most: dict[int, int] = {}
     entered, left = MicroBatch.end_of_network, MicroBatch.backward
 
     def enter(self):
-        stage = self._stages.index
-        alive[stage] = alive.get(stage, 0) + 1
-        most[stage] = max(most.get(stage, 0), alive[stage])
+        mesh = self._stages.index
+        alive[mesh] = alive.get(mesh, 0) + 1
+        most[mesh] = max(most.get(mesh, 0), alive[mesh])
         entered(self)
 
     def leave(self):
@@ -169,15 +262,102 @@ def test_the_running_system_keeps_as_many(monkeypatch, schedule):
 
     monkeypatch.setattr(MicroBatch, "end_of_network", enter)
     monkeypatch.setattr(MicroBatch, "backward", leave)
-    on_stages([ONE] * 3, lambda stages: step_of(unet_task(), stages, micro_batches=8,
-                                                schedule=schedule))  # fmt: skip
-    expected = [8, 8, 8] if schedule == "gpipe" else [3, 2, 1]
-    assert [most[stage] for stage in range(3)] == expected
+    task = without_statistics(unet_task()) if schedule == "gems" else unet_task()
+    on_stages([ONE] * 3, lambda stages: step_of(task._replace(model=copy.deepcopy(task.model)),
+                                                stages, micro_batches=8, schedule=schedule),
+              order=order)  # fmt: skip
+    if expected is None:
+        expected = [most_alive(own) for own in Schedule(schedule, order).passes(8)]
+    assert [most[mesh] for mesh in range(3)] == expected
 
 
-def test_an_unknown_schedule_is_refused():
-    with pytest.raises(UsageError, match="gpipe, 1f1b"):
-        schedule_of("zero bubble")
+def test_wrong_schedules_are_refused():
+    with pytest.raises(UsageError, match="gpipe, 1f1b, gems"):
+        Schedule("zero bubble", [0, 1])
+    with pytest.raises(UsageError, match="each mesh must have one stage"):
+        Schedule("gems", [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [([0, 1, 2], "each of 0 to 1"), ([0, 0], "each of 0 to 1"), (["0", 1], "each of 0 to 1"),
+     ([0, 1] * 65, "at most 128")],
+)  # fmt: skip
+def test_wrong_orders_are_refused(order, message):
+    def body(world):
+        with pytest.raises(UsageError, match=message):
+            Stages(world, [ONE, ONE], order=order)
+
+    run_local(body, 2)
+
+
+def test_gems_refuses_what_it_can_not_run():
+    def running_statistics(stages):
+        made = pipeline(unet_task().model, stages, unet_task().x[:1], schedule="gems")
+        with pytest.raises(NotSupported, match="running statistics"):
+            made.step(unet_task().x, unet_task().target, F.mse_loss)
+
+    on_stages([ONE] * 2, running_statistics)
+
+    def other_meshes(stages):
+        with pytest.raises(UsageError, match="equal meshes"):
+            pipeline(unet_task().model, stages, unet_task().x[:1], schedule="gems")
+
+    on_stages([DEEP, ONE], other_meshes)
+
+
+class Counting(nn.Module):
+    """Changes its buffers, draws, and changes its argument in place."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.draws = draws
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4, momentum=None)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        x -= 0.5
+        y = self.norm(self.a(x).add_(self.count))
+        z = self.b(y.mul_(2))
+        if self.draws:
+            z = z * torch.rand(4, dtype=x.dtype)
+        return self.c(self.spectral(z.mul_(3)) + y) + x
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("order", [[0], [0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 0]], ids=str)
+def test_what_a_forward_pass_changes_changes_once(order, recompute):
+    """Also where several passes run it, for the stages of a mesh or to compute it again."""
+    x, target = randn(8, 4, seed=1), randn(8, 4, seed=2)
+    net = initialized(Counting(draws=max(order) == 0))  # ranks are threads with one generator
+    torch.manual_seed(3)
+    alone = copy.deepcopy(net)
+    total = 0.0
+    for m in range(4):
+        rows = slice(2 * m, 2 * m + 2)
+        loss = F.mse_loss(alone(x[rows].clone()), target[rows]) / 4
+        loss.backward()
+        total += loss.item()
+    grads = {n: p.grad for n, p in alone.named_parameters()}
+
+    def body(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, x[:2].clone(), micro_batches=4, recompute=recompute)
+        torch.manual_seed(3)
+        loss = made.step(x.clone(), target, F.mse_loss)
+        made.gather()
+        return loss.item(), own
+
+    for loss, own in on_stages([ONE] * (max(order) + 1), body, order=order):
+        assert loss == pytest.approx(total, rel=1e-12)
+        for name, p in own.named_parameters():
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, grads[name], rtol=1e-11, atol=1e-13)
+        for (name, ours), theirs in zip(own.named_buffers(), alone.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14, msg=name)
 
 
 def test_more_micro_batches_than_samples_are_refused():

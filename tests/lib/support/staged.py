@@ -34,11 +34,16 @@ def ranks_of(meshes: Meshes) -> int:
     )
 
 
-def on_stages(meshes: Meshes, body: Callable[[Stages], Any], seed: int = 0) -> list[Any]:
+def on_stages(
+    meshes: Meshes,
+    body: Callable[[Stages], Any],
+    seed: int = 0,
+    order: Sequence[int] | None = None,
+) -> list[Any]:
     """Runs `body(stages)` on every rank-thread; returns the results in rank order."""
     with on_one_core():
         return run_local(
-            lambda world: body(Stages(world, meshes, seed)), ranks_of(meshes), timeout=120
+            lambda world: body(Stages(world, meshes, seed, order)), ranks_of(meshes), timeout=120
         )
 
 
@@ -103,6 +108,7 @@ def check_stages(
     micro_batches: int = 1,
     *,
     transport: Transport | None = None,
+    order: Sequence[int] | None = None,
     **options: Any,
 ) -> None:
     """Compares loss, gradients and buffers of a step in stages with those of one device.
@@ -112,6 +118,7 @@ def check_stages(
         meshes: of the stages.
         micro_batches: their number.
         transport: of real ranks; by default ranks are threads.
+        order: the mesh of each stage.
         **options: of `pipeline`.
     """
     data = meshes[0].get("data", 1)
@@ -131,6 +138,6 @@ def check_stages(
         assert_equal(results(made, loss), expected, bounds)
 
     if transport is None:
-        on_stages(meshes, rank)
+        on_stages(meshes, rank, order=order)
     else:
-        rank(Stages(transport, meshes))
+        rank(Stages(transport, meshes, order=order))
