@@ -60,13 +60,17 @@ class Call(NamedTuple):
     @property
     def statistics(self) -> Sequence[Tensor]:
         """The running statistics that the call updates; those of a norm in training."""
-        names = _UPDATES.get(self.func)
-        if names is None:
+        if self.func not in _UPDATES:
             return ()
-        given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+        given = self.named
         trains = given.get("training", given.get("use_input_stats", self.func is F.instance_norm))
         found = [given.get(name) for name in ("running_mean", "running_var")] if trains else []
         return [x for x in found if isinstance(x, Tensor) and not isinstance(x, StageTensor)]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments of a norm that may update running statistics, by their names."""
+        return {**dict(zip(_UPDATES[self.func], self.args, strict=False)), **self.kwargs}
 
     @property
     def draws(self) -> bool:
@@ -83,11 +87,12 @@ _T: Any = Tensor
 _MOVES = (_T.to, _T.cpu, _T.cuda, _T.type)
 _FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias")
 _NATIVE = ("input", "weight", "bias", "running_mean", "running_var")
+_LAST = ("momentum", "eps")
 _UPDATES: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: (*_FUNCTIONAL, "training"),
-    F.instance_norm: (*_FUNCTIONAL, "use_input_stats"),
-    torch.batch_norm: (*_NATIVE, "training"),
-    torch.instance_norm: (*_NATIVE, "use_input_stats"),
+    F.batch_norm: (*_FUNCTIONAL, "training", *_LAST),
+    F.instance_norm: (*_FUNCTIONAL, "use_input_stats", *_LAST),
+    torch.batch_norm: (*_NATIVE, "training", *_LAST, "cudnn_enabled"),
+    torch.instance_norm: (*_NATIVE, "use_input_stats", *_LAST, "cudnn_enabled"),
 }
 """Arguments of calls that may change plain tensors: running statistics, of one stage only."""
 _NO_MEMORY = "it has memory on one stage only"

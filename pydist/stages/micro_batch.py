@@ -19,6 +19,7 @@ from pydist.ops.pointwise.keyed import draws_of
 from pydist.stages.calls import Call, Calls, Key, memory_of
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, tensors_of
+from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfer import Mark, Route, Transfer, Transfers, origin_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
@@ -99,8 +100,15 @@ class MicroBatch(Calls):
         self._stages, self.own, self._placed = stages, own, placed
         self._starts, self._transfers = starts, transfers
         self._relays, self._mark, self._lends = relays, mark, lends
+        self.factors: list[float] = []
+        """The numbers in plain tensors with which the criterion calls, such as a loss scale."""
+        self.statistics: BatchStatistics | None = None
+        """Collects the statistics of norms, which change running ones after the batch."""
+        self.of_groups = 1.0
+        """Its samples over those of all groups' micro-batches."""
         self._lent = set[int]()  # memory that others need unchanged, by `memory_of`
         self._stage, self.index = 0, index
+        self._ended = False  # the network; what follows is the criterion
         self._drawn = Counter[str]()
         self.updaters: dict[int, int] = {}
         """The stage that updates running statistics, by their ids."""
@@ -142,6 +150,36 @@ class MicroBatch(Calls):
         while self._stage < len(self._starts) and call.key == self._starts[self._stage]:
             self._stage += 1
         stage = self._stage
+        self._check(call, stage)
+        if self._ended:
+            self.factors += [
+                x.item() for x in tensors_of((call.args, call.kwargs)) if _is_factor(x)
+            ]
+        for x in call.inputs:
+            self.bring(x, stage, str(call))
+        draws = self._drawn[call.key.module]
+        self._drawn[call.key.module] += call.func in _DRAWS
+        result, runs = None, stage == self.own
+        if runs:
+            for x in call.changed:
+                self._take(x, call)
+        if call.statistics and self.statistics is not None and not self._repeats:
+            result = self.statistics.compute(call, runs=runs, share=self.of_groups)
+        elif runs:
+            result = self._run(call, draws) if call.func in _DRAWS else call.run()
+        for x in call.changed:
+            x.owner, x.stages = stage, {stage}
+            if stage != self.own:
+                x.value = None
+        return result
+
+    def _check(self, call: Call, stage: int) -> None:
+        """Refuses a call that changes memory which another stage holds too.
+
+        Raises:
+            NotSupported: it changes a tensor in place that shares memory with one of another stage,
+                or running statistics that another one updates.
+        """
         for x in call.changed:
             others = [each for each in self.sharing(x) if each.stages != {stage}]
             if others:
@@ -156,20 +194,6 @@ class MicroBatch(Calls):
                     f"{call} on stage {stage} uses running statistics that a call on stage "
                     f"{updater} updates: begin the stage before or after both"
                 )
-        for x in call.inputs:
-            self.bring(x, stage, str(call))
-        draws = self._drawn[call.key.module]
-        self._drawn[call.key.module] += call.func in _DRAWS
-        result = None
-        if stage == self.own:
-            for x in call.changed:
-                self._take(x, call)
-            result = self._run(call, draws) if call.func in _DRAWS else call.run()
-        for x in call.changed:
-            x.owner, x.stages = stage, {stage}
-            if stage != self.own:
-                x.value = None
-        return result
 
     def _take(self, x: StageTensor, call: Call) -> None:
         """Copies a tensor that a call changes if others need its memory unchanged.
@@ -246,6 +270,7 @@ class MicroBatch(Calls):
                 f"stage {self._stage + 1} begins with {self._starts[self._stage]}, which the "
                 "network has not made in this forward pass: choose other modules"
             )
+        self._ended = True
 
     def bring(self, x: StageTensor, stage: int, call: str) -> None:
         """Transfers a tensor to a stage that does not hold it."""
@@ -322,6 +347,11 @@ class MicroBatch(Calls):
             transfer.send_gradient(leaf.grad)
         self._sent.clear()
         self._received.clear()
+
+
+def _is_factor(x: Tensor) -> bool:
+    is_plain = not isinstance(x, StageTensor | ShardedTensor)
+    return is_plain and x.dim() == 0 and x.is_floating_point() and not x.requires_grad
 
 
 def _needs_grad(x: Tensor) -> bool:

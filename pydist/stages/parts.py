@@ -25,6 +25,7 @@ class Part(NamedTuple):
     Attributes:
         number: of earlier ones in its batch.
         share: its samples over those of the group's batch.
+        of_groups: its samples over those of all groups' parts with this number.
         weight: of its gradient.
         inputs: the network's arguments.
         target: the criterion's.
@@ -32,6 +33,7 @@ class Part(NamedTuple):
 
     number: int
     share: float
+    of_groups: float
     weight: float
     inputs: tuple[Any, ...]
     target: Any
@@ -66,11 +68,13 @@ def parts_of(
     cuts = [[n * i // count for i in range(count + 1)] for n in sizes.counts]
     for i, (a, b) in enumerate(pairwise(cuts[mesh.data_index])):
         share = weight = (b - a) / samples
+        of_groups = sum(each[i + 1] - each[i] for each in cuts)
         if weighs:
             # Weights of groups make up for their different shares of this micro-batch.
-            weight = sum(each[i + 1] - each[i] for each in cuts) / sum(sizes.counts)
+            weight = of_groups / sum(sizes.counts)
         cut = _Cut(mesh, samples, a, b, None if begins is None else begins + a)
-        yield Part(i, share, weight, mapped(cut.sharded, arguments), mapped(cut, target))
+        found = mapped(cut.sharded, arguments), mapped(cut, target)
+        yield Part(i, share, (b - a) / of_groups, weight, *found)
 
 
 class _Cut:

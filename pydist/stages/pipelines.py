@@ -24,6 +24,7 @@ from pydist.stages.record import copied_buffers, record
 from pydist.stages.schedule import Pass, Schedule
 from pydist.stages.shapes import Shapes
 from pydist.stages.state import State
+from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfer import Mark, Transfers
 from pydist.stages.uses import Uses
 from pydist.structure import facts_of
@@ -31,6 +32,7 @@ from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
 
 SKIPS = ("direct", "relay")
+RUNNING_STATISTICS = ("micro_batch", "batch")
 
 
 def pipeline(
@@ -45,6 +47,7 @@ def pipeline(
     skips: str = "direct",
     recompute: bool = False,
     batch_norm: str = "global",
+    running_statistics: str = "micro_batch",
     group_weight: str = "samples",
 ) -> Pipeline:
     """Divides an unmodified network into stages, which run on different ranks.
@@ -73,6 +76,8 @@ def pipeline(
         recompute: whether backward computes a stage's activations again, so that of the
             micro-batches in flight only what a stage has received is kept.
         batch_norm: as of `parallelize`, for each stage.
+        running_statistics: how those of batch norms change in a step: "micro_batch", by each
+            micro-batch in sequence; or "batch", once, by the statistics of all micro-batches.
         group_weight: as of `parallelize`.
 
     Returns:
@@ -95,11 +100,23 @@ def pipeline(
         )
     if skips not in SKIPS:
         raise UsageError(f"skips={skips!r}; possible are {', '.join(SKIPS)}")
+    if running_statistics not in RUNNING_STATISTICS:
+        raise UsageError(
+            f"running_statistics={running_statistics!r}; possible are "
+            f"{', '.join(RUNNING_STATISTICS)}"
+        )
+    collects = running_statistics == "batch"
+    if collects and batch_norm != "global":
+        raise UsageError(
+            f'running_statistics="batch" with batch_norm={batch_norm!r}: possible is "global", as '
+            "they are those of all samples"
+        )
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise UsageError(f"micro_batches={micro_batches!r}: expected a count >= 1")
     given = {
         "micro_batches": micro_batches, "schedule": schedule, "skips": skips, "cuts": str(cuts),
         "recompute": recompute, "batch_norm": batch_norm, "group_weight": group_weight,
+        "running_statistics": running_statistics,
     }  # fmt: skip
     require_same(stages.world, {**given, **facts_of(model)})
     if any("_pydist_path" in module.__dict__ for module in model.modules()):
@@ -121,7 +138,10 @@ def pipeline(
     parallelize(model, stages.mesh, batch_norm, group_weight)
     elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.meshes_of(n, p)]
     entry_of(model).release(elsewhere)
-    made = Pipeline(model, stages, plan, uses, micro_batches, orders, skips, recompute=recompute)
+    made = Pipeline(
+        model, stages, plan, uses, micro_batches, orders, skips,
+        recompute=recompute, collects=collects,
+    )  # fmt: skip
     model.register_forward_pre_hook(_Enter(made), with_kwargs=True)
     return made
 
@@ -174,12 +194,17 @@ class Pipeline:
         skips: str,
         *,
         recompute: bool = False,
+        collects: bool = False,
     ) -> None:
         self.model, self.stages, self.plan = model, stages, plan
         self._micro_batches, self._schedule = micro_batches, schedule
         self._relays, self._recomputes = skips == "relay", recompute
         self._transfers, self._shapes = Transfers(stages), Shapes()
         self._state = State(model, stages, uses)
+        self._statistics = BatchStatistics(stages) if collects else None
+        self._counters: dict[
+            int, Tensor
+        ] = {}  # of batches, before one whose statistics change once
         self.running: MicroBatch | None = None
         """The micro-batch whose forward pass runs."""
         self._own = [s for s, mesh in enumerate(stages.order) if mesh == stages.index]
@@ -214,23 +239,28 @@ class Pipeline:
         passes = self._schedule.passes(len(parts))[self.stages.index]
         before = self._state.shared_gradients()
         alive: dict[tuple[int, int], MicroBatch] = {}
-        losses = []
+        losses, factors = [], list[float]()
         for i, (kind, stage, m) in enumerate(passes):
             key = stage, m
             if kind == "forward":
                 alive[key] = self._forward_of(parts[m], stage, criterion)
                 losses.append(alive[key].shown)
+                factors = factors or alive[key].factors
                 if self._recomputes and passes[i + 1] != Pass("backward", stage, m):
                     alive[key].forget()
                 continue
             running = alive.pop(key)
             if running.is_forgotten:
                 running = self._forward_of(parts[m], stage, criterion, repeats=running)
-            is_last = all(each.kind == "forward" for each in passes[i + 1 :])
+            # The last one of each stage reduces: that of another stage may need no gradient.
+            is_last = all(each[:2] != (kind, stage) for each in passes[i + 1 :])
             with nullcontext() if is_last else entry_of(self.model).no_sync():
                 running.backward()
         self._number += len(parts)
+        self._state.compare_factors(factors)
         self._state.reduce_shared(before)
+        if self._statistics is not None:
+            self._statistics.update()
         return self._everywhere([loss for loss in losses if loss is not None])
 
     def __call__(self, *inputs: Any) -> Any:
@@ -300,6 +330,11 @@ class Pipeline:
         self._batch = checksum_of(batch)
         self._first.clear()
         self._transfers.forget()
+        if self._statistics is not None:
+            self._statistics.forget()
+            found = self.model.named_buffers()
+            counters = (b for name, b in found if name.endswith("num_batches_tracked"))
+            self._counters = {id(b): b.clone() for b in counters}
 
     def _forward_of(
         self,
@@ -310,7 +345,7 @@ class Pipeline:
         repeats: MicroBatch | None = None,
     ) -> MicroBatch:
         """Runs the forward pass of a micro-batch through a stage, and its criterion."""
-        running = self._micro_batch(stage, repeats, part.number)
+        running = self._micro_batch(stage, part, repeats)
         with self._begun(running, repeats):
             out = self._forward(running, part.inputs)
             loss = criterion(out, part.target)
@@ -331,10 +366,11 @@ class Pipeline:
         finally:
             self.running = None
         running.end_of_network()
-        if self._schedule.returns and running.updaters:
+        if self._schedule.returns and running.updaters and running.statistics is None:
             raise NotSupported(
-                "schedule='gems' of a network with running statistics (batch norm in training): "
-                "two meshes would update them; possible are gpipe and 1f1b"
+                "schedule='gems' of a network with running statistics (batch norm in training), "
+                'which two meshes would update; possible are running_statistics="batch", gpipe '
+                "and 1f1b"
             )
         return out
 
@@ -349,11 +385,13 @@ class Pipeline:
         entry_of(self.model).continues = bool(self._first)
         try:
             if first is None:
+                counters = {i: b.clone() for i, b in self._counters.items()} if self._first else {}
                 if self._lends:
-                    running.before = {i: b.clone() for i, b in own.items()}
+                    running.before = {i: counters.get(i, b).clone() for i, b in own.items()}
                 start = _Start(running.before, running.updaters, _generators(self.stages))
                 self._first[running.index] = start
-                yield
+                with copied_buffers(self.model, counters) if counters else nullcontext():
+                    yield
                 return
             if repeats is not None:
                 values = repeats.before
@@ -367,14 +405,19 @@ class Pipeline:
             entry_of(self.model).continues = False
 
     def _micro_batch(
-        self, stage: int, repeats: MicroBatch | None = None, index: int = 0
+        self, stage: int, part: Part | None = None, repeats: MicroBatch | None = None
     ) -> MicroBatch:
+        """Returns a stage's pass over a part of a batch in training, or over a batch."""
+        index = 0 if part is None else part.number
         mode = f"{self.model.training} {torch.is_grad_enabled()}"
         mark = Mark(self._number + index + 1, self._batch, 0).after(mode)
-        return MicroBatch(
+        made = MicroBatch(
             self.stages, stage, self._schedule.placed(index), self.plan.starts, self._transfers,
             self._shapes, repeats, index=index, mark=mark, relays=self._relays, lends=self._lends,
         )  # fmt: skip
+        if part is not None:
+            made.statistics, made.of_groups = self._statistics, part.of_groups
+        return made
 
     def _everywhere(self, losses: Sequence[Tensor]) -> Tensor:
         """Returns the sum of the losses of all last stages, on all ranks."""

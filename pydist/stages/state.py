@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from pydist.errors import UsageError
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.uses import Uses
 
@@ -87,6 +89,22 @@ class State:
         found.setdefault(device, none)  # a stage without gradients
         for each in found.values():
             each.fill_(float(overflows))
+
+    def compare_factors(self, factors: Sequence[float]) -> None:
+        """Compares the numbers with which all ranks have scaled the loss of a step.
+
+        Raises:
+            UsageError: they differ, as after an overflow that one stage alone has noticed.
+        """
+        mine = torch.tensor([crc32(repr(list(factors)).encode())])
+        found = {int(row) for row in self._stages.world.all_gather(mine)}
+        if len(found) > 1:
+            raise UsageError(
+                f"the criterion scales the loss by {list(factors)} on stages of mesh "
+                f"{self._stages.index}, and by other numbers elsewhere: call "
+                "pipe.unscale_(scaler, optimizer) before scaler.step(optimizer), so that an "
+                "overflow counts on all stages"
+            )
 
     def shared_gradients(self) -> dict[int, Tensor]:
         """Returns copies of the gradients that several meshes have had, by parameter."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from pydist.errors import UsageError
 from pydist.stages import pipeline
 from support.equivalence import assert_equal, randn
 from support.networks.small import initialized
@@ -340,6 +341,25 @@ def test_a_scaler_skips_steps_on_all_stages(where, trained, meshes):
         assert_equal(found, expected, dict.fromkeys(expected, 1e-9))
 
     on_stages(list(meshes), rank)
+
+
+def test_a_scaler_whose_stages_decide_by_themselves_is_refused():
+    """In the step after the one in which one stage alone has seen an overflow."""
+    net = initialized(Two())
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, X[:1], cuts=["last"])
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        own.first.bias.register_hook(lambda g: g * torch.inf)
+        made.step(X, TARGET, lambda y, t: scaler.scale(F.mse_loss(y, t)))
+        scaler.step(optimizer)  # without made.unscale_
+        scaler.update()
+        with pytest.raises(UsageError, match="unscale_"):
+            made.step(X, TARGET, lambda y, t: scaler.scale(F.mse_loss(y, t)))
+
+    on_stages([ONE, ONE], rank)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

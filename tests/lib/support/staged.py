@@ -48,7 +48,12 @@ def on_stages(
 
 
 def in_sequence(
-    task: Task, micro_batches: int, change: Callable[[Tensor], Tensor] = lambda t: t, data: int = 1
+    task: Task,
+    micro_batches: int,
+    change: Callable[[Tensor], Tensor] = lambda t: t,
+    data: int = 1,
+    *,
+    copies: bool = True,
 ) -> dict[str, Tensor]:
     """Runs the micro-batches of a batch in sequence; returns loss, gradients and buffers.
 
@@ -57,8 +62,9 @@ def in_sequence(
         micro_batches: their number.
         change: of the parameters.
         data: number of groups, which divide the batch equally: each micro-batch has a part of each.
+        copies: whether a copy of the network runs them.
     """
-    model = copy.deepcopy(task.model)
+    model = copy.deepcopy(task.model) if copies else task.model
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(change(p))
