@@ -1,10 +1,11 @@
 """A step of a 3D U-Net in two stages: pydist's pipelines, torch's, and one rank alone.
 
 Two ranks of one thread each train on a batch of micro-batches, cut at the same module by pydist and
-by torch.distributed.pipelining over gloo; and by pydist where its plan cuts. In each round every
-contestant takes a step. "Alone" runs all micro-batches in sequence on each rank. Its half, times
-(M + 1) / M for the bubble, is the ideal of two equal stages with the same kernels. Gradients are
-compared before anything is timed.
+by torch.distributed.pipelining over gloo; by pydist where its plan cuts; and by pydist in four
+stages, which the ranks have in turn or forth and back. In each round every contestant takes a step.
+"Alone" runs all micro-batches in sequence on each rank. Its half, times (M + 1) / M for the bubble,
+is the ideal of two equal stages with the same kernels. Gradients are compared before anything is
+timed.
 
     python benchmarks/python/pipelines.py
 """
@@ -65,7 +66,7 @@ def measure(options: argparse.Namespace) -> None:
 
     import pydist
     from pydist.models import UNet3d
-    from pydist.stages import init_stages, pipeline
+    from pydist.stages import Stages, init_stages, pipeline
 
     stages = init_stages(2)
     torch.manual_seed(0)
@@ -90,13 +91,17 @@ def measure(options: argparse.Namespace) -> None:
     same = pydist.parallelize(copy.deepcopy(net), mesh)
     steps[ALONE["pydist"]] = same, alone(same)
     plans: dict[str, str] = {}
-    for where, cuts in (("same cut", [CUT]), ("own plan", None)):
-        for schedule in ("gpipe", "1f1b"):
-            made = pipeline(copy.deepcopy(net), stages, x[:1], micro_batches=MICRO_BATCHES,
-                            schedule=schedule, cuts=cuts)  # fmt: skip
-            name = f"pydist, {where}, {schedule}"
-            plans[name] = str(made.plan)
-            steps[name] = made.model, partial(made.step, x, labels, loss_of)
+    in_turn, back = (Stages(stages.world, [{}] * 2, order=o) for o in ((0, 1, 0, 1), (0, 1, 1, 0)))
+    for where, cuts, schedule, placed in (
+        ("same cut", [CUT], "gpipe", stages), ("same cut", [CUT], "1f1b", stages),
+        ("own plan", None, "gpipe", stages), ("own plan", None, "1f1b", stages),
+        ("in turn", None, "1f1b", in_turn), ("forth and back", None, "1f1b", back),
+    ):  # fmt: skip
+        made = pipeline(copy.deepcopy(net), placed, x[:1], micro_batches=MICRO_BATCHES,
+                        schedule=schedule, cuts=cuts)  # fmt: skip
+        name = f"pydist, {where}, {schedule}"
+        plans[name] = str(made.plan)
+        steps[name] = made.model, partial(made.step, x, labels, loss_of)
     for schedule in ("GPipe", "1F1B"):
         steps[f"torch, {schedule}"] = torch_pipeline(
             copy.deepcopy(net), stages.index, x, labels, loss_of, schedule

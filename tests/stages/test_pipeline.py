@@ -254,8 +254,13 @@ def test_groups_of_unequal_size(group_weight):
     on_stages([TWO_GROUPS, TWO_GROUPS], rank)
 
 
-@pytest.mark.parametrize("meshes", [[ONE, ONE], [DEEP, ONE]], ids=str)
-def test_training_saving_and_evaluating(meshes):
+@pytest.mark.parametrize(
+    ("meshes", "order", "options"),
+    [([ONE, ONE], None, {}), ([DEEP, ONE], None, {}), ([ONE, DEEP], [0, 1, 1, 0], {}),
+     ([ONE, ONE], [1, 0, 1], {}),
+     ([ONE, ONE], None, {"schedule": "gems", "running_statistics": "batch"})], ids=str,
+)  # fmt: skip
+def test_training_saving_and_evaluating(meshes, order, options):
     """Steps of an optimizer with clipped gradients; the network's state is that of one device."""
     task = task_of(layers())
     model = copy.deepcopy(task.model)
@@ -271,7 +276,7 @@ def test_training_saving_and_evaluating(meshes):
         output = model(X)
 
     def rank(stages):
-        made = pipeline(copy.deepcopy(task.model), stages, X[:1], balance="memory")
+        made = pipeline(copy.deepcopy(task.model), stages, X[:1], balance="memory", **options)
         own = torch.optim.SGD(made.model.parameters(), lr=0.1, momentum=0.9)
         for _ in range(3):
             made.step(X, TARGET, F.mse_loss)
@@ -287,11 +292,14 @@ def test_training_saving_and_evaluating(meshes):
         if y is not None:
             assert_equal({"y": y.full_tensor()}, {"y": output}, {"y": 1e-9})
 
-    on_stages(meshes, rank)
+    on_stages(meshes, rank, order=order)
 
 
 @pytest.mark.parametrize("kind", ["Adam", "SGD"])
-def test_training_continues_on_another_number_of_stages(kind):
+@pytest.mark.parametrize(
+    ("later", "order"), [([DEEP, ONE, ONE], None), ([ONE, DEEP], [0, 1, 1, 0])], ids=str
+)
+def test_training_continues_on_another_number_of_stages(kind, later, order):
     """Parameters and the state of the optimizer are those of the whole network."""
     task = task_of(layers())
     options = {"lr": 0.01, **({"momentum": 0.9} if kind == "SGD" else {})}
@@ -339,8 +347,8 @@ def test_training_continues_on_another_number_of_stages(kind):
         assert ours["state"].keys() == theirs["state"].keys()
         assert ours["param_groups"] == theirs["param_groups"]
 
-    on_stages([ONE, ONE], first)
-    on_stages([DEEP, ONE, ONE], second)
+    on_stages([ONE, ONE], first, order=[1, 0, 1] if order else None)
+    on_stages(later, second, order=order)
 
 
 def test_ranks_start_from_the_first_one():
