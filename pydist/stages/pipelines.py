@@ -16,6 +16,7 @@ from pydist.batches import refuse_pickling
 from pydist.comm.consensus import require_same, together
 from pydist.errors import NotSupported, UsageError
 from pydist.parallel import broadcast_state, entry_of, parallelize
+from pydist.stages.attributes import Attributes
 from pydist.stages.micro_batch import MicroBatch
 from pydist.stages.parts import Part, checksum_of, parts_of
 from pydist.stages.plan import Plan, make_plan, plan_of_json, plan_to_json
@@ -376,7 +377,7 @@ class Pipeline:
 
     @contextmanager
     def _begun(self, running: MicroBatch, repeats: MicroBatch | None = None) -> Iterator[None]:
-        """Lets all passes over a micro-batch begin with the same buffers and generators.
+        """Lets all passes over a micro-batch begin with the same state of modules and generators.
 
         So what the network itself changes in a forward pass, such as a counter, changes once for a
         micro-batch. Running statistics change in the pass of their stage.
@@ -388,8 +389,10 @@ class Pipeline:
                 counters = {i: b.clone() for i, b in self._counters.items()} if self._first else {}
                 if self._lends:
                     running.before = {i: counters.get(i, b).clone() for i, b in own.items()}
-                start = _Start(running.before, running.updaters, _generators(self.stages))
-                self._first[running.index] = start
+                attributes = Attributes(self.model) if self._lends else None
+                self._first[running.index] = _Start(
+                    running.before, running.updaters, attributes, _generators(self.stages)
+                )
                 with copied_buffers(self.model, counters) if counters else nullcontext():
                     yield
                 return
@@ -399,8 +402,11 @@ class Pipeline:
                 kept = first.before.items()
                 values = {i: b.clone() for i, b in kept if i not in first.updaters}
                 running.before = {i: values.get(i, b).clone() for i, b in own.items()}
-            with copied_buffers(self.model, values), _drawing_as(first.generators):
-                yield
+            assert first.attributes is not None
+            with Attributes(self.model).kept():
+                first.attributes.restore()
+                with copied_buffers(self.model, values), _drawing_as(first.generators):
+                    yield
         finally:
             entry_of(self.model).continues = False
 
@@ -448,11 +454,13 @@ class _Start(NamedTuple):
     Attributes:
         before: values of the buffers, by their ids.
         updaters: the running statistics among them, as of `MicroBatch`.
+        attributes: of the modules, if there are further passes.
         generators: states of torch's generators.
     """
 
     before: dict[int, Tensor]
     updaters: Mapping[int, int]
+    attributes: Attributes | None
     generators: list[Tensor]
 
 

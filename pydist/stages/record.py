@@ -26,6 +26,7 @@ from pydist.arguments import leaves, mapped
 from pydist.comm import LocalTransport
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
+from pydist.stages.attributes import Attributes
 from pydist.stages.calls import Call, Calls, Key, memory_of
 from pydist.stages.parts import on_mesh
 from pydist.stages.shapes import Shapes, replaced, tensors_of
@@ -246,7 +247,7 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
 
     Costs are the least of several passes. Only the gradients of one call are in memory at a time.
 
-    Buffers and random numbers are as before afterwards.
+    Random numbers, buffers and other attributes of modules are as before afterwards.
 
     Args:
         model: the network, not parallelized yet.
@@ -262,7 +263,10 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
         raise UsageError("sample: expected the network's arguments, with a tensor among them")
     found: list[Record] = []
     mesh = Mesh(LocalTransport())
-    with torch.no_grad(), torch.random.fork_rng(), copied_buffers(model) as copied, _named(model):
+    with (
+        torch.no_grad(), torch.random.fork_rng(), Attributes(model).kept(),
+        copied_buffers(model) as copied, _named(model),
+    ):  # fmt: skip
         for _ in range(repeats):
             sources = _Sources(model)
             recorder = _Recorder(first.device, mesh, sources)

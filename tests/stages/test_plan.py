@@ -117,6 +117,34 @@ def test_a_record_changes_nothing():
     assert not any("_pydist_path" in module.__dict__ for module in net.modules())
 
 
+class Remembering(nn.Module):
+    """Counts and keeps what it sees, and makes a mask of the first batch's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.number, self.mask = nn.Linear(4, 4), 0, None
+        self.seen, self.by_number, self.total = ["none"], {0: "none"}, torch.zeros(4)
+
+    def forward(self, x):
+        self.number += 1
+        self.seen.append(x)
+        self.by_number[self.number] = x.shape
+        self.total += 1
+        if self.mask is None:
+            self.mask = torch.ones(len(x), 1)
+            self.register_buffer("places", torch.arange(len(x)))
+        return self.linear(x) * self.mask
+
+
+def test_a_record_restores_what_modules_remember():
+    net = Remembering()
+    record(net, (randn(3, 4).float(),))
+    assert (net.number, net.mask, net.seen, net.by_number) == (0, None, ["none"], {0: "none"})
+    assert not net.total.any()
+    assert "places" not in dict(net.named_buffers())
+    assert net(torch.ones(5, 4)).shape == (5, 4)  # the mask is made of this batch's size
+
+
 def test_no_cut_between_a_view_and_a_change_of_its_memory():
     def function(x):
         y = x + 1

@@ -398,21 +398,23 @@ def test_gradients_of_a_mesh_whose_first_stage_may_need_none(schedule, tied):
 
 
 class Counting(nn.Module):
-    """Changes its buffers, draws, and changes its argument in place."""
+    """Changes its buffers and attributes, draws, and changes its argument in place."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
-        self.draws = draws
+        self.draws, self.number, self.seen = draws, 0, []
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4, momentum=None)
         self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
-        x -= 0.5
+        self.number += 1
+        self.seen.append(self.number)
+        x -= 0.5 * len(self.seen)
         y = self.norm(self.a(x).add_(self.count))
-        z = self.b(y.mul_(2))
+        z = self.b(y.mul_(self.number))
         if self.draws:
             z = z * torch.rand(4, dtype=x.dtype)
         return self.c(self.spectral(z.mul_(3)) + y) + x
@@ -440,6 +442,7 @@ def test_what_a_forward_pass_changes_changes_once(order, recompute):
         torch.manual_seed(3)
         loss = made.step(x.clone(), target, F.mse_loss)
         made.gather()
+        assert own.seen == [1, 2, 3, 4]
         return loss.item(), own
 
     for loss, own in on_stages([ONE] * (max(order) + 1), body, order=order):
