@@ -280,6 +280,64 @@ def test_the_running_system_keeps_as_many(monkeypatch, schedule, order, expected
     assert [most[mesh] for mesh in range(3)] == expected
 
 
+Event = tuple[str, int, int]  # kind, stage, micro-batch
+
+
+def time_of_events(passes: dict[int, list[tuple[Event, set[Event]]]]) -> int:
+    """Returns the time of passes if a forward one takes 1, a backward one 2, and messages none.
+
+    Args:
+        passes: of each mesh, in the order in which they ran, with those whose messages they needed.
+    """
+    ends: dict[Event, int] = {}
+    left, free = {mesh: list(own) for mesh, own in passes.items()}, dict.fromkeys(passes, 0)
+    while any(left.values()):
+        mesh = next(m for m, own in left.items() if own and own[0][1] <= ends.keys())
+        event, needed = left[mesh].pop(0)
+        start = max([free[mesh], *(ends[each] for each in needed)])
+        ends[event] = free[mesh] = start + (1 if event[0] == "forward" else 2)
+    return max(free.values())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "order", "expected"),
+    [("gpipe", [0, 1, 2], 3 * 8), ("1f1b", [0, 1, 2], 3 * 8), ("gems", [0, 1, 2], 6 * 9 - 5 * 2),
+     ("1f1b", [0, 1, 2, 0, 1, 2], 3 * 6 * 2 + 3 * 2), ("gpipe", [0, 1, 0, 1], 3 * 6 * 2 + 3)],
+)  # fmt: skip
+def test_the_running_system_takes_the_time_of_its_schedule(monkeypatch, schedule, order, expected):
+    """Counted by the passes that ran, and the messages that each of them received: the idle time
+    of the formulas, (S - 1) (F + B), over V for V stages in turn, and GEMS's overlap."""
+    events: dict[int, list[tuple[Event, set[Event]]]] = {}
+    needed: dict[int, set[Event]] = {}
+    receive, end, back = MicroBatch._receive, MicroBatch.end_of_network, MicroBatch.backward
+
+    def received(self, route, *args):
+        needed.setdefault(id(self), set()).add(("forward", route.source, self.index))
+        return receive(self, route, *args)
+
+    def ended(self):
+        end(self)
+        event = "forward", self.own, self.index
+        events.setdefault(self._stages.index, []).append((event, needed.pop(id(self), set())))
+
+    def backward(self):
+        gradients = {each.transfer.route.target for each in self._sent}
+        back(self)
+        event = "backward", self.own, self.index
+        needs = {("backward", target, self.index) for target in gradients}
+        events[self._stages.index].append((event, needs))
+
+    monkeypatch.setattr(MicroBatch, "_receive", received)
+    monkeypatch.setattr(MicroBatch, "end_of_network", ended)
+    monkeypatch.setattr(MicroBatch, "backward", backward)
+    task = without_statistics(unet_task(6))
+    on_stages([ONE] * 3 if 2 in order else [ONE] * 2,
+              lambda stages: step_of(task._replace(model=copy.deepcopy(task.model)), stages,
+                                     micro_batches=6, schedule=schedule), order=order)  # fmt: skip
+    assert sum(map(len, events.values())) == 2 * 6 * len(order)
+    assert time_of_events(events) == expected
+
+
 def test_wrong_schedules_are_refused():
     with pytest.raises(UsageError, match="gpipe, 1f1b, gems"):
         Schedule("zero bubble", [0, 1])
