@@ -1,8 +1,9 @@
-"""Additions to torch's optimizers: the partitioned optimizer (ZeRO-1), and schedules."""
+"""Additions to torch's optimizers: LARS and LAMB, ZeRO-1 (partitioned steps), and schedules."""
 
 from __future__ import annotations
 
+from pydist.optim.layerwise import LAMB, LARS
 from pydist.optim.partitioned import ShardedOptimizer, gather_gradients, sharded
 from pydist.optim.schedules import linear_decay
 
-__all__ = ["ShardedOptimizer", "gather_gradients", "linear_decay", "sharded"]
+__all__ = ["LAMB", "LARS", "ShardedOptimizer", "gather_gradients", "linear_decay", "sharded"]

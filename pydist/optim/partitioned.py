@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -28,6 +28,7 @@ from pydist.gradients.partitioned_bucket import Part
 from pydist.gradients.reducer import Reducer
 from pydist.gradients.rows import in_memory_order_of, memory_of
 from pydist.mesh import Mesh
+from pydist.optim.layerwise import LAMB, LARS, LayerwiseOptimizer
 from pydist.optim.whole_state import State, gather_state
 from pydist.parallel import entry_of
 from pydist.watchdog import SPAN, phase
@@ -36,6 +37,8 @@ Use = Literal["auto", "always", "never"]
 
 ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
 """Optimizers that treat each element separately, so a part can be stepped alone."""
+POSSIBLE = (*ELEMENTWISE, LARS, LAMB)
+"""Optimizers that can be partitioned: those, and optimizers that ask for norms of parameters."""
 
 WORTHWHILE = 1 << 20
 """Number of elements from which "auto" partitions the step. Adam takes 4.5 ns per element on one
@@ -106,7 +109,7 @@ class ShardedOptimizer(Optimizer):
         """Wraps an optimizer.
 
         Args:
-            optimizer: one of `ELEMENTWISE`; must no longer be stepped directly.
+            optimizer: one of `POSSIBLE`; must no longer be stepped directly.
             model: the parallelized model.
 
         Raises:
@@ -133,9 +136,13 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; on all ranks."""
-        super().add_param_group(param_group)
-        if self._source is not None:  # not while the base class adds the optimizer's groups
-            self._reducer.scatter(self.param_groups[-1]["params"])
+        if self._source is None:  # the base class adds the optimizer's groups
+            super().add_param_group(param_group)
+            return
+        before = len(self.param_groups)
+        self._inner.add_param_group(param_group)  # to the same list; it may divide the group
+        added = self.param_groups[before:]
+        self._reducer.scatter([p for group in added for p in group["params"]])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters. Collective.
@@ -161,31 +168,56 @@ class ShardedOptimizer(Optimizer):
             alive = (p for leaf in bucket.leaves if (p := leaf.parameter()) is not None)
             some = {id(p) for p in alive if rest.pop(id(p), None) is not None}
             if some:
-                failure = failure or self._step_some(some)
+                failure = self._step_some(some, failure)
                 # The values are in flight while the next bucket is stepped. They are sent after a
                 # failure as well, as other ranks, which may own none of its parts, wait for them.
                 reducer.start_gathering_values(bucket)
                 started.append((bucket, some))
-        failure = failure or self._step_some(rest.keys())
+        failure = failure or self._step_some(rest.keys(), None, whole=True)
         for bucket, some in started:
             reducer.finish_gathering_values(bucket, some)
         if failure is not None:
             raise failure
         return loss
 
-    def _step_some(self, some: Collection[int]) -> Exception | None:
+    def _step_some(
+        self, some: Collection[int], failure: Exception | None, *, whole: bool = False
+    ) -> Exception | None:
         """Steps this rank's parts of some parameters, given by their ids.
 
+        Args:
+            some: the ids.
+            failure: an earlier exception, after which nothing is stepped.
+            whole: whether every rank steps all of them.
+
         Returns:
-            The exception of the optimizer, if it raised.
+            The first exception.
         """
+        norms = None
+        if isinstance(self._inner, LayerwiseOptimizer) and not whole:
+            norms = _Norms(self._mesh, [p for p in self._parameters() if id(p) in some])
         with self._mesh.session.timers.measure("optimizer"), self._on_own_parts(some) as there_are:
             try:
-                if there_are:
-                    self._inner.step()
+                if there_are and failure is None:
+                    with self._with_norms(norms):
+                        self._inner.step()
             except Exception as error:
-                return error
-        return None
+                failure = error
+            finally:
+                if norms is not None:
+                    norms.finish()
+        return failure
+
+    @contextmanager
+    def _with_norms(self, norms: _Norms | None) -> Iterator[None]:
+        """Lets the optimizer ask for norms of whole parameters in the `with` block."""
+        if norms is None:
+            yield
+            return
+        assert isinstance(self._inner, LayerwiseOptimizer)
+        norms.parts = {id(own): p for p, own in self._parts.items()}
+        with self._inner.summed_by(norms):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the plain optimizer's full state on every rank. Collective."""
@@ -291,10 +323,41 @@ class ShardedOptimizer(Optimizer):
             yield own
 
 
+class _Norms:
+    """Sums squares of parameters over the ranks that have parts of them.
+
+    Args:
+        mesh: the mesh.
+        parameters: the same on all ranks.
+    """
+
+    def __init__(self, mesh: Mesh, parameters: Sequence[Tensor]) -> None:
+        self._world = mesh.world
+        self._places = {id(p): i for i, p in enumerate(parameters)}
+        device = parameters[0].device if parameters else None
+        self._all = torch.zeros(2, len(parameters), dtype=torch.float64, device=device)
+        self._is_sent = False
+        self.parts: dict[int, Tensor] = {}
+        """The parameters, by the ids of this rank's parts."""
+
+    def __call__(self, parts: Sequence[Tensor], squares: Tensor) -> Tensor:
+        """Returns the sums for whole parameters, from those of this rank's parts."""
+        places = [self._places[id(self.parts[id(part)])] for part in parts]
+        self._all[:, places] = squares
+        self.finish()
+        return self._all[:, places]
+
+    def finish(self) -> None:
+        """Takes part in the sum, once, also without parts or after a failure."""
+        if not self._is_sent:
+            self._is_sent = True
+            self._world.all_reduce(self._all)
+
+
 def _obstacle(optimizer: Optimizer) -> str | None:
     """Returns why an optimizer can't be partitioned, or `None`."""
-    if type(optimizer) not in ELEMENTWISE:
-        names = ", ".join(each.__name__ for each in ELEMENTWISE)
+    if type(optimizer) not in POSSIBLE:
+        names = ", ".join(each.__name__ for each in POSSIBLE)
         return f"it may look at more than one element at a time; possible are {names}"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from pydist import Mesh, parallelize
-from pydist.optim import ShardedOptimizer, sharded
+from pydist.optim import LAMB, LARS, ShardedOptimizer, sharded
 from pydist.optim.partitioned import Use
 from support.equivalence import on_ranks
 from support.networks.small import loss_of, small
@@ -32,6 +32,9 @@ OPTIMIZERS: dict[str, Make] = {
     "adamax": lambda p: Adamax(p, 1e-2),
     "nadam": lambda p: NAdam(p, 1e-2),
     "radam": lambda p: RAdam(p, 1e-2),
+    "lars": lambda p: LARS(p, 1.0, weight_decay=0.01, trust_coefficient=0.01),
+    "lars, torch": lambda p: LARS(p, 1.0, form="torch", nesterov=True, exclude=None),
+    "lamb": lambda p: LAMB(p, 1e-2),
 }
 
 
