@@ -82,7 +82,12 @@ MODELS = Registry(
 
 OPTIMIZERS = Registry(
     "optimizer",
-    {"adam": "pydist.train.config:AdamConfig", "sgd": "pydist.train.config:SgdConfig"},
+    {
+        "adam": "pydist.train.config:AdamConfig",
+        "sgd": "pydist.train.config:SgdConfig",
+        "lars": "pydist.train.config:LarsConfig",
+        "lamb": "pydist.train.config:LambConfig",
+    },
 )
 """Tables "optimizer": subclasses of `pydist.train.config.OptimizerConfig`."""
 

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from pydist.optim.layerwise import LAMB, LARS
 from pydist.optim.partitioned import ShardedOptimizer, gather_gradients, sharded
-from pydist.optim.schedules import linear_decay
+from pydist.optim.schedules import SampleLR, schedule
 
-__all__ = ["LAMB", "LARS", "ShardedOptimizer", "gather_gradients", "linear_decay", "sharded"]
+__all__ = [
+    "LAMB",
+    "LARS",
+    "SampleLR",
+    "ShardedOptimizer",
+    "gather_gradients",
+    "schedule",
+    "sharded",
+]

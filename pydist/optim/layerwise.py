@@ -34,6 +34,7 @@ class LayerwiseOptimizer(Optimizer):
         params: parameters, or groups of them; a group with ``adapt`` is not divided.
         defaults: settings of groups.
         exclude: whether a parameter is excluded.
+        adapt: whether the others have trust ratios.
     """
 
     def __init__(
@@ -41,13 +42,15 @@ class LayerwiseOptimizer(Optimizer):
         params: Iterable[Any],
         defaults: Group,
         exclude: Callable[[Tensor], bool] | None,
+        *,
+        adapt: bool = True,
     ) -> None:
         for name, given in defaults.items():
             if isinstance(given, float | int) and not given >= 0:
                 raise UsageError(f"{name}={given}: expected a number >= 0")
         self._exclude = exclude
         self._sums: Sums | None = None
-        super().__init__(params, {**defaults, "adapt": True})
+        super().__init__(params, {**defaults, "adapt": adapt})
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group of parameters; excluded ones become a group of their own."""
@@ -61,8 +64,9 @@ class LayerwiseOptimizer(Optimizer):
         for adapts in (True, False):
             some = [p for p, out in zip(parameters, excluded, strict=True) if out != adapts]
             if some:
-                added = {**param_group, "params": some, "adapt": adapts}
-                super().add_param_group(added if adapts else {**added, "weight_decay": 0.0})
+                added = {**param_group, "params": some}
+                off = {} if adapts else {"adapt": False, "weight_decay": 0.0}
+                super().add_param_group({**added, **off})
 
     @contextmanager
     def summed_by(self, sums: Sums) -> Iterator[None]:
@@ -184,6 +188,7 @@ class LARS(LayerwiseOptimizer):
         form: "paper" or "torch".
         exclude: whether a parameter has neither a ratio nor weight decay; by default, if it has
             at most one dim. `None` excludes none.
+        adapt: whether the others have ratios; without, it is SGD with momentum in either form.
     """
 
     def __init__(
@@ -198,6 +203,7 @@ class LARS(LayerwiseOptimizer):
         nesterov: bool = False,
         form: Literal["paper", "torch"] = "paper",
         exclude: Callable[[Tensor], bool] | None = is_vector,
+        adapt: bool = True,
     ) -> None:
         if form not in ("paper", "torch"):
             raise UsageError(f"form={form!r}; possible are paper, torch")
@@ -207,7 +213,7 @@ class LARS(LayerwiseOptimizer):
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay,
             "trust_coefficient": trust_coefficient, "eps": eps, "nesterov": nesterov, "form": form,
         }  # fmt: skip
-        super().__init__(params, defaults, exclude)
+        super().__init__(params, defaults, exclude, adapt=adapt)
 
     def _directions(self, group: Group, parameters: list[Tensor]) -> list[Tensor]:
         return [p.grad for p in parameters if p.grad is not None]

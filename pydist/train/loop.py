@@ -145,7 +145,7 @@ class Trainer:
         state = self.state
         loss = self._take_step(batch)
         rate = float(state.scheduler.get_last_lr()[0])
-        state.scheduler.step()
+        state.scheduler.step(batch.global_size)
 
         with phase("the device", BLOCKED):
             value = loss.item()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from pydist._loader import native
 from pydist.backend.autotuner import autotuner_of
@@ -24,7 +23,7 @@ from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, publish
 from pydist.errors import CheckpointError, Stopped, UsageError
-from pydist.optim import linear_decay, sharded
+from pydist.optim import SampleLR, schedule, sharded
 from pydist.parallel import parallelize
 from pydist.train import checkpoint, config_io, report
 from pydist.train.about import About
@@ -265,21 +264,26 @@ def make_state(
     if config.train.tuning is not None:
         with together(mesh.world, "reading the tuning file"):
             autotuner_of(mesh).pin(config.train.tuning)
-    made = config.optimizer.optimizer(model.parameters())
-    optimizer = sharded(made, model, config.optimizer.sharded)
-    scheduler = _schedule(config.optimizer, optimizer, len(loader))
+    settings = config.optimizer.at(config.train.batch)
+    made = settings.optimizer(settings.groups(model))
+    optimizer = sharded(made, model, settings.sharded)
+    scheduler = _schedule(settings, optimizer, len(loader.dataset))
     scaler = GradScaler(device.type, enabled=config.train.amp == "fp16")
     about = About(config, data.manifest).dump()
     return State(mesh, model, optimizer, scheduler, scaler, loader, about)
 
 
-def _schedule(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """Creates the schedule, in steps, from a configuration in epochs."""
-    return linear_decay(
+def _schedule(config: OptimizerConfig, optimizer: Optimizer, epoch: int) -> SampleLR:
+    """Creates the schedule, in samples, from a configuration in epochs."""
+    return schedule(
         optimizer,
-        decay_steps=max(1, round(config.decay_epochs * steps)),
-        end_lr=config.end_lr,
-        warmup_steps=round(config.warmup_epochs * steps),
+        config.decay_epochs * epoch,
+        config.end_lr,
+        config.decay,
+        warmup=config.warmup_epochs * epoch,
+        warmup_start=config.warmup_start,
+        power=config.decay_power,
+        milestones=[(place * epoch, factor) for place, factor in config.milestones],
     )
 
 

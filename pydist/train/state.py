@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from pydist.backend.autotuner import autotuner_of
 from pydist.comm.consensus import together
@@ -28,6 +27,7 @@ from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.errors import CheckpointError, PydistError
 from pydist.mesh import Mesh
+from pydist.optim import SampleLR
 from pydist.optim.fused import match_parameter_formats
 from pydist.train import checkpoint
 from pydist.train.about import differences
@@ -46,7 +46,7 @@ class State:
     mesh: Mesh
     model: nn.Module
     optimizer: Optimizer
-    scheduler: LRScheduler
+    scheduler: SampleLR
     scaler: GradScaler
     loader: Loader
     """The training batches; the sampler determines the next one."""

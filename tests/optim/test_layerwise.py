@@ -92,6 +92,22 @@ def test_the_form_of_timm(rates, decay, nesterov):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
 
 
+def test_without_ratios_it_is_sgd():
+    """In torch's form; in the paper's, velocities hold learning rates, as in TensorFlow."""
+    rates, options = [0.1, 0.5, 2.0, 1.0, 0.3, 0.01], {"weight_decay": 0.1, "nesterov": True}
+    expected = steps(lambda ps: torch.optim.SGD(ps, 1.0, 0.9, **options), rates=rates)
+    found = steps(lambda ps: LARS(ps, 1.0, form="torch", exclude=None, adapt=False, **options),
+                  rates=rates)  # fmt: skip
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    w, v = parameters()[0].detach(), 0.0
+    for step, rate in enumerate(rates):
+        v = 0.9 * v + rate * randn(*w.shape, seed=100 + 10 * step)
+        w = w - v
+    found = steps(lambda ps: LARS(ps, 1.0, exclude=None, adapt=False), rates=rates)
+    torch.testing.assert_close(found[0], w, rtol=1e-12, atol=1e-14)
+
+
 def test_the_forms_are_equal_at_a_constant_rate_only():
     constant = [steps(lambda ps, f=form: LARS(ps, 0.5, form=f)) for form in ("paper", "torch")]
     for a, b in zip(*constant, strict=True):

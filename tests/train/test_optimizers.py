@@ -1,0 +1,120 @@
+"""Tests that runs reach every optimizer and schedule, and that ranks train as one."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from pydist.comm import LocalTransport, run_local
+from pydist.errors import UsageError
+from pydist.models import CosmoFlow
+from pydist.train import log
+from pydist.train.config import (
+    Config,
+    CosmoFlowConfig,
+    DataConfig,
+    LarsConfig,
+    OutputConfig,
+    SgdConfig,
+    TrainConfig,
+)
+from support.training.runs import change, job
+
+TABLES = {
+    "lars": {"name": "lars", "lr": 0.5, "decay": "polynomial", "warmup_epochs": 1.0},
+    "lamb": {"name": "lamb", "lr": 0.01, "weight_decay": 0.01, "decay": "cosine"},
+    "nesterov": {"name": "sgd", "lr": 1e-3, "nesterov": True, "warmup_epochs": 0.5},
+    "mlperf": {
+        "name": "sgd", "lr": 1e-3, "form": "paper", "weight_decay": 0.02, "decay": "step",
+        "decayed": ("head.fc[12].weight",), "milestones": ((1.0, 0.5), (2.0, 0.25)),
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(universes, tmp_path) -> Config:
+    return Config(
+        model=CosmoFlowConfig(variant="mlperf", width=32, dropout=0.0),
+        data=DataConfig(path=universes, normalize="log1p"),
+        train=TrainConfig(epochs=3, batch=3, steps=4),
+        output=OutputConfig(folder=tmp_path / "run", plot=False),
+    )
+
+
+def rates(config: Config) -> list[float]:
+    path = config.output.folder / "log.jsonl"
+    return [event["lr"] for event in log.read(path) if event["event"] == "step"]
+
+
+def curve(config: Config) -> list[float]:
+    return list(log.losses(config.output.folder / "log.jsonl").values())
+
+
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize(
+    ("grid", "sharded"), [((1, (2, 1, 1)), "always"), ((2, (1, 1, 1)), "never")], ids=str
+)
+def test_ranks_train_as_one(config, tmp_path, kind, grid, sharded):
+    alone = change(config, optimizer=TABLES[kind])
+    job(LocalTransport(), alone)
+    split = change(alone, output={"folder": tmp_path / "split"}, optimizer={"sharded": sharded})
+    run_local(lambda world: job(world, split, *grid), 2)
+    assert curve(split) == pytest.approx(curve(alone), rel=1e-4)
+    assert rates(split) == rates(alone)
+
+
+@pytest.mark.parametrize("kind", ["lars", "lamb"])
+def test_a_run_resumes_with_the_same_steps(config, tmp_path, kind):
+    whole = change(config, optimizer=TABLES[kind])
+    job(LocalTransport(), whole)
+    parts = change(whole, output={"folder": tmp_path / "parts"})
+    job(LocalTransport(), change(parts, train={"steps": 2}))
+    job(LocalTransport(), parts)
+    assert curve(parts) == curve(whole)
+
+
+def test_rates_count_samples(config, tmp_path):
+    """At twice the batch, a rate for half the batch is doubled, and follows the same samples."""
+    table = {"lr": 1e-3, "lr_batch": 1, "warmup_epochs": 1.0, "decay_epochs": 2.0, "end_lr": 1e-5}
+    seen = {}
+    for batch in (1, 2):
+        own = change(config, train={"batch": batch, "steps": None}, optimizer=table,
+                     output={"folder": tmp_path / str(batch)})  # fmt: skip
+        job(LocalTransport(), own)
+        seen[batch] = rates(own)
+    assert seen[2] == pytest.approx([2 * rate for rate in seen[1][::2]], rel=1e-12)
+    assert max(seen[2]) == pytest.approx(2e-3, rel=1e-12)
+
+
+def test_weight_decay_of_named_parameters():
+    model = CosmoFlow(32, variant="mlperf")
+    groups = SgdConfig(weight_decay=0.02, decayed=("head.fc[12].weight",)).groups(model)
+    decayed, rest = groups
+    assert [id(p) for p in decayed["params"]] == [
+        id(model.head.fc1.weight),
+        id(model.head.fc2.weight),
+    ]
+    assert rest["weight_decay"] == 0.0
+    assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
+    with pytest.raises(UsageError, match="fits no parameter; there are, for example"):
+        SgdConfig(decayed=("head.dense1.weight",)).groups(model)
+
+
+def test_settings_reach_the_optimizer():
+    model = nn.Sequential(nn.Conv3d(1, 2, 3), nn.Linear(4, 2))
+    table = LarsConfig(lr=0.5, lr_batch=8, weight_decay=0.1, trust_coefficient=0.02, form="torch")
+    scaled = table.at(32)
+    optimizer = scaled.optimizer(scaled.groups(model))
+    weights, biases = optimizer.param_groups
+    found = {name: weights[name] for name in ("lr", "weight_decay", "trust_coefficient", "form")}
+    assert found == {"lr": 2.0, "weight_decay": 0.1, "trust_coefficient": 0.02, "form": "torch"}
+    assert biases["weight_decay"] == 0.0
+    inside = SgdConfig(lr=0.1, form="paper").optimizer(model.parameters())
+    assert not any(group["adapt"] for group in inside.param_groups)
+    assert math.isclose(inside.param_groups[0]["momentum"], 0.9)
+    assert isinstance(SgdConfig(nesterov=True).optimizer(model.parameters()), torch.optim.SGD)
+    assert json.dumps(scaled.end_lr) == json.dumps(table.end_lr * 4)
