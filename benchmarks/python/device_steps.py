@@ -18,6 +18,7 @@ from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.train.captured import capturable
 from pydist.train.graph import WARMUP, GraphedStep
+from pydist.train.network import MeshNetwork
 from pydist.train.step import TrainStep
 
 RATE = 1e-4
@@ -145,6 +146,7 @@ class Split:
         state = SimpleNamespace(
             mesh=mesh,
             model=model,
+            network=MeshNetwork(model, mesh),
             optimizer=make_optimizer(model.parameters()),
             scaler=torch.amp.GradScaler(shard.device.type, enabled=False),
             loader=SimpleNamespace(device=shard.device, dataset=_OneShape(shape[1:])),

@@ -82,8 +82,12 @@ class Autotuner:
         assert mesh is not None
         return mesh
 
-    def pin(self, path: Path) -> None:
+    def pin(self, path: Path, own: Callable[[list[Any]], list[Any]] = list) -> None:
         """Loads the choices of a file with the result of `everyones`, and disables measuring.
+
+        Args:
+            path: the file.
+            own: selects the groups of this mesh, in a file for several.
 
         Raises:
             UsageError: the file can't be read, or is no such file.
@@ -92,18 +96,19 @@ class Autotuner:
         if path.exists() and not path.is_file():
             raise UsageError(f"{what}: it is no regular file")  # reading a pipe would block
         try:
-            self.load(parse_json(path.read_bytes()))
+            self.load(parse_json(path.read_bytes()), own)
         except OSError as error:
             raise UsageError(f"{what}: {error.strerror}") from error
         except ValueError as error:
             raise UsageError(f"{what}: {error}") from error
         self._is_pinned = True
 
-    def load(self, groups: Any) -> None:
+    def load(self, groups: Any, own: Callable[[list[Any]], list[Any]] = list) -> None:
         """Stores earlier choices, which are used wherever they fit.
 
         Args:
             groups: the result of `everyones`.
+            own: selects the groups of this mesh, in a list for several.
 
         Raises:
             ValueError: `groups` is something else.
@@ -111,6 +116,7 @@ class Autotuner:
         is_list = isinstance(groups, list) and groups
         if not is_list or not all(isinstance(each, dict) for each in groups):
             raise ValueError("it holds no choices of sample groups")
+        groups = own(groups)
         self._kept = dict(groups[self._of_mesh().data_index % len(groups)])
 
     def everyones(self) -> list[dict[str, list[Choice]]]:

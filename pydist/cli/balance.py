@@ -25,6 +25,11 @@ def balance(arguments: Sequence[str]) -> int:
     """Runs `pydist balance`; see `pydist balance --help`."""
     options, overrides = _parse(arguments)
     config = load_config(options.config, overrides, PROG)
+    if config.mesh.stages is not None:
+        raise UsageError(
+            "pydist balance divides an axis of one mesh, and mesh.stages describes several: choose "
+            "mesh.balance, which divides the network, or the shares of each stage by hand"
+        )
     out = options.out or options.config.with_suffix(".balanced.toml")
     if options.ranks is None:
         return _balance_here(config, options, out)

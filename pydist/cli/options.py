@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from pydist.errors import UsageError
 from pydist.train import config_io
-from pydist.train.config import Config
+from pydist.train.config import Config, StagesConfig
 
 _T = TypeVar("_T")
 
@@ -35,7 +36,7 @@ def parse(kind: type[_T], arguments: Sequence[str], prog: str, default: _T | Non
     # Of mutually exclusive tables (the networks') only the default's options are shown.
     settings = (tyro.conf.AvoidSubcommands,)
     try:
-        with redirect_stderr(complaint):
+        with redirect_stderr(complaint), _types():
             if default is None:
                 return tyro.cli(kind, prog=prog, args=list(arguments), config=settings)
             return tyro.cli(kind, prog=prog, args=list(arguments), default=default, config=settings)
@@ -68,6 +69,27 @@ def _with_chosen(config: Config, arguments: Sequence[str]) -> Config:
         shared = {f.name for f in fields(kind)} & {f.name for f in fields(before)} - {"name"}
         config = replace(config, **{table: kind(**{n: getattr(before, n) for n in shared})})
     return config
+
+
+def _types() -> ConstructorRegistry:
+    """Returns the types of options that tyro has not: stages, as a number or as a TOML list."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if info.type != StagesConfig | None:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="INT|LIST",
+            instance_from_str=lambda given: (
+                None if given == ["None"] else config_io.value(given[0])
+            ),
+            is_instance=lambda given: given is None or isinstance(given, int | tuple),
+            str_from_instance=lambda given: [repr(given)],
+        )
+
+    return registry
 
 
 def _plain(box: str) -> str:

@@ -120,7 +120,7 @@ def _predict_here(options: _Arguments) -> int:
         sliding = Sliding(options.sliding, **overlap)
     mesh = init(1, spatial, "host" if options.device == "cpu" else "auto")
     predictor = Predictor(options.checkpoint, mesh, sliding, options.device)
-    facts = facts_of_run(predictor.device, options.device, "off", mesh, "--device")
+    facts = facts_of_run(predictor.device, options.device, "off", mesh.world, "--device")
     if mesh.rank == 0:
         print(f"predict    {describe_place(facts)}", flush=True)
     if mesh.rank == 0 and len(options.images) == 1 and options.images[0].is_dir():

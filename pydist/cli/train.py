@@ -12,6 +12,7 @@ from pydist.cli.own_options import RunOptions
 if TYPE_CHECKING:
     from pydist.cli.progress import ProgressView
     from pydist.mesh import Mesh
+    from pydist.stages import Stages
     from pydist.train.config import Config
 
 _SECONDS_TO_SAVE = 600.0
@@ -27,8 +28,10 @@ def train(arguments: Sequence[str]) -> int:
     )
     if options.ranks is not None:
         from pydist.cli.progress import ProgressView
+        from pydist.train.ranks import check_ranks
 
-        load_config(options.config, overrides, PROG)  # raises errors before any rank starts
+        config = load_config(options.config, overrides, PROG)
+        check_ranks(config, options.ranks)  # raises errors before any rank starts
         view = ProgressView(verbose=True)
         return launch_training(options.config, overrides, options.ranks, options.mpi, view)
     from pydist.train.signals import ending_at_once
@@ -40,7 +43,7 @@ def train(arguments: Sequence[str]) -> int:
 def launch_training(
     config: Path, overrides: Sequence[str], ranks: int, mpi: str, view: ProgressView
 ) -> int:
-    """Trains on several ranks of this machine; this process draws the events of rank 0.
+    """Trains on several ranks of this machine; this process draws the events of the run.
 
     Args:
         config: the configuration file.
@@ -66,25 +69,41 @@ def _train_here(config: Config) -> int:
     """Trains in this process, which is one rank of a job, or the only one."""
     from pydist.cli.progress import ProgressView
     from pydist.comm.consensus import together
+    from pydist.train.job import Job
     from pydist.train.log import PIPE_VARIABLE, to_pipe
     from pydist.train.run import train as run
 
-    mesh = mesh_of(config)
+    ranks = ranks_of(config)
+    job = Job.of(ranks)
     pipe = os.environ.get(PIPE_VARIABLE)
     listeners = []
-    with together(mesh.world):
-        if mesh.rank == 0 and pipe is not None:
+    with together(job.world):
+        if job.writes and pipe is not None:
             listeners.append(to_pipe(Path(pipe)))
-    if mesh.rank != 0 or pipe is not None:
-        run(config, mesh, listeners)
+    if not job.writes or pipe is not None:
+        run(config, ranks, listeners)
     else:
         view = ProgressView(verbose=True)
         try:
-            run(config, mesh, [view])
+            run(config, ranks, [view])
         finally:
             view.close()
-    mesh.world.barrier()
+    job.world.barrier()
     return 0
+
+
+def ranks_of(config: Config) -> Mesh | Stages:
+    """Joins the job and makes the stages of a configuration, or without stages its mesh."""
+    if config.mesh.stages is None:
+        return mesh_of(config)
+    from pydist.setup import join
+    from pydist.stages import Stages
+    from pydist.train.ranks import check_ranks, stage_arguments
+
+    facts = {"the stages": str(config.mesh.stage_meshes), "the seed": config.train.seed}
+    world = join(_transport(config), lambda _: facts, keep_freed_memory=True)
+    check_ranks(config, world.size)
+    return Stages(world, stage_arguments(config.mesh, world.size), config.train.seed)
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -92,16 +111,20 @@ def mesh_of(config: Config) -> Mesh:
     from pydist.setup import init
 
     wanted = config.mesh
-    # A run that uses no devices needs no transport for them.
-    on_host = wanted.transport == "auto" and config.train.device == "cpu"
     return init(
         wanted.data,
         wanted.spatial,
-        "host" if on_host else wanted.transport,
+        _transport(config),
         seed=config.train.seed,
         channel=wanted.channel,
         shares=wanted.shares.given,
     )
+
+
+def _transport(config: Config) -> str:
+    # A run that uses no devices needs no transport for them.
+    on_host = config.mesh.transport == "auto" and config.train.device == "cpu"
+    return "host" if on_host else config.mesh.transport
 
 
 def load_config(path: Path | None, overrides: Sequence[str], prog: str) -> Config:

@@ -86,7 +86,7 @@ class Predictor:
         device: str = "auto",
     ) -> None:
         with together(mesh.world):
-            self.device = choose_device(device, mesh, "device")
+            self.device = choose_device(device, mesh.world, "device")
             """The device of this rank."""
             about, weights = load_trained(checkpoint)
             task = about.task()

@@ -214,7 +214,13 @@ class Pipeline:
         self._batch = 0  # checksum
         self._first: dict[int, _Start] = {}  # of the batch's micro-batches
 
-    def step(self, inputs: Any, target: Any, criterion: Callable[..., Any]) -> Tensor:
+    def step(
+        self,
+        inputs: Any,
+        target: Any,
+        criterion: Callable[..., Any],
+        micro_batches: int | None = None,
+    ) -> Tensor:
         """Runs the forward and backward passes of a batch, in micro-batches.
 
         Args:
@@ -223,6 +229,8 @@ class Pipeline:
                 with one data index.
             target: the second argument of the criterion, cut in the same way.
             criterion: called as criterion(output, target); a mean over samples.
+            micro_batches: their number, the same on all ranks; by default the pipeline's. A short
+                batch needs fewer.
 
         Returns:
             The loss, the mean over the sample group's samples; a scalar without a graph, equal on
@@ -233,7 +241,7 @@ class Pipeline:
                 or make different calls, or a stage of the plan does not begin.
         """
         weighs = entry_of(self.model).batches.weighs
-        count, draws = self._micro_batches, self.model.training
+        count, draws = micro_batches or self._micro_batches, self.model.training
         found = parts_of(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
         parts = list(found)
         self._begin((inputs, target))

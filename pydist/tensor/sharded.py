@@ -37,6 +37,7 @@ from pydist.tensor.aliasing import (
 )
 from pydist.tensor.deferred import NOTHING, Deferred
 from pydist.tensor.refusals import misfit, refusal
+from pydist.tensor.stage import StageTensor
 from pydist.tensor.wrapper import (
     GET_DEVICE,
     GET_DTYPE,
@@ -290,6 +291,8 @@ class ShardedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if len(types) > 1 and StageTensor in types:  # type: ignore[arg-type]
+            return NotImplemented  # its own override computes the call, on one stage
         handler = HANDLERS.get(func)
         if handler is None:
             # Another thread may still be importing the handlers: this import waits for it.

@@ -186,7 +186,7 @@ def measure(
     wanted = with_parts(config, axis, sizes).mesh
     axes, shares = {CHANNEL_AXIS: wanted.channel}, wanted.shares.given
     mesh = Mesh(world, wanted.data, wanted.spatial, config.train.seed, axes=axes, shares=shares)
-    if choose_device(config.train.device, mesh).type != "cpu":
+    if choose_device(config.train.device, mesh.world).type != "cpu":
         raise NotSupported(
             "pydist balance on CUDA devices: hosts do not know what a step of the device waits "
             'for; measure with train.device = "cpu", or set mesh.shares by hand'

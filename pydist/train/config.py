@@ -15,7 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from pydist.errors import UsageError
@@ -185,8 +192,35 @@ class SharesConfig(_Table):
 
 
 @dataclass(frozen=True)
+class StageConfig(_Table):
+    """Configuration of the ranks of one stage, which has a mesh of its own."""
+
+    spatial: tuple[Count, Count, Count] = (1, 1, 1)
+    """Number of parts along depth, height and width of a sample."""
+    channel: Count = 1
+    """Number of parts of the layers' channels."""
+    shares: SharesConfig = field(default_factory=SharesConfig)
+    """Unequal parts of these axes, but for `data`, which all stages have in common."""
+
+
+NUMBER_OF_STAGES, LIST_OF_STAGES = "(a number)", "(a list)"
+"""Names that pydantic adds to the location of an error in `mesh.stages`."""
+
+
+def _kind_of_stages(given: Any) -> str:
+    return LIST_OF_STAGES if isinstance(given, list | tuple) else NUMBER_OF_STAGES
+
+
+StagesConfig = Annotated[
+    Annotated[Count, Tag(NUMBER_OF_STAGES)]
+    | Annotated[tuple[StageConfig, ...], Tag(LIST_OF_STAGES)],
+    Discriminator(_kind_of_stages),
+]
+
+
+@dataclass(frozen=True)
 class MeshConfig(_Table):
-    """Configuration of the grid of ranks."""
+    """Configuration of the ranks: a grid, or one for each stage of the network."""
 
     data: Count | None = None
     """Number of sample groups; by default as many as the ranks allow."""
@@ -196,11 +230,44 @@ class MeshConfig(_Table):
     """Number of parts of the layers' channels: each rank computes a part of the filters."""
     shares: SharesConfig = field(default_factory=SharesConfig)
     """Unequal parts of these axes."""
+    stages: StagesConfig | None = None
+    """Stages of the network, each on ranks of its own (`pydist.pipeline`): their number, for equal
+    stages of the grid above, or a list with the spatial, channel and shares of each, such as
+    [{spatial = [2, 1, 1]}, {}]."""
+    micro_batches: Count = 1
+    """Parts into which stages divide a group's batch."""
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of the micro-batches in stages."""
+    balance: Literal["time", "memory"] = "time"
+    """What the largest stage has least of."""
+    cuts: tuple[str, ...] | None = None
+    """Modules at which the stages from the second on begin, instead of a balance."""
+    recompute: Flag = False
+    """Whether stages compute activations again in backward, instead of keeping them."""
     transport: Annotated[str, AfterValidator(_known_transport)] = "auto"
     """Communication between ranks. "nccl", "ipc", "cuda-mpi", and "cuda", which chooses one, carry
     the memory of CUDA devices as well; "host" follows the launcher and carries only host memory;
     "auto" is "nccl" where each of several ranks has a device of its own, else "host". Others are
     "mpi", "c10d", "local", and those that installed packages add."""
+
+    @property
+    def stage_meshes(self) -> tuple[MeshConfig, ...]:
+        """The grid of each stage; without stages the only one."""
+        if not isinstance(self.stages, tuple):
+            return (replace(self, stages=None),) * (self.stages or 1)
+        of_data = self.shares.data
+        return tuple(
+            MeshConfig(self.data, each.spatial, each.channel, replace(each.shares, data=of_data))
+            for each in self.stages
+        )
+
+    @property
+    def ranks_a_group(self) -> int:
+        """Number of ranks, in all stages, through which a sample goes."""
+        return sum(
+            math.prod(n for axis, n in mesh.parts().items() if axis != "data")
+            for mesh in self.stage_meshes
+        )
 
     def parts(self, ranks: int | None = None) -> dict[str, int]:
         """Returns the numbers of parts by axis; of "data" if it or the number of ranks is given."""

@@ -16,7 +16,8 @@ from pydantic_core import ErrorDetails
 from pydist.errors import UsageError
 from pydist.parsing import require_shallow
 from pydist.registry import MODELS, OPTIMIZERS
-from pydist.train.config import Config
+from pydist.train import ranks
+from pydist.train.config import LIST_OF_STAGES, NUMBER_OF_STAGES, Config, StageConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -79,17 +80,20 @@ def check(tables: dict[str, Any], source: str) -> Config:
                 f"{source}: {name} = {str(path)!r}: a path that is not UTF-8 can't be written to "
                 "the run's files; rename it, or set PYTHONUTF8=1"
             )
-    for axis, shares in config.mesh.shares.given.items():
-        if len(shares) != (parts := config.mesh.parts().get(axis, len(shares))):
-            raise UsageError(
-                f"{source}: mesh.shares.{axis} = {list(shares)}: expected one number per part, and "
-                f"the mesh has {parts} along it"
-            )
     try:
+        ranks.check(config)
         config.model.loss(config.train)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
     return config
+
+
+def value(text: str) -> Any:
+    """Returns a value given in TOML, or text that is none, to be refused by `check`."""
+    try:
+        return tomllib.loads(f"given = {text}")["given"]
+    except ValueError:
+        return text
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -102,6 +106,8 @@ def _set_values(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             if found := dict(_set_values(value)):
                 yield key, found
+        elif isinstance(value, tuple):
+            yield key, tuple(dict(_set_values(v)) if isinstance(v, dict) else v for v in value)
         elif value is not None:
             yield key, value
 
@@ -128,7 +134,7 @@ def _toml(value: object) -> str:
 
 
 def _explain(error: ErrorDetails) -> str:
-    location = list(error["loc"])
+    location = [p for p in error["loc"] if p not in (NUMBER_OF_STAGES, LIST_OF_STAGES)]
     if location[0] in CHOSEN and len(location) > 1:
         del location[1]
     where = ".".join(str(part) for part in location)
@@ -140,6 +146,8 @@ def _explain(error: ErrorDetails) -> str:
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{where} is not a setting{_hint(error['loc'])}"
     given = repr(error["input"])
+    if error["loc"][-1] == NUMBER_OF_STAGES:
+        return f"{where} = {given[:60]}: expected a count >= 1, or a list with the mesh of each"
     return f"{where} = {given[:60]}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
@@ -149,6 +157,8 @@ def _hint(location: tuple[int | str, ...]) -> str:
     for part in location[:-1]:
         chosen = registry.get(str(part)) if registry and part in registry.names else None
         hint = chosen or get_type_hints(table).get(str(part))
+        if part == LIST_OF_STAGES:
+            hint = StageConfig
         if dataclasses.is_dataclass(hint):
             table = hint
     names = [f.name for f in dataclasses.fields(table)]

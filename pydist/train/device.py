@@ -16,25 +16,25 @@ from pydist.errors import UsageError
 from pydist.runtime import why_no_devices
 
 if TYPE_CHECKING:
-    from pydist.mesh import Mesh
+    from pydist.comm import Transport
     from pydist.train.config import TrainConfig
 
 PRECISIONS = {"off": "fp32", "bf16": "bf16 (mixed)", "fp16": "fp16 (mixed)"}
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose_device(wanted: str, mesh: Mesh, option: str = "train.device") -> torch.device:
+def choose_device(wanted: str, world: Transport, option: str = "train.device") -> torch.device:
     """Returns the device of this rank: its current CUDA device, or the CPU.
 
     Args:
         wanted: "cpu", "cuda", or "auto" for CUDA where possible.
-        mesh: the mesh.
+        world: the transport over all ranks.
         option: the user's name of `wanted`.
 
     Raises:
         UsageError: "cuda" where it is impossible.
     """
-    obstacle = None if wanted == "cpu" else cuda_obstacle(mesh)
+    obstacle = None if wanted == "cpu" else cuda_obstacle(world)
     if wanted == "cpu" or (wanted == "auto" and obstacle is not None):
         return torch.device("cpu")
     if obstacle is not None:
@@ -42,17 +42,17 @@ def choose_device(wanted: str, mesh: Mesh, option: str = "train.device") -> torc
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def cuda_obstacle(mesh: Mesh) -> str | None:
-    """Returns why the ranks of a mesh can't compute on CUDA devices; `None` if they can."""
+def cuda_obstacle(world: Transport) -> str | None:
+    """Returns why the ranks of a job can't compute on CUDA devices; `None` if they can."""
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no CUDA device"
     if not native.has_cuda:
         return "pydist was built without CUDA kernels"
-    return host_transport(mesh)
+    return host_transport(world)
 
 
 def facts_of_run(
-    device: torch.device, wanted: str, amp: str, mesh: Mesh, option: str = "train.device"
+    device: torch.device, wanted: str, amp: str, world: Transport, option: str = "train.device"
 ) -> dict[str, str]:
     """Returns device, transport and precision for the first line of a run. Collective.
 
@@ -60,34 +60,34 @@ def facts_of_run(
         device: the device from `choose_device`.
         wanted: see `choose_device`.
         amp: automatic mixed precision, "off" if there is none.
-        mesh: the mesh.
+        world: the transport over all ranks.
         option: see `choose_device`.
 
     Returns:
         "device", "transport", "precision", and "unused_device": why an available CUDA device is
         not used, or "".
     """
-    unused = why_unused(wanted, mesh, option)
+    unused = why_unused(wanted, world, option)
     return {
         "device": describe(device),
-        "transport": mesh.world.name,
+        "transport": world.name,
         "precision": PRECISIONS[amp],
         "unused_device": "" if device.type == "cuda" else unused,
     }
 
 
-def why_unused(wanted: str, mesh: Mesh, option: str = "train.device") -> str:
+def why_unused(wanted: str, world: Transport, option: str = "train.device") -> str:
     """Returns why a rank's CUDA device is not used; "" if no rank has one. Collective.
 
     For runs on the CPU; the result is the same on all ranks.
 
     Args:
         wanted: see `choose_device`.
-        mesh: the mesh.
+        world: the transport over all ranks.
         option: see `choose_device`.
     """
-    mine = json.dumps([present(), cuda_obstacle(mesh)]).encode()
-    everyone = [json.loads(row) for row in mesh.world.all_gather_bytes(mine)]
+    mine = json.dumps([present(), cuda_obstacle(world)]).encode()
+    everyone = [json.loads(row) for row in world.all_gather_bytes(mine)]
     if not any(devices for devices, _ in everyone):
         return ""
     if wanted == "cpu":
@@ -102,18 +102,18 @@ def describe(device: torch.device) -> str:
     return f"cuda ({torch.cuda.get_device_name(device)})"
 
 
-def host_transport(mesh: Mesh) -> str | None:
+def host_transport(world: Transport) -> str | None:
     """Returns a description if several ranks exchange through host memory; else `None`."""
-    if mesh.size == 1 or mesh.world.device is not None:
+    if world.size == 1 or world.device is not None:
         return None
-    return f"transport '{mesh.world.name}' carries host memory"
+    return f"transport '{world.name}' carries host memory"
 
 
-def waiting_transport(mesh: Mesh) -> str | None:
+def waiting_transport(world: Transport) -> str | None:
     """Returns a description if the host waits for exchanges or carries them; else `None`."""
-    if mesh.size > 1 and mesh.world.host_waits:
-        return f"the host waits in transport '{mesh.world.name}'"
-    return host_transport(mesh)
+    if world.size > 1 and world.host_waits:
+        return f"the host waits in transport '{world.name}'"
+    return host_transport(world)
 
 
 @contextmanager
@@ -128,6 +128,11 @@ def own_stream(device: torch.device) -> Iterator[None]:
         return
     with torch.cuda.stream(torch.cuda.Stream(device)):
         yield
+
+
+def autocast(device: torch.device, amp: str) -> torch.autocast:
+    """Returns the context of a forward pass with automatic mixed precision."""
+    return torch.autocast(device.type, AMP_DTYPES[amp], enabled=amp != "off")
 
 
 def memory_format(config: TrainConfig, device: torch.device) -> torch.memory_format:

@@ -137,7 +137,9 @@ def obstacle(step: TrainStep) -> str | None:
     mesh, state = step.mesh, step.state
     if step.device.type != "cuda":
         return f"the step runs on the {step.device.type.upper()}"
-    transport = waiting_transport(mesh)
+    if state.network.obstacle is not None:
+        return state.network.obstacle
+    transport = waiting_transport(mesh.world)
     if transport is not None:
         return transport
     if mesh.session.timers.recorder is not None:

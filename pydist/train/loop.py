@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from pydist.backend.autotuner import Autotuner, autotuner_of
 from pydist.comm.consensus import any_rank, together
@@ -46,11 +45,11 @@ class Trainer:
         state: model, optimizer, schedule, training batches, and progress.
         task: the loss and the validation measures.
         validation_loader: the batches of the validation set; their number may differ by group.
-        log: receives the events (rank 0 writes them).
+        log: receives the events (one rank writes them).
         config: epochs, batch, clipping, precision.
         checkpoints: interval and number of checkpoints.
         folder: the folder of checkpoints.
-        lock: rank 0's lock on the run's folder; None on other ranks, or if nothing is saved.
+        lock: the writer's lock on the run's folder; None on other ranks, or if nothing is saved.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Trainer:
     ) -> None:
         self.state = state
         self.task = task
-        self.mesh = state.mesh
+        self.job, self.mesh = state.job, state.mesh
         self.loader = state.loader
         self.validation_loader = validation_loader
         self.log = log
@@ -174,15 +173,15 @@ class Trainer:
     def _reduce(self, loss_sum: float, batch: Batch) -> tuple[float, bool]:
         """Returns the mean loss over the step's samples, and whether any rank wants to stop."""
         # One all-reduce for both. All ranks of a sample group hold the group's sum.
-        mine = [loss_sum / self.mesh.sample_size, float(self.stop.received)]
+        mine = [loss_sum / self.job.ranks_a_sample, float(self.stop.received)]
         sums = torch.tensor(mine, dtype=torch.float64)
-        self.mesh.world.all_reduce(sums)
+        self.job.world.all_reduce(sums)
         return float(sums[0]) / batch.global_size, bool(sums[1] > 0)
 
     def _explain_divergence(self, batch: Batch, rate: float) -> None:
         where = f"at step {self.state.step + 1} (epoch {batch.epoch + 1})"
         local = batch.inputs.to_local()
-        if any_rank(self.mesh.world, not bool(torch.isfinite(local).all())):
+        if any_rank(self.job.world, not bool(torch.isfinite(local).all())):
             raise DataError(f"the loss is {self.loss} {where}: its batch holds NaN or infinity")
         raise PydistError(
             f"the loss is {self.loss} {where}: training diverged at learning rate {rate:g}; lower "
@@ -209,13 +208,16 @@ class Trainer:
         assert self.validation_loader is not None
         model = self.state.model
         model.eval()
-        rows = []
-        with torch.no_grad():
-            for batch in self.validation_loader.epoch(0):
-                rows.append(self.task.measure(model(batch.inputs), batch))
+        rows, indices = [], list[int]()
+        for batch in self.validation_loader.epoch(0):
+            output = self.state.network.evaluate(batch.inputs)
+            if output is not None:
+                with torch.no_grad():
+                    rows.append(self.task.measure(output, batch))
+                indices += batch.indices
         model.train()
         with phase("collecting the validation"):
-            found = self.task.judge(self._collect(rows))
+            found = self.task.judge(self.state.network.collect(rows, indices))
         self.log.emit(
             "validation",
             step=self.state.step,
@@ -225,22 +227,10 @@ class Trainer:
         )
         return found
 
-    def _collect(self, rows: list[Tensor]) -> Tensor:
-        """Gathers the rows of all sample groups, `[samples, ...]`, equal on every rank."""
-        dims = 4
-        shape = torch.zeros(dims, dtype=torch.int64)
-        if rows:
-            shape[: rows[0].dim() - 1] = torch.tensor(rows[0].shape[1:])
-        self.mesh.data.all_reduce(shape, "max")  # a group may have no samples
-        mine = torch.cat(rows).cpu() if rows else torch.empty(0)
-        everyones = self.mesh.data.all_gather_bytes(mine.numpy().tobytes())
-        found = torch.frombuffer(bytearray(b"".join(everyones)), dtype=torch.float64)
-        return found.reshape(-1, *(n for n in shape.tolist() if n))
-
     def _publish_tuning(self) -> None:
         """Writes the choices of kernels next to the checkpoint folder. Collective."""
-        content = json.dumps(self._tuner.everyones(), indent=1).encode()
-        with together(self.mesh.world, "saving the choices of kernels"):
+        content = json.dumps(self.state.network.tuning(), indent=1).encode()
+        with together(self.job.world, "saving the choices of kernels"):
             if self._lock is not None:
                 publish(self.folder.parent / TUNING_FILE, content)
 

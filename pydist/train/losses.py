@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -89,29 +90,69 @@ class SegmentationLoss:
             parts.append(dice_loss(scores, labels, self.ignore_label).mean())
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
+    def of_parts(
+        self, labels: Tensor, mesh: Mesh, samples: int
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """Returns the loss of some samples of a batch: its mean over parts is that of the batch.
+
+        Collective over all ranks of the mesh.
+
+        Args:
+            labels: of the sample group's batch.
+            mesh: the mesh whose sample groups train together.
+            samples: of all groups.
+        """
+        if not (self.has_entropy and self.weighted):
+            return self
+        weights = self._voxel_weights(labels, self._weights_on(labels.device), torch.float64)
+        total = _plain(weights.sum(_VOXELS)).sum().reshape(1).cpu()
+        mesh.data.all_reduce(total)
+        a_sample = (float(total) or 1.0) / samples
+
+        def loss(scores: Tensor, labels: Tensor) -> Tensor:
+            entropy = self.entropy_sums(scores, labels).sum(0)[0] / (a_sample * labels.shape[0])
+            if not self.has_dice:
+                return entropy
+            return entropy + dice_loss(scores, labels, self.ignore_label).mean()
+
+        return loss
+
     def entropy_sums(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Sums weighted cross-entropy and weight over each sample's voxels, [N, 2].
 
         Collective over the sample group. `ratio` converts the sums to a mean.
         """
-        ignored = _NOTHING if self.ignore_label is None else self.ignore_label
-        scores = scores.to(WIDER.get(scores.dtype, scores.dtype))
-        weights = self._weights_like(scores)
-        entropy = F.cross_entropy(scores, labels, weights, ignore_index=ignored, reduction="none")
-        kept = labels != ignored
-        weight = kept.to(scores.dtype)
-        if weights is not None:
-            of_label = F.embedding(torch.where(kept, labels, 0), weights.unsqueeze(1)).squeeze(-1)
-            weight = weight * of_label
+        # Under autocast a network in stages does not know the dtype, which is not wider than this.
+        mixed = torch.is_autocast_enabled(scores.device.type)
+        dtype = torch.float32 if mixed else WIDER.get(scores.dtype, scores.dtype)
+        weights = self._weights_on(scores.device)
+        weights = None if weights is None else weights.to(dtype)
+        entropy = F.cross_entropy(
+            scores.to(dtype), labels, weights, ignore_index=self._ignored, reduction="none"
+        )
+        weight = self._voxel_weights(labels, weights, dtype)
         return _plain(torch.stack([entropy.sum(_VOXELS), weight.sum(_VOXELS)], 1))
 
-    def _weights_like(self, scores: Tensor) -> Tensor | None:
-        """Returns the weights in the dtype and on the device of the scores, copied once."""
+    @property
+    def _ignored(self) -> int:
+        return _NOTHING if self.ignore_label is None else self.ignore_label
+
+    def _voxel_weights(self, labels: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Returns the weight of each voxel, from those of the classes."""
+        kept = labels != self._ignored
+        weight = kept.to(dtype)
+        if weights is None:
+            return weight
+        of_label = F.embedding(torch.where(kept, labels, 0), weights.unsqueeze(1)).squeeze(-1)
+        return weight * of_label
+
+    def _weights_on(self, device: torch.device) -> Tensor | None:
+        """Returns the classes' weights on a device, copied once."""
         if self.class_weights is None:
             return None
-        if self._weights is None or self._weights.device != scores.device:
-            self._weights = torch.tensor(self.class_weights, dtype=torch.float64).to(scores.device)
-        return self._weights.to(scores.dtype)
+        if self._weights is None or self._weights.device != device:
+            self._weights = torch.tensor(self.class_weights, dtype=torch.float64).to(device)
+        return self._weights
 
 
 def ratio(sums: Tensor) -> Tensor:
@@ -144,7 +185,7 @@ def dice_loss(scores: Tensor, labels: Tensor, ignore_label: int | None = None) -
         probabilities = torch.where(kept, probabilities, 0)
     dims = (2, 3, 4)
     shared = torch.where(truth, probabilities, 0).sum(dims)
-    sizes = probabilities.sum(dims) + truth.to(probabilities.dtype).sum(dims)
+    sizes = probabilities.sum(dims) + truth.sum(dims)
     dice = (2 * shared + SMOOTH) / (sizes + SMOOTH)
     parts = [dice[:, first:end] for first, end in _runs(scored_classes(classes, ignore_label))]
     return _plain(1 - (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mean(1))

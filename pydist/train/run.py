@@ -23,8 +23,7 @@ from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, publish
 from pydist.errors import CheckpointError, Stopped, UsageError
-from pydist.optim import SampleLR, schedule, sharded
-from pydist.parallel import parallelize
+from pydist.optim import SampleLR, schedule
 from pydist.train import checkpoint, config_io, report
 from pydist.train.about import About
 from pydist.train.device import (
@@ -41,14 +40,18 @@ from pydist.train.folder import (
     refuse_foreign,
     remove_unfinished,
 )
+from pydist.train.job import Job
 from pydist.train.log import EventLog, Listener, done_at, losses
 from pydist.train.loop import Trainer
+from pydist.train.network import place
 from pydist.train.state import State, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
 from pydist.watchdog import phase
 
 if TYPE_CHECKING:
+    from pydist.comm import Transport
     from pydist.mesh import Mesh
+    from pydist.stages import Stages
     from pydist.train.config import Config, OptimizerConfig
 
 
@@ -64,22 +67,22 @@ class Result:
 
 def train(
     config: Config,
-    mesh: Mesh,
+    ranks: Mesh | Stages,
     listeners: Sequence[Listener] = (),
     prepare: Callable[[torch.nn.Module], None] | None = None,
 ) -> Result:
     """Trains the network of a configuration. Collective.
 
-    Rank 0 writes the resolved configuration, `log.jsonl`, checkpoints, a table of the validation
+    One rank writes the resolved configuration, `log.jsonl`, checkpoints, a table of the validation
     (`predictions.csv`, for segmentation `dice.csv`) and, optionally, `result.png` to
     `config.output.folder`. It locks the folder meanwhile: a second run there is refused before it
     writes anything (see `pydist.data.lock`). So is a run in a folder with files of these names that
     no run has written.
 
     Args:
-        config: see `pydist.train.config`; `mesh` was made from its table "mesh".
-        mesh: the mesh.
-        listeners: called with each event on rank 0, to draw progress.
+        config: see `pydist.train.config`; `ranks` were made from its table "mesh".
+        ranks: the mesh, or the stages.
+        listeners: called with each event on the rank that writes (`Job.writes`), to draw progress.
         prepare: called on rank 0 with the plain network after initialization, to change its weights
             in place; the other ranks receive rank 0's.
 
@@ -90,39 +93,40 @@ def train(
         Stopped: a signal arrived; a checkpoint was saved.
         PydistError: any other error; every rank raises.
     """
-    require_same_settings(config, mesh)
+    job = Job.of(ranks)
+    require_same_settings(config, job.world)
     with ExitStack() as stack:
         lock = None
-        with together(mesh.world):
-            if mesh.rank == 0:
+        with together(job.world):
+            if job.writes:
                 make_folder(config.output.folder)
                 lock = stack.enter_context(FolderLock(config.output.folder))
                 refuse_foreign(config.output.folder)
-        return _logged(config, mesh, lock, listeners, prepare)
+        return _logged(config, job, lock, listeners, prepare)
 
 
-def require_same_settings(config: Config, mesh: Mesh) -> None:
+def require_same_settings(config: Config, world: Transport) -> None:
     """Raises `UsageError` if ranks have different versions or configurations. Collective."""
     versions = f"{native.__version__} with torch {torch.__version__}"
     facts = {"the version of pydist": versions}
     for table, values in config_io.to_dict(config).items():
         facts |= {f"the configuration's {table}.{key}": str(each) for key, each in values.items()}
-    require_same(mesh.world, facts)
+    require_same(world, facts)
 
 
 def _logged(
     config: Config,
-    mesh: Mesh,
+    job: Job,
     lock: FolderLock | None,
     listeners: Sequence[Listener],
     prepare: Callable[[torch.nn.Module], None] | None,
 ) -> Result:
-    """Runs, and logs the end; `lock` is rank 0's lock on the output folder."""
+    """Runs, and logs the end; `lock` is the writer's lock on the output folder."""
     log = EventLog(config.output.folder / LOG_FILE if lock else None, listeners if lock else ())
     began = time.perf_counter()
     status, reason = "failed", ""
     try:
-        result = _run(config, mesh, lock, log, prepare)
+        result = _run(config, job, lock, log, prepare)
         status = "done"
         return result
     except BaseException as error:
@@ -136,7 +140,7 @@ def _logged(
 
 def _run(
     config: Config,
-    mesh: Mesh,
+    job: Job,
     lock: FolderLock | None,
     log: EventLog,
     prepare: Callable[[torch.nn.Module], None] | None,
@@ -144,22 +148,22 @@ def _run(
     """Runs from the opening of the data to the results."""
     with ExitStack() as stack:
         task = task_of(config)
-        with together(mesh.world, "opening the data"):
+        with together(job.world, "opening the data"):
             data, validation_data = open_datasets(config, task)
-            loader = make_loader(config, data, mesh)
+            loader = make_loader(config, data, job)
             stack.enter_context(loader)
             validation_loader = None
             if validation_data is not None:
-                validation_loader = make_loader(config, validation_data, mesh, training=False)
+                validation_loader = make_loader(config, validation_data, job, training=False)
                 stack.enter_context(validation_loader)
             stack.enter_context(own_stream(loader.device))
-        require_same(mesh.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
-        state = make_state(config, task, mesh, data, loader, prepare)
+        require_same(job.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
+        state = make_state(config, task, job, data, loader, prepare)
         _resume(config, state)
         folder = config.output.folder
         validated, ended = _done_before(folder / LOG_FILE, state)
-        with together(mesh.world):
-            if mesh.rank == 0 and config.checkpoint.on_error == "stop":
+        with together(job.world):
+            if job.writes and config.checkpoint.on_error == "stop":
                 make_folder(folder / CHECKPOINTS)
         trainer = Trainer(
             state,
@@ -172,8 +176,10 @@ def _run(
             lock,
         )
         _announce(log, config, trainer)
-        with together(mesh.world):  # not before: a refused resume leaves the file unchanged
-            if mesh.rank == 0:
+        for text in state.network.notices:
+            log.emit("notice", text=text)
+        with together(job.world):  # not before: a refused resume leaves the file unchanged
+            if job.writes:
                 publish(folder / CONFIG_FILE, config_io.dumps(config).encode())
         for left in remove_unfinished(folder) if lock is not None else ():
             log.emit("notice", text=f"removed {left}, which an interrupted run left")
@@ -187,11 +193,11 @@ def _run(
             )
         # The results need the last validation: if they are missing, it is repeated.
         validation = trainer.fit(complete or (validated and state.step < trainer.last_step))
-    with together(mesh.world, "writing the results"):
+    with together(job.world, "writing the results"):
         # A complete run keeps its figure, as its validation is not available.
         drawn = complete and (folder / report.PICTURE_FILE).exists()
-        if mesh.rank == 0 and not drawn:
-            _write_results(config, task, data, mesh, validation, log)
+        if job.writes and not drawn:
+            _write_results(config, task, data, job, validation, log)
     return Result(state.step, trainer.loss, validation)
 
 
@@ -215,12 +221,12 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
     return normalized("train"), normalized("val") if "val" in manifest.splits else None
 
 
-def make_loader(config: Config, data: ShardDataset, mesh: Mesh, training: bool = True) -> Loader:
+def make_loader(config: Config, data: ShardDataset, job: Job, training: bool = True) -> Loader:
     """Creates the loader of a data set, on the device of the network. Collective."""
-    device = choose_device(config.train.device, mesh)
+    device = choose_device(config.train.device, job.world)
     return Loader(
         data,
-        mesh,
+        job.mesh,
         config.train.batch,
         training=training,
         prefetch=config.data.prefetch,
@@ -233,7 +239,7 @@ def make_loader(config: Config, data: ShardDataset, mesh: Mesh, training: bool =
 def make_state(
     config: Config,
     task: Task,
-    mesh: Mesh,
+    job: Job,
     data: ShardDataset,
     loader: Loader,
     prepare: Callable[[torch.nn.Module], None] | None = None,
@@ -243,34 +249,34 @@ def make_state(
     Args:
         config: model, optimizer and schedule.
         task: creates the network.
-        mesh: the ranks.
+        job: the ranks.
         data: the training set.
         loader: the loader of its batches.
         prepare: see `train`.
     """
     seed_everything(config.train.seed)
-    mesh.world.barrier()  # rank threads share the random state: all must have seeded it by now
+    job.world.barrier()  # rank threads share the random state: all must have seeded it by now
     # Only rank 0 draws the weights; the other ranks receive them.
-    with phase("building the network"), torch.device("cpu" if mesh.rank == 0 else "meta"):
+    with phase("building the network"), torch.device("cpu" if job.world.rank == 0 else "meta"):
         model = task.network(data.manifest)
-    if mesh.rank != 0:
+    if job.world.rank != 0:
         model.to_empty(device="cpu")
     elif prepare is not None:
         prepare(model)
     device = loader.device
     model.to(device)
     in_format(model, memory_format(config.train, device))
-    parallelize(model, mesh, batch_norm=config.model.statistics)
+    network = place(model, job, task, loader, config)
     if config.train.tuning is not None:
-        with together(mesh.world, "reading the tuning file"):
-            autotuner_of(mesh).pin(config.train.tuning)
+        with together(job.world, "reading the tuning file"):
+            autotuner_of(job.mesh).pin(config.train.tuning, network.own_tuning)
     settings = config.optimizer.at(config.train.batch)
     made = settings.optimizer(settings.groups(model))
-    optimizer = sharded(made, model, settings.sharded)
+    optimizer = network.partitioned(made, settings.sharded)
     scheduler = _schedule(settings, optimizer, len(loader.dataset))
     scaler = GradScaler(device.type, enabled=config.train.amp == "fp16")
     about = About(config, data.manifest).dump()
-    return State(mesh, model, optimizer, scheduler, scaler, loader, about)
+    return State(job, network, optimizer, scheduler, scaler, loader, about)
 
 
 def _schedule(config: OptimizerConfig, optimizer: Optimizer, epoch: int) -> SampleLR:
@@ -290,10 +296,10 @@ def _schedule(config: OptimizerConfig, optimizer: Optimizer, epoch: int) -> Samp
 def _resume(config: Config, state: State) -> None:
     """Resumes from the last checkpoint, as configured."""
     folder, resume = config.output.folder / CHECKPOINTS, config.checkpoint.resume
-    world = state.mesh.world
-    # Rank 0 decides for all: the ranks must agree even if the folder changes meanwhile.
-    names = [p.name for p in checkpoint.complete(folder)] if state.mesh.rank == 0 else []
-    latest = world.broadcast_bytes(names[-1].encode() if names else b"").decode()
+    job = state.job
+    # One rank decides for all: the ranks must agree even if the folder changes meanwhile.
+    names = [p.name for p in checkpoint.complete(folder)] if job.writes else []
+    latest = job.world.broadcast_bytes(names[-1].encode() if names else b"", job.writer).decode()
     if latest and resume == "never":
         raise UsageError(
             f"{folder} holds checkpoints (the last is {latest}), and checkpoint.resume is "
@@ -307,26 +313,26 @@ def _resume(config: Config, state: State) -> None:
 
 def _done_before(path: Path, state: State) -> tuple[bool, bool]:
     """Returns `log.done_at` of the step from which the run resumes. Collective."""
-    world = state.mesh.world
+    job = state.job
     if state.step == 0:
         return False, False
     found = (False, False)
-    with together(world, "reading the log"):
-        if state.mesh.rank == 0:
+    with together(job.world, "reading the log"):
+        if job.writes:
             found = done_at(path, state.step)
-    validated, ended = world.broadcast_bytes(bytes(found))
+    validated, ended = job.world.broadcast_bytes(bytes(found), job.writer)
     return bool(validated), bool(ended)
 
 
 def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:
-    mesh, state = trainer.mesh, trainer.state
+    job, state = trainer.job, trainer.state
     log.emit(
         "start",
-        **facts_of_run(trainer.loader.device, config.train.device, config.train.amp, mesh),
+        **facts_of_run(trainer.loader.device, config.train.device, config.train.amp, job.world),
         version=native.__version__,
         torch=torch.__version__,
-        ranks=mesh.size,
-        mesh=_describe(mesh),
+        ranks=job.world.size,
+        mesh=str(job),
         threads=torch.get_num_threads(),
         parameters=sum(p.numel() for p in state.model.parameters()),
         samples=len(trainer.loader.dataset),
@@ -338,15 +344,11 @@ def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:
     )
 
 
-def _describe(mesh: Mesh) -> str:
-    return f"{mesh.size} ranks: {mesh.grid}" if mesh.size > 1 else "1 rank"
-
-
 def _write_results(
     config: Config,
     task: Task,
     data: ShardDataset,
-    mesh: Mesh,
+    job: Job,
     validation: Validation | None,
     log: EventLog,
 ) -> None:
@@ -356,5 +358,5 @@ def _write_results(
     if config.output.plot and importlib.util.find_spec("matplotlib") is None:
         log.emit("notice", text=report.MISSING_PLOT_LIBRARY)
     elif config.output.plot:
-        curves = {_describe(mesh): losses(folder / LOG_FILE)}
-        task.draw(folder, curves, data, config.mesh)
+        curves = {str(job): losses(folder / LOG_FILE)}
+        task.draw(folder, curves, data, config.mesh.stage_meshes[0])

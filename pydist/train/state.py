@@ -1,9 +1,9 @@
 """The state of a run, and its collective saving to and loading from checkpoints.
 
-Nothing in it depends on the layout: parameters are equal on all ranks, the state of a partitioned
-optimizer is gathered, the order of the samples follows from seed and epoch, and random numbers are
-keyed by position. So a run resumes with any number of ranks, and bit-identically with the same
-number.
+Nothing in it depends on the layout: parameters are equal on all ranks or gathered from stages, the
+state of a partitioned optimizer is gathered, the order of the samples follows from seed and epoch,
+and random numbers are keyed by position. So a run resumes with any number of ranks or stages, and
+bit-identically with the same.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from pydist.optim import SampleLR
 from pydist.optim.fused import match_parameter_formats
 from pydist.train import checkpoint
 from pydist.train.about import differences
+from pydist.train.job import Job
+from pydist.train.network import Network
 from pydist.watchdog import phase
 
 _DOES_NOT_MATCH = (
@@ -43,8 +45,8 @@ _DOES_NOT_MATCH = (
 class State:
     """State that determines how a run continues."""
 
-    mesh: Mesh
-    model: nn.Module
+    job: Job
+    network: Network
     optimizer: Optimizer
     scheduler: SampleLR
     scaler: GradScaler
@@ -55,24 +57,34 @@ class State:
     step: int = 0
     """Number of optimizer steps done."""
 
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of this rank."""
+        return self.job.mesh
+
+    @property
+    def model(self) -> nn.Module:
+        """The network's module."""
+        return self.network.model
+
     def save(self, folder: Path, keep: int, lock: FolderLock | None = None) -> Path:
-        """Writes a checkpoint. Collective: rank 0 writes, and all ranks raise its error.
+        """Writes a checkpoint. Collective: one rank writes, and all ranks raise its error.
 
         Args:
             folder: the folder of checkpoints.
             keep: number of latest checkpoints to keep.
-            lock: rank 0's lock on the run's folder.
+            lock: the writer's lock on the run's folder.
 
         Raises:
             DiskError: see `pydist.train.checkpoint.write`.
             CheckpointError: another process has taken the folder.
         """
         # On all ranks: buffers that differ between ranks are averaged, and the state of a
-        # partitioned optimizer is gathered.
+        # partitioned optimizer, or of stages, is gathered.
         with phase("saving a checkpoint"):
             parts = self._parts()
-        with together(self.mesh.world, "saving a checkpoint"):
-            if self.mesh.rank == 0:
+        with together(self.job.world, "saving a checkpoint"):
+            if self.job.writes:
                 if lock is not None:
                     lock.check()
                 checkpoint.write(folder, self.step, parts, keep)
@@ -85,7 +97,7 @@ class State:
             CheckpointError: it is damaged, or belongs to another model or optimizer.
             UsageError: it belongs to another data set, batch size or seed.
         """
-        with together(self.mesh.world, "reading a checkpoint"):
+        with together(self.job.world, "reading a checkpoint"):
             parts = checkpoint.read(path)
             self._require_same_settings(path, parts)
             try:
@@ -99,7 +111,7 @@ class State:
                 self.mesh.session.forwards = parts["mesh"]["forwards"]
                 _set_random_state(parts["random"])
                 if "tuning" in parts:
-                    autotuner_of(self.mesh).load(parts["tuning"])
+                    autotuner_of(self.mesh).load(parts["tuning"], self.network.own_tuning)
             except PydistError:
                 raise
             except _DOES_NOT_MATCH as error:
@@ -127,14 +139,15 @@ class State:
             )
 
     def _parts(self) -> dict[str, object]:
+        model, optimizer = self.network.state(self.optimizer)
         return {
-            "model": dict(self.model.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
+            "model": model,
+            "optimizer": optimizer,
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "sampler": self.loader.state_dict(),
             "mesh": {"forwards": self.mesh.session.forwards},
-            "tuning": autotuner_of(self.mesh).everyones(),
+            "tuning": self.network.tuning(),
             "about": dict(self.about),
             "random": _random_state(),
         }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from pydist.train.device import AMP_DTYPES
+from pydist.train.device import autocast
 
 if TYPE_CHECKING:
     from pydist.data.loader import Batch
@@ -20,7 +19,7 @@ class TrainStep:
     """Training step that never synchronizes with the device, so that it can be captured.
 
     Args:
-        state: model, optimizer and scaler; its loader determines the device.
+        state: network, optimizer and scaler; its loader determines the device.
         task: computes the loss.
         config: precision and clipping.
     """
@@ -41,14 +40,12 @@ class TrainStep:
             The group's loss, a scalar on the device.
         """
         state, config = self.state, self.config
-        with torch.autocast(self.device.type, AMP_DTYPES[config.amp], enabled=config.amp != "off"):
-            loss = self.task.loss(state.model(batch.inputs), batch)
-        state.scaler.scale(loss * scale).backward()
-        if config.clip_norm is not None:
-            state.scaler.unscale_(state.optimizer)
-            torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_norm)
+        loss = state.network.backward(
+            batch, self.task, scale, state.scaler, autocast(self.device, config.amp)
+        )
+        state.network.clip(state.scaler, state.optimizer, config.clip_norm)
         with self.mesh.session.timers.measure("optimizer"):
             state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad()
-        return loss.detach()
+        return loss

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pydist.comm.consensus import together
 from pydist.errors import PydistError, Stopped
 from pydist.train.device import own_stream
+from pydist.train.job import Job
 from pydist.train.log import Event, EventLog
 from pydist.train.loop import Trainer
 from pydist.train.run import (
@@ -22,6 +23,7 @@ from pydist.train.tasks import task_of
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
+    from pydist.stages import Stages
     from pydist.train.config import Config
     from pydist.train.state import State
 
@@ -36,7 +38,7 @@ class _Unsaved(Trainer):
 
 def take_steps(
     config: Config,
-    mesh: Mesh,
+    ranks: Mesh | Stages,
     steps: int,
     measured: Callable[[State], AbstractContextManager[StepListener]],
 ) -> None:
@@ -45,21 +47,22 @@ def take_steps(
     Args:
         config: as for `pydist train`; its settings of length, checkpoints and validation are
             ignored.
-        mesh: the mesh.
+        ranks: the mesh, or the stages.
         steps: number of steps.
         measured: returns a context, around the steps, with the listener to their events.
 
     Raises:
         PydistError: a signal ended it, or an error as for `pydist.train.run.train`.
     """
-    require_same_settings(config, mesh)
+    job = Job.of(ranks)
+    require_same_settings(config, job.world)
     length = replace(config.train, epochs=steps, steps=steps, validate_every=0)
     task = task_of(config)
-    with together(mesh.world, "opening the data"):
+    with together(job.world, "opening the data"):
         data, _ = open_datasets(config, task)
-        loader = make_loader(config, data, mesh)
+        loader = make_loader(config, data, job)
     with loader, own_stream(loader.device):
-        state = make_state(config, task, mesh, data, loader)
+        state = make_state(config, task, job, data, loader)
         with measured(state) as at_step:
 
             def listen(event: Event) -> None:

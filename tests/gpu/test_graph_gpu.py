@@ -21,6 +21,7 @@ from pydist.mesh import Mesh
 from pydist.optim.fused import start_momentum
 from pydist.train.device import own_stream
 from pydist.train.graph import RECOVERS, WARMUP, GraphedStep
+from pydist.train.network import MeshNetwork
 from pydist.train.step import TrainStep
 
 DEVICE = torch.device("cuda", 0)
@@ -92,7 +93,12 @@ def train(wanted, make, amp, clip, meddle=None):
         scaler = GradScaler("cuda", enabled=amp == "fp16", init_scale=2.0**22)
         schedule = LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
         state = SimpleNamespace(
-            mesh=mesh, model=model, optimizer=optimizer, scaler=scaler, loader=loader
+            mesh=mesh,
+            model=model,
+            network=MeshNetwork(model, mesh),
+            optimizer=optimizer,
+            scaler=scaler,
+            loader=loader,
         )
         config = SimpleNamespace(amp=amp, clip_norm=clip)
         step = GraphedStep(TrainStep(state, Task(), config), wanted, said.append)

@@ -22,6 +22,7 @@ from pydist.gradients.members import reducer_of
 from pydist.mesh import Mesh
 from pydist.train import captured, checkpoint, graph, loop
 from pydist.train.config import TrainConfig
+from pydist.train.network import MeshNetwork
 from pydist.train.step import TrainStep
 from support.training.runs import change, job
 
@@ -183,6 +184,7 @@ def small_step(world=None):
     state = SimpleNamespace(
         mesh=mesh,
         model=model,
+        network=MeshNetwork(model, mesh),
         optimizer=optimizer,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         loader=SimpleNamespace(device=torch.device("cpu")),

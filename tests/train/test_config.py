@@ -64,6 +64,46 @@ def test_any_values_survive_the_way_through_toml(path, lr, batch, groups):
             "mesh.shares.width = [1.0, 1.0]: expected one number per part, and the mesh has 1 al",
         ),
         ("[mesh]\nspatial = [1, 2, 0]", "mesh.spatial.2 = 0: input should be greater than or"),
+        ("[mesh]\nstages = 0", "mesh.stages = 0: expected a count >= 1, or a list with the mesh"),
+        ("[mesh]\nstages = []", "mesh.stages = []: expected a mesh for each stage, as in [{spat"),
+        ("[mesh]\nstages = [{spatail = 1}]", "mesh.stages.0.spatail is not a setting; did you me"),
+        ("[mesh]\nstages = [{spatial = [2, 1]}]", "mesh.stages.0.spatial.2 = [2, 1]: field requi"),
+        (
+            "[mesh]\nmicro_batches = 2",
+            "mesh.micro_batches = 2: it is for stages, and mesh",
+        ),
+        (
+            "[mesh]\nstages = [{}, {}]\nspatial = [2, 1, 1]",
+            "mesh.spatial = [2, 1, 1] beside a list mesh.stages: give it to each stage, as in ",
+        ),
+        (
+            "[mesh]\nstages = [{}, {}]\nshares = {depth = [1]}",
+            "mesh.shares.depth beside a list mesh.stages: give it to the shares of a stage",
+        ),
+        (
+            "[mesh]\nstages = [{shares = {data = [1]}}, {}]",
+            "mesh.stages.0.shares.data: all stages have the same samples; give it to mesh.shares",
+        ),
+        (
+            "[mesh]\nstages = [{}, {spatial = [2, 1, 1], shares = {depth = [1]}}]",
+            "mesh.stages.1.shares.depth = [1.0]: expected one number per part, and the mesh has 2",
+        ),
+        (
+            '[mesh]\nstages = 2\ncuts = ["a", "b"]',
+            "mesh.cuts = ['a', 'b']: 2 stages begin at the input and at 1 modules",
+        ),
+        (
+            "[mesh]\nstages = 2\ndata = 2\nmicro_batches = 3\n[train]\nbatch = 5",
+            "mesh.micro_batches = 3: of train.batch = 5 a sample group has 2 samples; possible are",
+        ),
+        (
+            '[mesh]\nstages = 2\n[optimizer]\nsharded = "always"',
+            'optimizer.sharded = "always" with mesh.stages: each stage has the optimizer state',
+        ),
+        (
+            '[mesh]\nstages = 2\n[train]\ncuda_graph = "always"',
+            'train.cuda_graph = "always" with mesh.stages: stages exchange messages through their',
+        ),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan: input should be a finite number"),
         ("[train]\nclass_weights = [1.0, -1.0]", "train.class_weights.1 = -1.0: input should be"),
         ("[train]\nclass_weights = []", "train.class_weights = []: tuple should have at least 1"),

@@ -11,7 +11,6 @@ from pydist import runtime
 from pydist.comm import LocalTransport, run_local
 from pydist.comm.transports.nccl import place
 from pydist.comm.transports.nccl.place import Found
-from pydist.mesh import Mesh
 from pydist.train import device, log
 from support.training.runs import job
 
@@ -76,8 +75,7 @@ def test_why_a_device_is_not_used_is_the_same_on_all_ranks(monkeypatch) -> None:
     monkeypatch.setattr(device, "present", lambda: ranks.pop(0))
 
     def body(world) -> tuple[str, str]:
-        mesh = Mesh(world, 2)
-        return device.why_unused("auto", mesh), device.why_unused("cpu", mesh)
+        return device.why_unused("auto", world), device.why_unused("cpu", world)
 
     ranks = [0, 0, 0, 0]
     assert run_local(body, 2) == [("", "")] * 2
@@ -87,9 +85,7 @@ def test_why_a_device_is_not_used_is_the_same_on_all_ranks(monkeypatch) -> None:
     assert found[0][0]
     assert found[0][1] == 'train.device is "cpu"'
     ranks = [1]
-    told = device.facts_of_run(
-        torch.device("cpu"), "cpu", "off", Mesh(LocalTransport()), "--device"
-    )
+    told = device.facts_of_run(torch.device("cpu"), "cpu", "off", LocalTransport(), "--device")
     assert told["unused_device"] == '--device is "cpu"'
 
 

@@ -36,17 +36,18 @@ class Shapes:
 def world_of(name: str) -> SimpleNamespace:
     """Returns a substitute for a transport: its name, its device, and whether the host waits."""
     device = None if name == "mpi" else torch.device("cuda")
-    return SimpleNamespace(name=name, device=device, host_waits=name == "cuda-mpi")
+    return SimpleNamespace(name=name, size=2, device=device, host_waits=name == "cuda-mpi")
 
 
 def step_on(device="cuda", amp="off", dataset=None, optimizer=None, recorder=None, world=None):
     mesh = Mesh(LocalTransport())
     mesh.session.timers.recorder = recorder
     if world is not None:
-        mesh.size, mesh.world = 2, world_of(world)
+        mesh.world = world_of(world)
     optimizer = optimizer or Adam([torch.zeros(2, requires_grad=True)], fused=True)
     loader = SimpleNamespace(dataset=dataset or Shapes(8, 8))
-    state = SimpleNamespace(optimizer=optimizer, loader=loader)
+    network = SimpleNamespace(obstacle=None)
+    state = SimpleNamespace(optimizer=optimizer, loader=loader, network=network)
     config = TrainConfig(amp=amp)
     return SimpleNamespace(mesh=mesh, state=state, config=config, device=torch.device(device))
 
@@ -185,20 +186,18 @@ def test_a_key_in_memory_is_that_key():
 
 
 def test_the_device_is_the_cpu_where_there_is_no_other(monkeypatch):
-    mesh = Mesh(LocalTransport())
+    world = LocalTransport()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device("auto", mesh) == choose_device("cpu", mesh) == torch.device("cpu")
+    assert choose_device("auto", world) == choose_device("cpu", world) == torch.device("cpu")
     with pytest.raises(UsageError, match=r'train.device is "cuda": torch .* finds no CUDA device'):
-        choose_device("cuda", mesh)
+        choose_device("cuda", world)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr("pydist.train.device.native", SimpleNamespace(has_cuda=True))
-    assert choose_device("auto", mesh) == torch.device("cuda", 1)
-    mesh.size, mesh.world = 2, world_of("mpi")
-    assert cuda_obstacle(mesh) == "transport 'mpi' carries host memory"
-    assert choose_device("auto", mesh) == torch.device("cpu")
-    mesh.world = world_of("nccl")
-    assert choose_device("auto", mesh) == torch.device("cuda", 1)
+    assert choose_device("auto", world) == torch.device("cuda", 1)
+    assert cuda_obstacle(world_of("mpi")) == "transport 'mpi' carries host memory"
+    assert choose_device("auto", world_of("mpi")) == torch.device("cpu")
+    assert choose_device("auto", world_of("nccl")) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize(

@@ -170,3 +170,25 @@ def test_ignored_voxels_are_in_no_score():
         expected = torch.bincount(pairs[counted[sample]], minlength=16).view(4, 4)
         assert torch.equal(found[sample], expected)
     assert not confusion(scores, LABELS, 2)[:, 2].any()
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "dice", "dice_ce"])
+@pytest.mark.parametrize("weights", [None, (0.2, 1.0, 0.0, 3.0)])
+@pytest.mark.parametrize("ignored", [None, 1])
+def test_parts_of_a_batch_have_the_loss_of_the_batch(kind, weights, ignored):
+    """Two groups share five samples, and each divides its own; one sample has no weight at all."""
+    weights = None if kind == "dice" else weights
+    loss = SegmentationLoss(kind, weights, ignored)
+    scores, labels = randn(5, 4, 3, 4, 2), randint(4, 5, 3, 4, 2)
+    labels[4] = 1
+    expected = float(loss(scores, labels))
+
+    def body(mesh):
+        first, last = ((0, 2), (2, 5))[mesh.data_index]
+        mine = labels[first:last]
+        of_part = loss.of_parts(mine, mesh, 5)
+        parts = [(first, first + 1), (first + 1, last)]
+        found = [float(of_part(scores[a:b], labels[a:b])) * (b - a) for a, b in parts]
+        return sum(found) / 5
+
+    assert sum(on_ranks((1, 1, 1), body, 2)) == pytest.approx(expected, rel=1e-12)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
     from pydist.data.loader import Batch
     from pydist.train.config import MeshConfig
+
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""Computes a loss from the output and the targets of some samples."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,13 @@ class Task(Protocol):
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         """Computes the mean loss over the batch's samples, a scalar."""
+        ...
+
+    def criterion(self, batch: Batch) -> Criterion:
+        """Returns the loss of a part of the batch's samples, for a network in stages.
+
+        The mean of the parts' losses, weighted by their samples, is the loss of the batch.
+        """
         ...
 
     def measure(self, output: Tensor, batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ from pydist.errors import UsageError
 from pydist.models import CosmoFlow
 from pydist.tensor import ShardedTensor
 from pydist.train import report
-from pydist.train.tasks.base import Validation, call_of
+from pydist.train.tasks.base import Criterion, Validation, call_of
 
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
@@ -89,6 +89,10 @@ class Regression:
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         """Computes the mean squared error."""
         return F.mse_loss(output, batch.targets)
+
+    def criterion(self, batch: Batch) -> Criterion:
+        """Returns the mean squared error."""
+        return F.mse_loss
 
     def measure(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns predicted and true values, [N, 2, outputs]."""

@@ -23,7 +23,7 @@ from pydist.train.losses import (
     ratio,
     scored_classes,
 )
-from pydist.train.tasks.base import Validation, call_of
+from pydist.train.tasks.base import Criterion, Validation, call_of
 
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
@@ -137,6 +137,10 @@ class Segmentation:
         """Computes the configured loss; with weighted voxels, equal in all sample groups."""
         counts = batch.count > 0
         return self._loss(output, batch.targets, batch.inputs.mesh, counts=counts)
+
+    def criterion(self, batch: Batch) -> Criterion:
+        """Returns the configured loss; weighted voxels count as in the global batch."""
+        return self._loss.of_parts(batch.targets, batch.inputs.mesh, batch.global_size)
 
     def measure(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns sums for the cross-entropy, Dice loss, and confusion, [N, 3 + classes²]."""

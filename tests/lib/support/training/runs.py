@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from pydist.comm import Transport
+from pydist.comm import Transport, run_local
 from pydist.mesh import Mesh
+from pydist.stages import Stages
 from pydist.train import config_io
 from pydist.train.config import Config
 from pydist.train.log import Listener
+from pydist.train.ranks import check_ranks, stage_arguments
 from pydist.train.run import Result, train
 
 
@@ -36,3 +38,16 @@ def job(
     axes, shares = {"channel": config.mesh.channel}, config.mesh.shares.given
     mesh = Mesh(world, data, spatial, config.train.seed, axes=axes, shares=shares)
     return train(config, mesh, listeners)
+
+
+def staged_job(world: Transport, config: Config, listeners: Sequence[Listener] = ()) -> Result:
+    """Runs one rank of a training run in stages, for `run_local`."""
+    check_ranks(config, world.size)
+    stages = Stages(world, stage_arguments(config.mesh, world.size), config.train.seed)
+    return train(config, stages, listeners)
+
+
+def in_stages(config: Config, listeners: Sequence[Listener] = ()) -> list[Result]:
+    """Runs training on the ranks that its stages need; returns the results in rank order."""
+    ranks = config.mesh.ranks_a_group * (config.mesh.data or 1)
+    return run_local(staged_job, ranks, config, listeners, timeout=120)

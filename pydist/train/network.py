@@ -1,0 +1,350 @@
+"""The network of a run on the ranks of its job: on one mesh, or in stages.
+
+The training loop, checkpoints and validation use a `Network`, and do not know which one it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from pydist.backend.autotuner import autotuner_of
+from pydist.errors import UsageError
+from pydist.optim import sharded
+from pydist.parallel import parallelize
+from pydist.stages import pipeline
+from pydist.train.device import autocast, memory_format
+from pydist.train.ranks import least_samples
+
+if TYPE_CHECKING:
+    from pydist.data.loader import Batch, Loader
+    from pydist.mesh import Mesh
+    from pydist.optim.partitioned import Use
+    from pydist.stages import Plan
+    from pydist.train.config import Config
+    from pydist.train.job import Job
+    from pydist.train.tasks import Task
+
+_LEAST_EXTENT = 64
+"""Extent of the volume on which a network is measured that accepts several; see `_sample`."""
+
+
+class Network(Protocol):
+    """A network on the ranks of a job. Methods are collective over the job.
+
+    Attributes:
+        model: the network. In stages a rank has up to date only its stage's part of it.
+        obstacle: why a step can't be captured as a CUDA graph, if that is so.
+        notices: lines for the log when training begins.
+    """
+
+    model: nn.Module
+    obstacle: str | None
+    notices: Sequence[str]
+
+    def partitioned(self, optimizer: Optimizer, wanted: Use) -> Optimizer:
+        """Returns the optimizer, partitioned over the ranks if wanted."""
+        ...
+
+    def backward(
+        self,
+        batch: Batch,
+        task: Task,
+        scale: float | Tensor,
+        scaler: GradScaler,
+        mixed: AbstractContextManager[Any],
+    ) -> Tensor:
+        """Runs the forward and backward passes of a training step.
+
+        Args:
+            batch: the samples.
+            task: computes the loss.
+            scale: factor of the loss, 0 where the samples are padding; see `Batch.loss_scale`.
+            scaler: scales the loss further, as gradients need it.
+            mixed: autocast, for the forward pass.
+
+        Returns:
+            The loss of the rank's sample group, without these factors.
+        """
+        ...
+
+    def clip(self, scaler: GradScaler, optimizer: Optimizer, norm: float | None) -> None:
+        """Prepares the gradients for the optimizer's step, and clips their norm, if given."""
+        ...
+
+    def evaluate(self, inputs: Tensor) -> Tensor | None:
+        """Returns the output for a batch, without a graph; `None` where another stage has it.
+
+        Collective over the ranks with one data index: groups may have different numbers of batches.
+        """
+        ...
+
+    def collect(self, rows: list[Tensor], indices: list[int]) -> Tensor:
+        """Returns the rows of all samples in their order, `[samples, ...]` float64, on all ranks.
+
+        Args:
+            rows: of the rank's group; none where `evaluate` has returned `None`.
+            indices: of their samples.
+        """
+        ...
+
+    def state(self, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the states of the whole network and of its optimizer."""
+        ...
+
+    def tuning(self) -> list[Any]:
+        """Returns the choices of kernels of all ranks, for checkpoints and files."""
+        ...
+
+    def own_tuning(self, tuning: list[Any]) -> list[Any]:
+        """Returns the choices of kernels that this rank's mesh uses, of those of `tuning`."""
+        ...
+
+
+class MeshNetwork:
+    """A parallelized network on one mesh; see `Network`."""
+
+    obstacle: str | None = None
+    notices: Sequence[str] = ()
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.model, self._mesh = model, mesh
+
+    def partitioned(self, optimizer: Optimizer, wanted: Use) -> Optimizer:
+        """Partitions the optimizer over the mesh, if wanted."""
+        return sharded(optimizer, self.model, wanted)
+
+    def backward(
+        self,
+        batch: Batch,
+        task: Task,
+        scale: float | Tensor,
+        scaler: GradScaler,
+        mixed: AbstractContextManager[Any],
+    ) -> Tensor:
+        """Runs the passes of the batch as a whole."""
+        with mixed:
+            loss = task.loss(self.model(batch.inputs), batch)
+        scaler.scale(loss * scale).backward()
+        return loss.detach()
+
+    def clip(self, scaler: GradScaler, optimizer: Optimizer, norm: float | None) -> None:
+        """Clips the gradients, which are those of all ranks."""
+        if norm is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+
+    def evaluate(self, inputs: Tensor) -> Tensor | None:
+        """Returns the output, on all ranks."""
+        with torch.no_grad():
+            output: Tensor = self.model(inputs)
+        return output
+
+    def collect(self, rows: list[Tensor], indices: list[int]) -> Tensor:
+        """Gathers the rows over the data axis."""
+        return _collected(rows, indices, self._mesh)
+
+    def state(self, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the states, in which parts of a partitioned optimizer are gathered."""
+        return dict(self.model.state_dict()), optimizer.state_dict()
+
+    def tuning(self) -> list[Any]:
+        """Returns the choices of each sample group."""
+        return list(autotuner_of(self._mesh).everyones())
+
+    def own_tuning(self, tuning: list[Any]) -> list[Any]:
+        """Returns all choices."""
+        return tuning
+
+
+class StagedNetwork:
+    """A network in stages, which trains in micro-batches; see `Network`.
+
+    Args:
+        model: the plain network, on the rank's device.
+        job: the ranks, in stages.
+        sample: an input, for the plan.
+        config: the run's configuration, with the options of `pydist.pipeline` in its table "mesh".
+
+    Raises:
+        UsageError: `cuts` names a module that can't begin a stage, or the network makes different
+            calls in two passes.
+        NotSupported: the network reads values in its forward pass.
+    """
+
+    obstacle: str | None = "the network is in stages, whose hosts exchange messages in each step"
+
+    def __init__(self, model: nn.Module, job: Job, sample: Tensor, config: Config) -> None:
+        assert job.stages is not None
+        wanted = config.mesh
+        with autocast(sample.device, config.train.amp):  # the plan is that of these kernels
+            self._pipe = pipeline(
+                model,
+                job.stages,
+                sample,
+                micro_batches=wanted.micro_batches,
+                schedule=wanted.schedule,
+                balance=wanted.balance,
+                cuts=wanted.cuts,
+                recompute=wanted.recompute,
+                batch_norm=config.model.statistics,
+            )
+        self.model, self._job = model, job
+        self._stages, self._mesh = job.stages, job.mesh
+        self.notices: Sequence[str] = [_described(self._pipe.plan)]
+        self._micro_batches = wanted.micro_batches
+        self._ahead = 0
+
+    def partitioned(self, optimizer: Optimizer, wanted: Use) -> Optimizer:
+        """Returns the optimizer: each stage steps and stores its own part in any case."""
+        return optimizer
+
+    def backward(
+        self,
+        batch: Batch,
+        task: Task,
+        scale: float | Tensor,
+        scaler: GradScaler,
+        mixed: AbstractContextManager[Any],
+    ) -> Tensor:
+        """Runs the passes of the batch's micro-batches."""
+        criterion, mesh = task.criterion(batch), self._mesh
+        least = least_samples(batch.global_size, mesh.data_size, mesh.shares.get("data"))
+        with mixed:
+            loss = self._pipe.step(
+                batch.inputs,
+                batch.targets,
+                lambda output, targets: scaler.scale(criterion(output, targets) * scale),
+                micro_batches=min(self._micro_batches, least),
+            )
+        return loss / (scaler.get_scale() * scale)
+
+    def clip(self, scaler: GradScaler, optimizer: Optimizer, norm: float | None) -> None:
+        """Lets an overflow on one stage count on all, and clips the norm over all stages."""
+        self._pipe.unscale_(scaler, optimizer)
+        if norm is not None:
+            self._pipe.clip_grad_norm_(norm)
+
+    def evaluate(self, inputs: Tensor) -> Tensor | None:
+        """Returns the output on the last stage."""
+        output: Tensor | None = self._pipe(inputs)
+        self._ahead += 1
+        if self._stages.is_last:
+            self._answer()
+        self._wait_until_ahead(self._stages.count)
+        return output
+
+    def collect(self, rows: list[Tensor], indices: list[int]) -> Tensor:
+        """Gathers the rows of the last stage, and sends them to all."""
+        self._wait_until_ahead(0)
+        stages = self._stages
+        message = b""
+        if stages.is_last:
+            found = _collected(rows, indices, self._mesh)
+            message = json.dumps(list(found.shape)).encode() + b"\n" + found.numpy().tobytes()
+        message = stages.world.broadcast_bytes(message, self._job.writer)
+        shape, _, content = message.partition(b"\n")
+        return torch.frombuffer(bytearray(content), dtype=torch.float64).view(json.loads(shape))
+
+    def state(self, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the states of all stages."""
+        self._pipe.gather()
+        return dict(self.model.state_dict()), self._pipe.optimizer_state(optimizer)
+
+    def tuning(self) -> list[Any]:
+        """Returns the choices of each sample group of the first stage, then of the next."""
+        mine = json.dumps(autotuner_of(self._mesh).everyones()).encode()
+        everyones = self._stages.world.all_gather_bytes(mine)
+        firsts = (everyones[stage.rank(0, 0)] for stage in self._stages.all)
+        return [each for found in firsts for each in json.loads(found)]
+
+    def own_tuning(self, tuning: list[Any]) -> list[Any]:
+        """Returns the choices of this stage, if another run had as many stages."""
+        size = len(tuning) // self._stages.count
+        return tuning[self._stages.index * size :][:size] or tuning
+
+    def _answer(self) -> None:
+        """Tells earlier stages that the last one has computed a batch of an evaluation."""
+        if self._mesh.sample_index == 0:
+            for stage in self._stages.all[:-1]:
+                for index in range(stage.sample_size):
+                    self._stages.send_bytes(b".", stage.rank(self._mesh.data_index, index))
+
+    def _wait_until_ahead(self, most: int) -> None:
+        """Waits until this stage is at most so many batches ahead of the last one.
+
+        Stages do not wait for each other otherwise, and what they have sent stays in memory.
+        """
+        last = self._job.with_output(self._mesh.data_index)
+        while self._ahead > most and not self._stages.is_last:
+            self._stages.receive_bytes(last)
+            self._ahead -= 1
+
+
+def place(model: nn.Module, job: Job, task: Task, loader: Loader, config: Config) -> Network:
+    """Places a plain network on the ranks of a job. Collective.
+
+    Args:
+        model: the network, on the loader's device.
+        job: the ranks.
+        task: of the network.
+        loader: the training batches.
+        config: the run's configuration.
+
+    Raises:
+        UsageError: a description of stages does not suit the network or the data.
+    """
+    if job.stages is None:
+        parallelize(model, job.mesh, batch_norm=config.model.statistics)
+        return MeshNetwork(model, job.mesh)
+    left = len(loader.dataset) % config.train.batch
+    if 0 < left < job.mesh.data_size:
+        raise UsageError(
+            f"mesh.stages with mesh.data = {job.mesh.data_size}: the last batch of an epoch has "
+            f"{left} of {len(loader.dataset)} samples, fewer than one for each sample group: "
+            "choose another train.batch"
+        )
+    return StagedNetwork(model, job, _sample(loader, task, config), config)
+
+
+def _described(plan: Plan) -> str:
+    """Returns the cuts of a plan and the stages' shares of the time, on one line."""
+    total = sum(row[1] for row in plan.rows) or 1.0
+    shares = ", ".join(f"{row[1] / total:.0%}" for row in plan.rows)
+    starts = "; ".join(f"stage {i} begins with {key}" for i, key in enumerate(plan.starts, 1))
+    return f"of a sample's time on one rank the stages have {shares}; {starts or 'one stage'}"
+
+
+def _sample(loader: Loader, task: Task, config: Config) -> Tensor:
+    """Returns an input on which a rank can run the whole network, to measure its calls.
+
+    A network of voxels accepts small volumes, and any makes the same calls.
+    """
+    channels, *extents = loader.dataset.shape_of(0)
+    if task.multiple is not None:
+        units = max(4, _LEAST_EXTENT // task.multiple)
+        extents = [min(extent, units * task.multiple) for extent in extents]
+    sample = torch.zeros(1, channels, *extents, dtype=loader.dataset.dtype, device=loader.device)
+    return sample.contiguous(memory_format=memory_format(config.train, loader.device))
+
+
+def _collected(rows: list[Tensor], indices: list[int], mesh: Mesh) -> Tensor:
+    """Gathers the rows of all sample groups of a mesh, equal on every rank of it."""
+    dims = 4
+    shape = torch.zeros(dims, dtype=torch.int64)
+    if rows:
+        shape[: rows[0].dim() - 1] = torch.tensor(rows[0].shape[1:])
+    mesh.data.all_reduce(shape, "max")  # a group may have no samples
+    mine = torch.cat(rows).cpu() if rows else torch.empty(0)
+    everyones = mesh.data.all_gather_bytes(mine.numpy().tobytes())
+    found = torch.frombuffer(bytearray(b"".join(everyones)), dtype=torch.float64)
+    numbers = mesh.data.all_gather_bytes(json.dumps(indices).encode())
+    order = torch.tensor([index for each in numbers for index in json.loads(each)]).argsort()
+    return found.reshape(-1, *(n for n in shape.tolist() if n))[order]

@@ -1,0 +1,166 @@
+"""The ranks that a configuration describes: their number, and which descriptions are possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from pydist.errors import UsageError
+from pydist.partition import divide
+from pydist.train.config import MeshConfig
+
+if TYPE_CHECKING:
+    from pydist.train.config import Config
+
+_OF_STAGES = ("micro_batches", "schedule", "balance", "cuts", "recompute")
+"""Settings that only a network in stages has."""
+_OF_EACH = ("spatial", "channel")
+"""Settings that a list of stages gives for each."""
+
+
+def check(config: Config) -> None:
+    """Checks that the settings of mesh and stages suit each other.
+
+    Raises:
+        UsageError: they do not; it names the setting, and what is possible.
+    """
+    if found := [*_mistakes(config)]:
+        raise UsageError("; ".join(found))
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """Checks that a number of ranks suits the description of stages.
+
+    Raises:
+        UsageError: it does not.
+    """
+    mesh = config.mesh
+    if mesh.stages is None:
+        return  # the mesh itself says so
+    each, groups = mesh.ranks_a_group, mesh.data
+    if ranks % each or (groups is not None and ranks != groups * each):
+        sizes = " + ".join(str(stage.ranks_a_group) for stage in mesh.stage_meshes)
+        possible = f"multiples of {each}" if groups is None else str(groups * each)
+        times = "" if groups in (None, 1) else f" for each of mesh.data = {groups} sample groups"
+        raise UsageError(
+            f"mesh.stages needs {sizes} ranks{times}, and there are {ranks}: possible are "
+            f"{possible}"
+        )
+    if found := [*_mistakes_in_batch(config, ranks // each)]:
+        raise UsageError(found[0])
+
+
+def least_samples(batch: int, groups: int, shares: Sequence[float] | None) -> int:
+    """Returns the samples of the sample group with fewest.
+
+    Args:
+        batch: samples of all groups, at least one for each.
+        groups: number of groups.
+        shares: of the groups; equal by default.
+    """
+    points = divide(batch, shares or (1.0,) * groups).points
+    return min(b - a for a, b in pairwise(points))
+
+
+def stage_arguments(mesh: MeshConfig, ranks: int) -> list[Mapping[str, Any]]:
+    """Returns the meshes of stages as `pydist.init_stages` takes them.
+
+    Args:
+        mesh: the configuration, with stages.
+        ranks: number of ranks, which `check_ranks` has accepted.
+    """
+    groups = ranks // mesh.ranks_a_group
+    return [
+        {
+            "data": groups,
+            "spatial": stage.spatial,
+            "channel": stage.channel,
+            "shares": stage.shares.given,
+        }
+        for stage in mesh.stage_meshes
+    ]
+
+
+def _mistakes(config: Config) -> Iterator[str]:
+    mesh = config.mesh
+    if mesh.stages == ():
+        yield "mesh.stages = []: expected a mesh for each stage, as in [{spatial = [2, 1, 1]}, {}]"
+        return
+    default = {each.name: each.default for each in fields(MeshConfig)}
+    if mesh.stages is None:
+        for name in _OF_STAGES:
+            if (given := getattr(mesh, name)) != default[name]:
+                yield f"mesh.{name} = {_shown(given)}: it is for stages, and mesh.stages is not set"
+    if isinstance(mesh.stages, tuple):
+        yield from _mistakes_in_list(mesh, default)
+    for number, stage in enumerate(mesh.stage_meshes):
+        of_each = isinstance(mesh.stages, tuple)
+        where = f"mesh.stages.{number}.shares" if of_each else "mesh.shares"
+        parts = stage.parts()
+        for axis, shares in stage.shares.given.items():
+            if len(shares) != (expected := parts.get(axis, len(shares))):
+                place = "mesh.shares" if axis == "data" else where
+                yield (
+                    f"{place}.{axis} = {list(shares)}: expected one number per part, and the mesh "
+                    f"has {expected} along it"
+                )
+    if mesh.stages is not None:
+        yield from _mistakes_in_stages(config)
+        if mesh.data is not None:
+            yield from _mistakes_in_batch(config, mesh.data)
+
+
+def _mistakes_in_list(mesh: MeshConfig, default: Mapping[str, Any]) -> Iterator[str]:
+    assert isinstance(mesh.stages, tuple)
+    for name in _OF_EACH:
+        if (given := getattr(mesh, name)) != default[name]:
+            yield (
+                f"mesh.{name} = {_shown(given)} beside a list mesh.stages: give it to each stage, "
+                f"as in mesh.stages = [{{{name} = {_shown(given)}}}, {{}}]"
+            )
+    for axis in mesh.shares.given:
+        if axis != "data":
+            yield f"mesh.shares.{axis} beside a list mesh.stages: give it to the shares of a stage"
+    for number, stage in enumerate(mesh.stages):
+        if stage.shares.data is not None:
+            yield (
+                f"mesh.stages.{number}.shares.data: all stages have the same samples; give it to "
+                "mesh.shares"
+            )
+
+
+def _mistakes_in_stages(config: Config) -> Iterator[str]:
+    mesh, count = config.mesh, len(config.mesh.stage_meshes)
+    if mesh.cuts is not None and len(mesh.cuts) != count - 1:
+        yield (
+            f"mesh.cuts = {_shown(mesh.cuts)}: {count} stages begin at the input and at "
+            f"{count - 1} modules"
+        )
+    if config.optimizer.sharded == "always":
+        yield (
+            'optimizer.sharded = "always" with mesh.stages: each stage has the optimizer state of '
+            'its own parameters, and needs their gradients whole; "auto" and "never" are possible'
+        )
+    if config.train.cuda_graph == "always":
+        yield (
+            'train.cuda_graph = "always" with mesh.stages: stages exchange messages through their '
+            'hosts in each step, which no graph holds; "auto" and "never" are possible'
+        )
+
+
+def _mistakes_in_batch(config: Config, groups: int) -> Iterator[str]:
+    batch, count = config.train.batch, config.mesh.micro_batches
+    if batch < groups:
+        return  # the loader says so, with or without stages
+    least = least_samples(batch, groups, config.mesh.shares.data)
+    if least < count:
+        yield (
+            f"mesh.micro_batches = {count}: of train.batch = {batch} a sample group has {least} "
+            f"sample{'s' if least > 1 else ''}; possible are 1 to {least}, or a larger batch"
+        )
+
+
+def _shown(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else repr(value)
