@@ -103,7 +103,9 @@ def ranks_of(config: Config) -> Mesh | Stages:
     facts = {"the stages": str(config.mesh.stage_meshes), "the seed": config.train.seed}
     world = join(_transport(config), lambda _: facts, keep_freed_memory=True)
     check_ranks(config, world.size)
-    return Stages(world, stage_arguments(config.mesh, world.size), config.train.seed)
+    return Stages(
+        world, stage_arguments(config.mesh, world.size), config.train.seed, config.mesh.order
+    )
 
 
 def mesh_of(config: Config) -> Mesh:

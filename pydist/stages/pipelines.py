@@ -203,9 +203,7 @@ class Pipeline:
         self._transfers, self._shapes = Transfers(stages), Shapes()
         self._state = State(model, stages, uses)
         self._statistics = BatchStatistics(stages) if collects else None
-        self._counters: dict[
-            int, Tensor
-        ] = {}  # of batches, before one whose statistics change once
+        self._counters: dict[int, Tensor] = {}  # of norms, before a batch that counts once
         self.running: MicroBatch | None = None
         """The micro-batch whose forward pass runs."""
         self._own = [s for s, mesh in enumerate(stages.order) if mesh == stages.index]
@@ -270,7 +268,7 @@ class Pipeline:
         self._state.reduce_shared(before)
         if self._statistics is not None:
             self._statistics.update()
-        return self._everywhere([loss for loss in losses if loss is not None])
+        return self._everywhere([loss for loss in losses if loss is not None], len(parts))
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs a forward pass without gradients on the whole batch.
@@ -433,10 +431,10 @@ class Pipeline:
             made.statistics, made.of_groups = self._statistics, part.of_groups
         return made
 
-    def _everywhere(self, losses: Sequence[Tensor]) -> Tensor:
+    def _everywhere(self, losses: Sequence[Tensor], micro_batches: int) -> Tensor:
         """Returns the sum of the losses of all last stages, on all ranks."""
         stages, mine = self.stages, self.stages.mesh
-        last = sorted({self._schedule.placed(m)[-1] for m in range(self._micro_batches)})
+        last = sorted({self._schedule.placed(m)[-1] for m in range(micro_batches)})
         totals = []
         for index in last:
             if index != stages.index:

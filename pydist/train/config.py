@@ -236,8 +236,12 @@ class MeshConfig(_Table):
     [{spatial = [2, 1, 1]}, {}]."""
     micro_batches: Count = 1
     """Parts into which stages divide a group's batch."""
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Order of the micro-batches in stages."""
+    schedule: Literal["gpipe", "1f1b", "gems"] = "1f1b"
+    """Order of the micro-batches in stages; "gems" goes forth and back through their meshes."""
+    order: tuple[CountOrZero, ...] | None = None
+    """The mesh of each stage, of those in `stages`, if meshes run several, such as [0, 1, 0, 1]."""
+    running_statistics: Literal["micro_batch", "batch"] = "micro_batch"
+    """Whether those of batch norms change with each micro-batch of stages, or once in a step."""
     balance: Literal["time", "memory"] = "time"
     """What the largest stage has least of."""
     cuts: tuple[str, ...] | None = None

@@ -36,7 +36,7 @@ class Job:
     def __str__(self) -> str:
         size = self.world.size
         if self.stages is not None:
-            grids = " + ".join(str(stage.grid) for stage in self.stages.all)
+            grids = " + ".join(str(mesh.grid) for mesh in self.stages.meshes)
             return f"{size} ranks in {self.stages.count} stages: {grids}"
         return f"{size} ranks: {self.mesh.grid}" if size > 1 else "1 rank"
 
@@ -49,7 +49,7 @@ class Job:
         """Returns the first rank that has the network's output for a sample group."""
         if self.stages is None:
             return self.mesh.sample_size * data_index
-        return self.stages.all[-1].rank(data_index, 0)
+        return self.stages.meshes[self.stages.order[-1]].rank(data_index, 0)
 
     @property
     def writes(self) -> bool:

@@ -195,6 +195,7 @@ class StagedNetwork:
                 cuts=wanted.cuts,
                 recompute=wanted.recompute,
                 batch_norm=config.model.statistics,
+                running_statistics=wanted.running_statistics,
             )
         self.model, self._job = model, job
         self._stages, self._mesh = job.stages, job.mesh
@@ -259,23 +260,23 @@ class StagedNetwork:
         return dict(self.model.state_dict()), self._pipe.optimizer_state(optimizer)
 
     def tuning(self) -> list[Any]:
-        """Returns the choices of each sample group of the first stage, then of the next."""
+        """Returns the choices of each sample group of the first mesh, then of the next."""
         mine = json.dumps(autotuner_of(self._mesh).everyones()).encode()
         everyones = self._stages.world.all_gather_bytes(mine)
-        firsts = (everyones[stage.rank(0, 0)] for stage in self._stages.all)
+        firsts = (everyones[mesh.rank(0, 0)] for mesh in self._stages.meshes)
         return [each for found in firsts for each in json.loads(found)]
 
     def own_tuning(self, tuning: list[Any]) -> list[Any]:
-        """Returns the choices of this stage, if another run had as many stages."""
-        size = len(tuning) // self._stages.count
+        """Returns the choices of this mesh, if another run had as many meshes."""
+        size = len(tuning) // len(self._stages.meshes)
         return tuning[self._stages.index * size :][:size] or tuning
 
     def _answer(self) -> None:
         """Tells earlier stages that the last one has computed a batch of an evaluation."""
         if self._mesh.sample_index == 0:
-            for stage in self._stages.all[:-1]:
-                for index in range(stage.sample_size):
-                    self._stages.send_bytes(b".", stage.rank(self._mesh.data_index, index))
+            for mesh in self._stages.meshes:
+                for index in range(0 if mesh is self._stages.own else mesh.sample_size):
+                    self._stages.send_bytes(b".", mesh.rank(self._mesh.data_index, index))
 
     def _wait_until_ahead(self, most: int) -> None:
         """Waits until this stage is at most so many batches ahead of the last one.

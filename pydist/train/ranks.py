@@ -14,7 +14,9 @@ from pydist.train.config import MeshConfig
 if TYPE_CHECKING:
     from pydist.train.config import Config
 
-_OF_STAGES = ("micro_batches", "schedule", "balance", "cuts", "recompute")
+_OF_STAGES = (
+    "micro_batches", "schedule", "balance", "cuts", "recompute", "order", "running_statistics",
+)  # fmt: skip
 """Settings that only a network in stages has."""
 _OF_EACH = ("spatial", "channel")
 """Settings that a list of stages gives for each."""
@@ -132,7 +134,13 @@ def _mistakes_in_list(mesh: MeshConfig, default: Mapping[str, Any]) -> Iterator[
 
 
 def _mistakes_in_stages(config: Config) -> Iterator[str]:
-    mesh, count = config.mesh, len(config.mesh.stage_meshes)
+    mesh, meshes = config.mesh, len(config.mesh.stage_meshes)
+    if mesh.order is not None and {*mesh.order} != {*range(meshes)}:
+        yield (
+            f"mesh.order = {_shown(mesh.order)}: expected the mesh of each stage, each of 0 to "
+            f"{meshes - 1} at least once"
+        )
+    count = meshes if mesh.order is None else len(mesh.order)
     if mesh.cuts is not None and len(mesh.cuts) != count - 1:
         yield (
             f"mesh.cuts = {_shown(mesh.cuts)}: {count} stages begin at the input and at "

@@ -36,7 +36,7 @@ from pydist.train.config import (
     UNet3dConfig,
 )
 from pydist.train.folder import TUNING_FILE
-from pydist.train.ranks import check_ranks
+from pydist.train.ranks import check, check_ranks
 from support.training.runs import change, in_stages, job
 
 DEEP = StageConfig(spatial=(2, 1, 1))
@@ -133,8 +133,10 @@ def elsewhere(config, folder) -> Config:
         {"stages": 2, "data": 2, "micro_batches": 2},
         {"stages": UNEVEN, "micro_batches": 3, "schedule": "gpipe"},
         {"stages": 2, "micro_batches": 2, "recompute": True, "cuts": ("head",)},
+        {"stages": 2, "micro_batches": 2, "order": (0, 1, 1, 0), "data": 2},
+        {"stages": 2, "micro_batches": 3, "schedule": "gems"},
     ],
-    ids=["groups", "uneven", "recompute"],
+    ids=["groups", "uneven", "recompute", "forth and back", "gems"],
 )
 def test_cosmoflow_in_stages_trains_as_on_one_rank(double, universe_run, tmp_path, mesh):
     """The second batch is short: two samples, which are fewer than some micro-batches need."""
@@ -362,6 +364,15 @@ def test_stages_that_do_not_suit_the_data_or_the_network_are_refused(
     with pytest.raises(UsageError, match=message):
         in_stages(config)
     assert not events(config, "start")
+
+
+def test_a_wrong_order_is_refused(universe_run):
+    for given in ((0, 1, 2), (0, 0)):
+        config = change(universe_run, mesh={"stages": 2, "order": given})
+        with pytest.raises(UsageError, match=r"mesh\.order = .* each of 0 to 1 at least once"):
+            check(config)
+        with pytest.raises(UsageError, match="each of 0 to 1 at least once"):
+            in_stages(config)
 
 
 def test_another_number_of_ranks_is_refused(universe_run):

@@ -43,7 +43,9 @@ def job(
 def staged_job(world: Transport, config: Config, listeners: Sequence[Listener] = ()) -> Result:
     """Runs one rank of a training run in stages, for `run_local`."""
     check_ranks(config, world.size)
-    stages = Stages(world, stage_arguments(config.mesh, world.size), config.train.seed)
+    stages = Stages(
+        world, stage_arguments(config.mesh, world.size), config.train.seed, config.mesh.order
+    )
     return train(config, stages, listeners)
 
 
