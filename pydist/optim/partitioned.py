@@ -356,7 +356,7 @@ class _Norms:
 
 def _obstacle(optimizer: Optimizer) -> str | None:
     """Returns why an optimizer can't be partitioned, or `None`."""
-    if type(optimizer) not in POSSIBLE:
+    if type(optimizer) not in POSSIBLE and not isinstance(optimizer, LayerwiseOptimizer):
         names = ", ".join(each.__name__ for each in POSSIBLE)
         return f"it may look at more than one element at a time; possible are {names}"
     if any(group.get("differentiable") for group in optimizer.param_groups):
