@@ -31,6 +31,7 @@ from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
 from pydist.ops.normalization.batch_norm import STATISTICS
 from pydist.ops.pointwise.keyed import draws_of
+from pydist.slices import shard_weights
 from pydist.structure import facts_of
 from pydist.tensor import Origin, ShardedTensor, local_of
 from pydist.tensor.aliasing import view_at
@@ -57,7 +58,11 @@ GROUP_WEIGHTS = ("samples", "equal")
 
 
 def parallelize(
-    model: _M, mesh: Mesh, batch_norm: str = "global", group_weight: str = "samples"
+    model: _M,
+    mesh: Mesh,
+    batch_norm: str = "global",
+    group_weight: str = "samples",
+    sharded_weights: bool = False,
 ) -> _M:
     """Prepares `model` for training on a mesh: on split samples, over several groups, or both.
 
@@ -87,6 +92,10 @@ def parallelize(
         group_weight: the weight of a sample group's loss: "samples" (its number of samples in dim 0
             of the model's first sharded, 5-D or other tensor argument; an extent of 1 counts only
             if all have it), or "equal" (all groups the same, as under DDP).
+        sharded_weights: whether ranks along the channel axis store slices of the weights of wide
+            layers, with gradients and optimizer state, instead of whole weights. A sharded weight
+            shows its global shape, and `state_dict()` is that of the whole network, but collective;
+            see `pydist.slices`.
 
     Returns:
         The same object.
@@ -97,12 +106,16 @@ def parallelize(
         NotSupported: a part of the model is compiled, or reduces gradients itself.
     """
     _check(model, mesh, batch_norm, group_weight)
-    given = {"batch_norm": batch_norm, "group_weight": group_weight}
+    given = {
+        "batch_norm": batch_norm,
+        "group_weight": group_weight,
+        "sharded_weights": str(sharded_weights),
+    }
     require_same(mesh.world, {**given, **facts_of(model)})
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
     entry = Entry(mesh, batch_norm, group_weight)
-    entry.adopt(model)
+    entry.adopt(model, sharded_weights=sharded_weights)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     if mesh.data_size > 1:
         # First, so that other hooks get its result; also called when the forward pass raises.
@@ -170,7 +183,7 @@ class Entry:
     def __init__(self, mesh: Mesh, statistics: str, group_weight: str) -> None:
         self.mesh, self.statistics = mesh, statistics
         self.batches = Batches(mesh, group_weight == "samples")
-        self._lane: Lane | None = None
+        self._lanes: list[Lane] = []
         self.continues = False
         """Whether the next batch is a further part of the last one: it draws no new numbers."""
 
@@ -192,17 +205,21 @@ class Entry:
         """The gradient reducer, which is shared by all models on the mesh."""
         return reducer_of(self.mesh)
 
-    def adopt(self, module: nn.Module) -> None:
+    def adopt(self, module: nn.Module, *, sharded_weights: bool = False) -> None:
         """Broadcasts parameters and buffers from rank 0, and adds the module to the reducer."""
         if self.mesh.size > 1:
             broadcast_state(module, self.mesh.world)
-            self._lane = self.reducer.add_lane(module.named_parameters())
+            _ = self.reducer  # installs its checks before the hooks of sharded weights
+            if sharded_weights:
+                shard_weights(module, self.mesh, self.statistics)
+            self._lanes = self.reducer.add_lanes(module.named_parameters())
             consistency_of(self.mesh).parameters.hold(module, self.mesh.session.forwards)
 
     def release(self, parameters: Iterable[Tensor]) -> None:
         """Takes parameters out of the reducer that no call on this mesh uses. Collective."""
-        if self._lane is not None:
-            self.reducer.release(self._lane, parameters)
+        released = list(parameters)
+        for lane in self._lanes:
+            self.reducer.release(lane, released)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -249,7 +266,7 @@ class Entry:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients without reduction; the next backward outside reduces the sum."""
-        with nullcontext() if self.mesh.size == 1 else self.reducer.paused(self._lane):
+        with nullcontext() if self.mesh.size == 1 else self.reducer.paused(self._lanes):
             yield
 
     def of_batch(self, x: Tensor) -> ShardedTensor:

@@ -81,7 +81,7 @@ class Consistency:
     def __init__(self, mesh: Mesh) -> None:
         """Begins with nothing to compare. Created by `consistency_of`."""
         self.operands, self.parameters = Contents(), Parameters()
-        self._shared = Contents()
+        self._shared: dict[tuple[str, ...], Contents] = {}
         self._claims: list[_Claim] = []
         self._weights: dict[tuple[str, ...], int] = {}
         self._sample_axes = mesh.grid.split(SAMPLE_AXES)
@@ -175,8 +175,8 @@ class Consistency:
         """
         if total:
             raise self._difference(mesh, self._claims, self._split_axes)
-        self.operands.confirm()
-        self._shared.confirm()
+        for contents in (self.operands, *self._shared.values()):
+            contents.confirm()
 
     def compare_histories(self, mesh: Mesh) -> None:
         """Compares the histories of the calls so far, where no backward does. Collective.
@@ -191,23 +191,27 @@ class Consistency:
             if int(total):
                 raise self._difference(mesh, claims, self._split_axes)
 
-    def sum_parameters(self, mesh: Mesh, parameters: Sequence[Tensor]) -> None:
+    def sum_parameters(
+        self, mesh: Mesh, parameters: Mapping[tuple[str, ...], Sequence[Tensor]]
+    ) -> None:
         """Forms checksums of this turn's share, which the end of the next backward compares.
 
         Args:
             mesh: the mesh.
-            parameters: parameters that are equal on all ranks, in the same order.
+            parameters: by the axes along which they are equal on all ranks, in the same order.
         """
         if mesh.size > 1 and not is_capturing():
-            self._add(self._shared, parameters, mesh)
-            self._shared.turn += 1
+            for axes, held in parameters.items():
+                contents = self._shared.setdefault(mesh.grid.split(axes), Contents())
+                self._add(contents, held, mesh)
+                contents.turn += 1
 
     def _checksums(self, mesh: Mesh) -> list[_Claim]:
         if mesh.size == 1 or is_capturing():
             return []
         operands = self._claim(self.operands, self._sample_axes)
         self.operands.turn += 1
-        return [operands, self._claim(self._shared, self._split_axes)]
+        return [operands, *(self._claim(each, axes) for axes, each in self._shared.items())]
 
     def _claim(self, contents: Contents, axes: tuple[str, ...]) -> _Claim:
         what = "operands" if contents is self.operands else "parameters"

@@ -26,6 +26,7 @@ from pydist._loader import native
 from pydist.comm.interface.ledger import DIFFERENT, calling_module
 from pydist.errors import UsageError
 from pydist.exchange.link import Link
+from pydist.exchange.own_slice import is_sharded_weight, own_slice
 
 SHARES = 47
 """A prime, so that a tensor used only in every second or third comparison is fully covered too."""
@@ -226,7 +227,7 @@ class Parameters:
         """
         self._of[model] = []
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or is_sharded_weight(parameter):
                 continue
             reference = Link(parameter)
             self._of[model].append(reference)
@@ -254,7 +255,7 @@ class Parameters:
 
     def places(self) -> dict[int, int]:
         """Returns the positions of all models' current parameters, by the ids of the parameters."""
-        parameters = (p for model in list(self._of) for p in model.parameters())
+        parameters = (own_slice(p) for model in list(self._of) for p in model.parameters())
         return {id(parameter): place for place, parameter in enumerate(parameters)}
 
     def share(

@@ -11,7 +11,9 @@ from pydist.exchange.formats import all_channels_last
 from pydist.layout import Layout
 
 
-def redistributed(local: Tensor, source: Layout, target: Layout) -> Tensor:
+def redistributed(
+    local: Tensor, source: Layout, target: Layout, *, is_averaged: bool = False
+) -> Tensor:
     """Returns this rank's shard in another layout of the same shape and mesh. Differentiable.
 
     Its adjoint adds every gradient back along the messages, times rep(source) / rep(target). Only
@@ -21,6 +23,7 @@ def redistributed(local: Tensor, source: Layout, target: Layout) -> Tensor:
         local: the shard in `source`.
         source: the present layout.
         target: the new layout.
+        is_averaged: whether the gradient of `local` is averaged over its replicas later.
 
     Raises:
         UsageError: the layouts differ in shape or mesh.
@@ -40,5 +43,6 @@ def redistributed(local: Tensor, source: Layout, target: Layout) -> Tensor:
 
     exchanger = mesh.session.plan(("redistribute", source, target), make)
     weight = source.replicas / target.replicas
-    local = with_true_gradient(local, mesh, source.unused_axes)
+    if not is_averaged:
+        local = with_true_gradient(local, mesh, source.unused_axes)
     return gather_box(local, exchanger, mesh, weight=weight, part="redistribute")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.link import Link
+from pydist.exchange.own_slice import axes_of_copies
 from pydist.gradients.partitioned import PartitionedGradient
 from pydist.gradients.rows import is_dense
 
@@ -68,6 +69,7 @@ class Leaf:
     Attributes:
         key: `id` of the parameter.
         name: for errors.
+        axes: axes of the mesh along which the ranks hold equal copies.
         kind: the layout of the gradient in the buckets.
         dense: whether the elements of the parameter fill one interval of memory.
         has_parts: whether the gradient can be partitioned like the parameter.
@@ -91,6 +93,7 @@ class Leaf:
         self._parameter = Link(parameter)
         self._reducer = weakref.ref(reducer)
         self.key, self.name = id(parameter), name
+        self.axes = axes_of_copies(parameter)
         self._measure(parameter)
         self.is_partitioned = False
         self.fired = self.paused = self.partial = self.keeps_graph = self.in_graph = False

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pydist._loader import native
 from pydist.errors import UsageError
+from pydist.grid import AXES
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
@@ -115,8 +116,9 @@ def checksum(tensor: Tensor) -> int:
 def _describe(leaf: Leaf, frozen: bool) -> tuple[str, str, int]:
     parameter = leaf.parameter()
     assert parameter is not None
-    kind = f"{leaf.kind}, frozen" if frozen else str(leaf.kind)
-    return leaf.name, kind, checksum(parameter)
+    is_slice = leaf.axes != AXES  # others have another one, perhaps of another shape
+    kind = f"slice over {' and '.join(leaf.axes)}" if is_slice else str(leaf.kind)
+    return leaf.name, f"{kind}, frozen" if frozen else kind, 0 if is_slice else checksum(parameter)
 
 
 def _compare(

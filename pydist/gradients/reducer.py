@@ -16,6 +16,7 @@ from pydist.errors import NotSupported
 from pydist.exchange.adjoints import mean_ranks
 from pydist.exchange.consistency import consistency_of
 from pydist.exchange.exchanger import in_memory
+from pydist.exchange.own_slice import own_slice
 from pydist.gradients import graph, watch
 from pydist.gradients.aliases import Aliases
 from pydist.gradients.bucket import fits
@@ -71,7 +72,8 @@ class Reducer:
         self.lanes: list[Lane] = []
         """Members that are sent together: one lane per model, one for members found later."""
         self._lane_of: dict[Leaf, Lane] = {}
-        self._found: Lane | None = None  # of parameters that no parallelized model had
+        # Of parameters that no parallelized model had, by the axes of their copies.
+        self._found: dict[tuple[str, ...], Lane] = {}
         self._newcomers: dict[int, Leaf] = {}  # registered, without a lane yet
         self._flags = Flags()
         self._pauses = 0  # open `no_sync` blocks, of any model
@@ -98,22 +100,32 @@ class Reducer:
 
     # -- members ----------------------------------------------------------------------------
 
-    def add_lane(self, parameters: Iterable[tuple[str, Tensor]]) -> Lane:
-        """Adds a lane of named parameters that are equal on all ranks. Collective."""
-        leaves = []
-        for name, parameter in parameters:
+    def add_lanes(self, parameters: Iterable[tuple[str, Tensor]]) -> list[Lane]:
+        """Adds named parameters. Collective.
+
+        Returns:
+            A lane of those that all ranks hold, and one of those in slices, if there are any.
+        """
+        found: dict[tuple[str, ...], list[Leaf]] = {AXES: []}
+        for name, given in parameters:
+            parameter = own_slice(given)
             known = leaf_of(parameter)
             if parameter.requires_grad and (known is None or known.reducer() is not self):
-                leaves.append(Leaf(parameter, repr(name), self))
+                leaf = Leaf(parameter, repr(name), self)
             elif known is not None and known.key in self._newcomers:
-                leaves.append(self._newcomers.pop(known.key))
-        lane = self._new_lane()
-        self._plan(lane, leaves)
-        return lane
+                leaf = self._newcomers.pop(known.key)
+            else:
+                continue
+            found.setdefault(leaf.axes, []).append(leaf)
+        lanes = []
+        for axes, leaves in found.items():
+            lanes.append(self._new_lane(axes))
+            self._plan(lanes[-1], leaves)
+        return lanes
 
     def release(self, lane: Lane, parameters: Iterable[Tensor]) -> None:
         """Ends memberships; a parameter that gets a gradient becomes a new member. Collective."""
-        keys = {id(parameter) for parameter in parameters}
+        keys = {id(own_slice(parameter)) for parameter in parameters}
         self._drop(lane, {i for i, leaf in enumerate(lane.leaves) if leaf.key in keys})
 
     def register(self, tensor: Tensor) -> None:
@@ -168,9 +180,9 @@ class Reducer:
         return self.parts[leaf.key] if is_partitioned else None
 
     @contextmanager
-    def paused(self, lane: Lane | None) -> Iterator[None]:
-        """Lets gradients of a lane, and of members found later, accumulate without reduction."""
-        lanes = {id(each): each for each in (lane, self._found) if each is not None}.values()
+    def paused(self, lanes: Iterable[Lane]) -> Iterator[None]:
+        """Lets gradients of lanes, and of members found later, accumulate without reduction."""
+        lanes = {id(each): each for each in (*lanes, *self._found.values())}.values()
         self._pauses += 1
         for each in lanes:
             each.pauses += 1
@@ -330,12 +342,12 @@ class Reducer:
 
     def _mean_of(self, leaf: Leaf, grad: Tensor | None, weight: float) -> Tensor:
         own = leaf.kind.zeros() if grad is None else grad  # another rank may have one
-        return graph.mean_of(own, self.mesh, self._axes(leaf), weight)
+        return graph.mean_of(own, self.mesh, leaf.axes, weight)
 
     def after(self, leaf: Leaf, parameter: Tensor) -> None:
         """Handles a gradient that was accumulated."""
         own = self._lane_of.get(leaf)
-        lane = own or self._found
+        lane = own or self._found.get(leaf.axes)
         if lane is not None:
             lane.transport.progress()
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -374,10 +386,6 @@ class Reducer:
             lane.transport.forget_capture()
             lane.abandon(wait=False)
         self._queued = self._interrupted = False
-
-    def _axes(self, leaf: Leaf) -> tuple[str, ...]:
-        lane = self._lane_of.get(leaf)
-        return AXES if lane is None else lane.axes
 
     def _is_paused(self, leaf: Leaf) -> bool:
         """Returns whether a member's gradient accumulates without reduction (`no_sync`)."""
@@ -418,12 +426,10 @@ class Reducer:
             hooked = {e: e.take_in_graph() for e in with_hooks if e.waits or not e.fired}
             taking_part = [lane for lane, u in zip(self.lanes, used, strict=True) if u]
             # Not older gradients: one rank alone may keep a replaced parameter.
-            held = [
-                parameter
-                for lane in taking_part
-                for leaf in lane.leaves
-                if flags.get(leaf) == NEW and (parameter := leaf.parameter()) is not None
-            ]
+            held: dict[tuple[str, ...], list[Tensor]] = {}
+            for leaf in (leaf for lane in taking_part for leaf in lane.leaves):
+                if flags.get(leaf) == NEW and (parameter := leaf.parameter()) is not None:
+                    held.setdefault(leaf.axes, []).append(parameter)
             for lane in taking_part:
                 lane.start_rest()
             checks.sum_parameters(mesh, held)
@@ -479,25 +485,27 @@ class Reducer:
             if gone:
                 self._drop(lane, gone)
             lane.dropped = [] if gone else proposal
-        if news:
-            if self._found is None:
-                self._found = self._new_lane()
-            for leaf in news:
+        for axes in dict.fromkeys(leaf.axes for leaf in news):
+            found = self._found.get(axes)
+            if found is None:
+                found = self._found[axes] = self._new_lane(axes)
+            arrived = [leaf for leaf in news if leaf.axes == axes]
+            for leaf in arrived:
                 del self._newcomers[leaf.key]
-            known = self._found.leaves
-            self._plan(self._found, news)  # alone at first: the others were already sent
-            self._found.start_rest()
-            self._found.finish(lambda leaf: leaf not in unused)
-            for leaf in news:
+            known = found.leaves
+            self._plan(found, arrived)  # alone at first: the others were already sent
+            found.start_rest()
+            found.finish(lambda leaf: leaf not in unused)
+            for leaf in arrived:
                 if leaf in unused:
-                    axes = self._found.axes
                     unused[leaf] = mean_ranks(unused[leaf], self.mesh, axes, "gradients")
-            self._plan(self._found, [*known, *news])
-        self.lanes = [lane for lane in self.lanes if lane.leaves or lane is self._found]
+            self._plan(found, [*known, *arrived])
+        kept = self._found.values()
+        self.lanes = [lane for lane in self.lanes if lane.leaves or lane in kept]
 
     @property
     def _found_leaves(self) -> Sequence[Leaf]:
-        return () if self._found is None else self._found.leaves
+        return [leaf for lane in self._found.values() for leaf in lane.leaves]
 
     def _drop(self, lane: Lane, gone: Collection[int]) -> None:
         """Ends memberships; a parameter that is trained again becomes a new member."""
@@ -519,10 +527,10 @@ class Reducer:
             settle(self.mesh.world, self.lanes)
             self._interrupted = False
 
-    def _new_lane(self) -> Lane:
+    def _new_lane(self, axes: tuple[str, ...]) -> Lane:
         mesh = self.mesh
-        world = mesh.world
-        lane = Lane(AXES, world.split(0, world.rank), mesh.session.timers)
+        group = mesh.world if axes == AXES else mesh.group(axes)
+        lane = Lane(axes, group.split(0, group.rank), mesh.session.timers)
         self.lanes.append(lane)
         return lane
 

@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pydist.errors import NotSupported
+from pydist.exchange.own_slice import own_slice
 from pydist.gradients.leaf import leaf_of
 from pydist.gradients.newcomers import refuse_parting
 from pydist.gradients.partitioned import PartitionedGradient
@@ -39,7 +40,8 @@ def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
     """Refuses a step with a known gradient that was not reduced."""
     own: list[Tensor] = []
     for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
+        for index, each in enumerate(group["params"]):
+            parameter = own_slice(each)
             if hasattr(parameter, "to_local"):
                 continue  # the gradient of a sharded tensor is reduced
             if parameter.grad is None or isinstance(parameter.grad, PartitionedGradient):

@@ -46,6 +46,8 @@ def _descriptor(name: str) -> Any:
     return getattr(torch.Tensor, name)
 
 
+_SET_DATA = _descriptor("data").__set__
+
 for _name in _OF_THE_WRAPPER:
     if hasattr(torch.Tensor, _name):
         _get = _descriptor(_name).__get__
@@ -103,6 +105,27 @@ def is_leaf(x: ShardedTensor) -> bool:
 def data_of(x: ShardedTensor) -> ShardedTensor:
     """Returns the tensor without its graph."""
     return view_of(x, local_of(x).data, x._layout)
+
+
+@implements(_descriptor("data").__set__)
+def set_data(x: ShardedTensor, new: Tensor) -> None:
+    """Replaces the values, dtype and device of a tensor; the layout stays.
+
+    Raises:
+        RuntimeError: the shape differs.
+    """
+    if new.shape != x.shape:
+        raise RuntimeError(f"x.data of shape {list(x.shape)} = a tensor of {list(new.shape)}")
+    own = wrap(_shard_of(new, x._layout).detach(), x._layout, x)
+    local_of(x).data = own._shard
+    of_wrapper(_SET_DATA, x, own)
+    remember_change(x)
+
+
+@implements(torch._has_compatible_shallow_copy_type)
+def has_compatible_type(x: Tensor, other: Tensor) -> bool:
+    """Returns whether the `data` of one tensor can be set to the other."""
+    return isinstance(x, ShardedTensor) and isinstance(other, ShardedTensor)
 
 
 @implements(torch.Tensor.detach_, torch.detach_)

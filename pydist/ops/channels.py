@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, Split, split_along
+from pydist.mesh import Mesh
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor
 from pydist.tensor.operands import parameter_for, redistribute
@@ -32,10 +33,19 @@ def output_split(layout: Layout, channels: int, groups: int = 1) -> Split | None
         The split, even or by the mesh's shares; `None` if the axis has one rank, the input is cut
         along it, or there are fewer channels (or groups) than ranks.
     """
-    if CHANNEL_AXIS in layout.used_axes:
-        return None
+    return None if CHANNEL_AXIS in layout.used_axes else channel_split(layout.mesh, channels, groups)
+
+
+def channel_split(mesh: Mesh, channels: int, groups: int = 1) -> Split | None:
+    """Returns the split of channels along the channel axis; `None` if there are too few.
+
+    Args:
+        mesh: the mesh.
+        channels: number of channels.
+        groups: of channels; a group stays on one rank.
+    """
     units = groups if groups > 1 else channels
-    split = split_along(layout.mesh, units, CHANNEL_AXIS)
+    split = split_along(mesh, units, CHANNEL_AXIS)
     if split is None or units < split.partition.parts:
         return None
     points = [p * (channels // units) for p in split.partition.points]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from pydist.exchange.own_slice import is_sharded_weight
 from pydist.gradients.rows import in_order_of
 
 
@@ -28,6 +29,8 @@ def match_parameter_formats(optimizer: Optimizer) -> None:
     CPU uses the state of other elements.
     """
     for parameter, values in optimizer.state.items():
+        if is_sharded_weight(parameter):
+            continue  # its slices have the order of the weight's
         for name, value in values.items():
             if not isinstance(value, Tensor) or value.shape != parameter.shape:
                 continue

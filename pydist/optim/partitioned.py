@@ -9,20 +9,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.optim import (
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-)  # fmt: skip
+from torch.optim import Optimizer
 
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.own_slice import is_sharded_weight
 from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
 from pydist.gradients.partitioned_bucket import Part
 from pydist.gradients.reducer import Reducer
@@ -31,14 +21,14 @@ from pydist.mesh import Mesh
 from pydist.optim.layerwise import LAMB, LARS, LayerwiseOptimizer
 from pydist.optim.whole_state import State, gather_state
 from pydist.parallel import entry_of
+from pydist.slices.steps import ELEMENTWISE
 from pydist.watchdog import SPAN, phase
 
 Use = Literal["auto", "always", "never"]
 
-ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
-"""Optimizers that treat each element separately, so a part can be stepped alone."""
 POSSIBLE = (*ELEMENTWISE, LARS, LAMB)
-"""Optimizers that can be partitioned: those, and optimizers that ask for norms of parameters."""
+"""Optimizers that can be partitioned: those that treat each element separately, and those that ask
+for norms of parameters."""
 
 WORTHWHILE = 1 << 20
 """Number of elements from which "auto" partitions the step. Adam takes 4.5 ns per element on one
@@ -363,6 +353,8 @@ def _obstacle(optimizer: Optimizer) -> str | None:
         return "differentiable=True"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "its step hooks would see parts; register them on what pydist.optim.sharded returns"
+    if any(is_sharded_weight(p) for group in optimizer.param_groups for p in group["params"]):
+        return "weights are sharded along the channel axis (sharded_weights=True)"
     return None
 
 

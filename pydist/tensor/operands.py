@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pydist.errors import UsageError
 from pydist.exchange.adjoints import enter, with_true_gradient
 from pydist.exchange.consistency import consistency_of
+from pydist.exchange.own_slice import is_sharded_weight
 from pydist.exchange.redistribution import redistributed
 from pydist.gradients.members import follow, reducer_of, use_as_parameter
 from pydist.layout import Layout
@@ -119,6 +120,8 @@ def _index_in(target: Layout) -> tuple[slice, ...] | None:
 
 def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor:
     """Returns the shard of `x` in `target`, for a result in `layout`, which uses more axes."""
+    if is_sharded_weight(x):
+        return _slice_operand(x, target, layout)
     local, mesh = local_of(redistribute(x, target)), layout.mesh
     more: tuple[str, ...] = ()
     if local is x._local:
@@ -129,6 +132,20 @@ def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor
         return enter(with_true_gradient(local, mesh, more), factor)
 
     return _part(local, None, made, mesh) if factor != 1 else made(local)
+
+
+def _slice_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor:
+    """Returns the part of a sharded weight that this rank needs; see `pydist.slices`.
+
+    The reducer averages the gradient of a slice over the ranks that hold it, so no other mean of
+    it is formed here.
+    """
+    mesh, own = layout.mesh, local_of(x)
+    follow(own, mesh)
+    factor = target.replicas / layout.replicas
+    if x._layout.boxes == target.boxes:
+        return _part(own, None, lambda own: enter(own, factor), mesh) if factor != 1 else own
+    return enter(redistributed(own, x._layout, target, is_averaged=True), factor)
 
 
 def _entered(x: Tensor, index: tuple[slice, ...] | None, layout: Layout) -> Tensor:

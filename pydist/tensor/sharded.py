@@ -19,10 +19,11 @@ from pydist.exchange.history import (
     remember,
     remember_change,
 )
+from pydist.exchange.own_slice import is_sharded_weight, set_axes_of_copies
 from pydist.exchange.redistribution import redistributed
 from pydist.gradients.local_uses import entered
 from pydist.gradients.members import follow, lead_to
-from pydist.grid import SAMPLE_AXES
+from pydist.grid import AXES, SAMPLE_AXES
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import Layout
@@ -275,8 +276,18 @@ class ShardedTensor(torch.Tensor):
         )
         return f"ShardedTensor(shape={self._layout.shape}, {self._layout!r}, {what})"
 
+    def as_parameter(self) -> ShardedTensor:
+        """Makes this a parameter whose slices the ranks hold, and returns it; see `pydist.slices`.
+
+        The shard is a parameter of torch, with the gradient.
+        """
+        self._is_param = True  # for isinstance(_, torch.nn.Parameter)
+        set_axes_of_copies(self._shard, tuple(a for a in AXES if a not in self._layout.used_axes))
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        return wrap(self._local.__deepcopy__(memo), self._layout, self)
+        copied = wrap(self._local.__deepcopy__(memo), self._layout, self)
+        return copied.as_parameter() if is_sharded_weight(self) else copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotSupported(

@@ -29,6 +29,8 @@ from pydist.errors import CheckpointError, PydistError
 from pydist.mesh import Mesh
 from pydist.optim import SampleLR
 from pydist.optim.fused import match_parameter_formats
+from pydist.slices import state_on_rank_0
+from pydist.slices.steps import shard_state
 from pydist.train import checkpoint
 from pydist.train.about import differences
 from pydist.train.job import Job
@@ -80,8 +82,8 @@ class State:
             CheckpointError: another process has taken the folder.
         """
         # On all ranks: buffers that differ between ranks are averaged, and the state of a
-        # partitioned optimizer, or of stages, is gathered.
-        with phase("saving a checkpoint"):
+        # partitioned optimizer, or of stages, is gathered; sharded weights on rank 0 alone.
+        with phase("saving a checkpoint"), state_on_rank_0():
             parts = self._parts()
         with together(self.job.world, "saving a checkpoint"):
             if self.job.writes:
@@ -103,6 +105,7 @@ class State:
             try:
                 self.model.load_state_dict(parts["model"])
                 self.optimizer.load_state_dict(parts["optimizer"])
+                shard_state(self.optimizer)
                 match_parameter_formats(self.optimizer)
                 self.scheduler.load_state_dict(parts["scheduler"])
                 self.scaler.load_state_dict(parts["scaler"])

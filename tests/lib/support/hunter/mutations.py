@@ -154,7 +154,7 @@ def _leaves_gradients_with_a_graph_alone() -> Patches:
 @_mutation("tied-twice", 2, "tied")
 def _second_model_takes_members_again() -> Patches:
     """Makes a parameter of two parallelized models a member of both, and reduces it in both."""
-    add_lane = Reducer.add_lane
+    add_lanes = Reducer.add_lanes
 
     def anew(self: Reducer, parameters: Any) -> Any:
         found = list(parameters)
@@ -162,9 +162,9 @@ def _second_model_takes_members_again() -> Patches:
         with ExitStack() as stack:
             for leaf in known:
                 stack.enter_context(patch.object(leaf, "reducer", lambda: None))
-            return add_lane(self, found)
+            return add_lanes(self, found)
 
-    return [patch.object(Reducer, "add_lane", anew)]
+    return [patch.object(Reducer, "add_lanes", anew)]
 
 
 @_mutation("caught-forgotten", 2, "raise")

@@ -1,0 +1,109 @@
+"""The whole network's state of models with sharded weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pydist.errors import UsageError
+from pydist.exchange.own_slice import is_sharded_weight
+from pydist.grid import AXES
+from pydist.tensor import ShardedTensor, local_of
+
+
+class _Target(threading.local):
+    """Whether state is gathered on rank 0 only; thread-local, as ranks can be threads."""
+
+    is_rank_0 = False
+
+
+_target = _Target()
+
+
+@contextmanager
+def state_on_rank_0() -> Iterator[None]:
+    """Gathers the state of sharded weights on rank 0 only, one tensor after the other.
+
+    Within the block `state_dict()` of a model, and of an optimizer of its weights, is still called
+    on all ranks; it is whole on rank 0, which saves it, and has slices on the others. So no other
+    rank needs memory for the whole network.
+    """
+    before, _target.is_rank_0 = _target.is_rank_0, True
+    try:
+        yield
+    finally:
+        _target.is_rank_0 = before
+
+
+def sharded_in(module: nn.Module) -> list[tuple[str, ShardedTensor]]:
+    """Returns the sharded weights of a module itself, without its children's."""
+    found: Any = module._parameters.items()
+    return [(name, p) for name, p in found if p is not None and is_sharded_weight(p)]
+
+
+def install(module: nn.Module) -> None:
+    """Makes the state of a module that of the whole network."""
+    module.register_state_dict_post_hook(_gather_weights)
+    module.register_load_state_dict_pre_hook(_refuse_assignment)
+
+
+def gathered(x: ShardedTensor) -> Tensor:
+    """Returns the whole tensor on all ranks, or within `state_on_rank_0` on rank 0. Collective.
+
+    Elsewhere it returns the sharded tensor.
+
+    Args:
+        x: sharded weight or optimizer state, cut along one axis.
+    """
+    ((dim, split),) = ((d, s) for d, s in enumerate(x._layout.splits) if s is not None)
+    mesh, own = x.mesh, local_of(x).detach().contiguous()
+    group = mesh.group(split.axes)
+    to_first = _target.is_rank_0
+    if to_first and any(mesh.coords[axis] for axis in AXES if axis not in split.axes):
+        return x  # another rank has the same slice
+    if to_first and group.rank != 0:
+        if own.numel():
+            group.send(own, 0)
+        return x
+    whole = torch.empty(x._layout.shape, dtype=own.dtype, device=own.device)
+    for rank in range(group.size):
+        lo, hi = split.partition.interval(rank)
+        place = whole.narrow(dim, lo, hi - lo)
+        part = own if rank == group.rank else torch.empty_like(place).contiguous()
+        if not to_first:
+            group.broadcast(part, rank)
+        elif rank != 0 and part.numel():
+            group.recv(part, rank)
+        place.copy_(part)
+    return whole
+
+
+def note(x: ShardedTensor, what: str) -> None:
+    """Names a collective call, for the error if one rank alone makes it."""
+    group = x.mesh.sample
+    group.ledger.note(group, (what,), waits=True)
+
+
+def _gather_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Replaces the slices in a module's state by whole tensors, unless they are `keep_vars`."""
+    for name, weight in sharded_in(module):
+        key = prefix + name
+        if isinstance(state.get(key), ShardedTensor) and state[key] is not weight:
+            note(weight, f"state_dict() with the sharded weight {key!r}, to be called on all ranks")
+            state[key] = gathered(state[key])
+
+
+def _refuse_assignment(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        name, _weight = sharded_in(module)[0]
+        raise UsageError(
+            f"load_state_dict(assign=True) of {prefix + name!r}, a sharded weight: it would become "
+            "whole on this rank; load without assign"
+        )

@@ -1,0 +1,201 @@
+"""Steps of torch's optimizers on sharded weights: each rank steps its slices.
+
+An optimizer holds the sharded weights. During a step its parameter groups hold the slices, and its
+state that of the slices, so that torch's implementations run unchanged, `foreach` and fused ones
+included. Between steps its state is sharded like the weights.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+)  # fmt: skip
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from pydist.errors import NotSupported
+from pydist.exchange.own_slice import is_sharded_weight, own_slice
+from pydist.slices.state import gathered, note
+from pydist.tensor import ShardedTensor, implements, local_of, wrap
+from pydist.tensor.operands import redistribute
+
+ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
+"""Optimizers that treat each element separately, so a part can be stepped alone."""
+
+_RUNNING = "_pydist_step_on_slices"
+_lock = threading.Lock()
+_installed: list[object] = []
+
+
+def install() -> None:
+    """Installs the hooks in all optimizers, once."""
+    with _lock:
+        if not _installed:
+            _installed.append(register_optimizer_step_pre_hook(_before_step))
+            _installed.append(register_optimizer_step_post_hook(_after_step))
+
+
+def shard_state(optimizer: Optimizer) -> None:
+    """Replaces whole state of sharded weights, such as loaded state, by this rank's slices."""
+    for weight, values in list(optimizer.state.items()):
+        if is_sharded_weight(weight):
+            _install_on(optimizer)
+            for name, value in values.items():
+                values[name] = _shown(_own(value, weight), own_slice(weight), weight)
+
+
+def _install_on(optimizer: Optimizer) -> None:
+    """Makes the state of an optimizer that of the whole network, once."""
+    if _RUNNING not in optimizer.__dict__:
+        optimizer.__dict__[_RUNNING] = None
+        optimizer.register_state_dict_pre_hook(_end)
+        optimizer.register_state_dict_post_hook(_gather_state)
+
+
+class _Step:
+    """A step whose parameter groups hold slices in place of sharded weights."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._given = [(group, group["params"]) for group in optimizer.param_groups]
+        parameters = [p for _, group in self._given for p in group]
+        self._weights: list[ShardedTensor] = [p for p in parameters if is_sharded_weight(p)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Puts the slices, and their state, in place."""
+        state = self._optimizer.state
+        for group, parameters in self._given:
+            group["params"] = [own_slice(p) for p in parameters]
+        for weight in self._weights:
+            if weight in state:
+                values = state.pop(weight)
+                state[own_slice(weight)] = {k: _own(v, weight) for k, v in values.items()}
+
+    def end(self) -> None:
+        """Puts the sharded weights, and their state, in place again."""
+        state = self._optimizer.state
+        for group, parameters in self._given:
+            group["params"] = parameters
+        for weight in self._weights:
+            own = own_slice(weight)
+            if own in state:
+                state[weight] = {k: _shown(v, own, weight) for k, v in state.pop(own).items()}
+
+
+def _own(value: Any, weight: ShardedTensor) -> Any:
+    """Returns this rank's part of a value of a weight's state (moments, a count of steps)."""
+    if not isinstance(value, Tensor) or value.shape != weight.shape:
+        return value
+    if isinstance(value, ShardedTensor):
+        return local_of(redistribute(value, weight._layout)).detach()
+    box = weight._layout.box  # a whole tensor, from load_state_dict or from before parallelize
+    part = value[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+    return torch.empty_like(own_slice(weight), dtype=value.dtype).copy_(part)
+
+
+def _shown(value: Any, own: Tensor, weight: ShardedTensor) -> Any:
+    is_part = isinstance(value, Tensor) and value.dim() > 0 and value.shape == own.shape
+    return wrap(value, weight._layout, weight) if is_part else value
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    _end(optimizer)  # of a step that raised
+    if not any(is_sharded_weight(p) for g in optimizer.param_groups for p in g["params"]):
+        return None
+    obstacle = _obstacle(optimizer)
+    if obstacle is not None:
+        raise NotSupported(
+            f"a step of {type(optimizer).__name__} with sharded weights: {obstacle}; or "
+            "parallelize(..., sharded_weights=False)"
+        )
+    _install_on(optimizer)
+    step = optimizer.__dict__[_RUNNING] = _Step(optimizer)
+    if len(args) > 1 and args[1] is not None:
+        return (args[0], _within(step, args[1]), *args[2:]), kwargs
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": _within(step, kwargs["closure"])}
+    return None
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    _end(optimizer)
+
+
+def _end(optimizer: Optimizer) -> None:
+    step = optimizer.__dict__.get(_RUNNING)
+    if step is not None:
+        step.end()
+        optimizer.__dict__[_RUNNING] = None
+
+
+def _within(step: _Step, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns a closure that sees the sharded weights in the optimizer."""
+
+    def evaluate() -> Any:
+        step.end()
+        try:
+            return closure()
+        finally:
+            step.begin()
+
+    return evaluate
+
+
+def _obstacle(optimizer: Optimizer) -> str | None:
+    """Returns why an optimizer can't step slices, or `None`."""
+    if type(optimizer) not in ELEMENTWISE:
+        names = ", ".join(each.__name__ for each in ELEMENTWISE)
+        return f"it may look at more than one element at a time; possible are {names}"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "its step hooks would see slices"
+    return None
+
+
+def _gather_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Replaces sharded state by that of the whole network. Collective; see `state_on_rank_0`."""
+    found = {}
+    is_first = True
+    for key, values in state_dict["state"].items():
+        found[key] = values
+        if isinstance(values, dict):
+            found[key] = dict(values)
+            for name, value in values.items():
+                if isinstance(value, ShardedTensor):
+                    if is_first:
+                        note(value, "state_dict() of an optimizer of sharded weights")
+                        is_first = False
+                    found[key][name] = gathered(value)
+    return {**state_dict, "state": found}
+
+
+@implements(torch._amp_foreach_non_finite_check_and_unscale_)
+def unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Unscales gradients for `GradScaler`; an infinite value on any rank counts on all ranks."""
+    sharded = [grad for grad in grads if isinstance(grad, ShardedTensor)]
+    own = [local_of(grad) if isinstance(grad, ShardedTensor) else grad for grad in grads]
+    torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, inv_scale)
+    layouts = [grad._layout for grad in sharded]
+    for axes in dict.fromkeys(layout.used_axes for layout in layouts):
+        layouts[0].mesh.group(axes).all_reduce(found_inf, "max")
