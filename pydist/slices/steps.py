@@ -8,7 +8,7 @@ included. Between steps its state is sharded like the weights.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
 from pydist.errors import NotSupported
 from pydist.exchange.own_slice import is_sharded_weight, own_slice
 from pydist.slices.state import gathered, note
-from pydist.tensor import ShardedTensor, implements, local_of, wrap
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 from pydist.tensor.operands import redistribute
 
 ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
@@ -57,8 +57,8 @@ def shard_state(optimizer: Optimizer) -> None:
     for weight, values in list(optimizer.state.items()):
         if is_sharded_weight(weight):
             _install_on(optimizer)
-            for name, value in values.items():
-                values[name] = _shown(_own(value, weight), own_slice(weight), weight)
+            own = {name: _own(value, weight) for name, value in values.items()}
+            optimizer.state[weight] = _shown_all(own, own_slice(weight), weight)
 
 
 def _install_on(optimizer: Optimizer) -> None:
@@ -75,8 +75,7 @@ class _Step:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._given = [(group, group["params"]) for group in optimizer.param_groups]
-        parameters = [p for _, group in self._given for p in group]
-        self._weights: list[ShardedTensor] = [p for p in parameters if is_sharded_weight(p)]
+        self._parameters = [p for _, group in self._given for p in group]
         self.begin()
 
     def begin(self) -> None:
@@ -84,23 +83,25 @@ class _Step:
         state = self._optimizer.state
         for group, parameters in self._given:
             group["params"] = [own_slice(p) for p in parameters]
-        for weight in self._weights:
-            if weight in state:
-                values = state.pop(weight)
-                state[own_slice(weight)] = {k: _own(v, weight) for k, v in values.items()}
+        for parameter in self._parameters:
+            if is_sharded_weight(parameter) and parameter in state:
+                values = state.pop(parameter)
+                state[own_slice(parameter)] = {k: _own(v, parameter) for k, v in values.items()}
 
     def end(self) -> None:
         """Puts the sharded weights, and their state, in place again."""
         state = self._optimizer.state
         for group, parameters in self._given:
             group["params"] = parameters
-        for weight in self._weights:
-            own = own_slice(weight)
-            if own in state:
-                state[weight] = {k: _shown(v, own, weight) for k, v in state.pop(own).items()}
+        for parameter in self._parameters:
+            own = own_slice(parameter)
+            values = state.pop(own, None)
+            if values is not None:  # all again, in the order of the parameters
+                is_slice = own is not parameter
+                state[parameter] = _shown_all(values, own, parameter) if is_slice else values
 
 
-def _own(value: Any, weight: ShardedTensor) -> Any:
+def _own(value: Any, weight: Any) -> Any:
     """Returns this rank's part of a value of a weight's state (moments, a count of steps)."""
     if not isinstance(value, Tensor) or value.shape != weight.shape:
         return value
@@ -111,9 +112,14 @@ def _own(value: Any, weight: ShardedTensor) -> Any:
     return torch.empty_like(own_slice(weight), dtype=value.dtype).copy_(part)
 
 
-def _shown(value: Any, own: Tensor, weight: ShardedTensor) -> Any:
-    is_part = isinstance(value, Tensor) and value.dim() > 0 and value.shape == own.shape
-    return wrap(value, weight._layout, weight) if is_part else value
+def _shown_all(values: dict[str, Any], own: Tensor, weight: Any) -> dict[str, Any]:
+    """Returns the state of a slice as that of the sharded weight."""
+
+    def shown(value: Any) -> Any:
+        is_part = isinstance(value, Tensor) and value.dim() > 0 and value.shape == own.shape
+        return wrap(value, weight._layout, weight) if is_part else value
+
+    return {name: shown(value) for name, value in values.items()}
 
 
 def _before_step(
@@ -199,3 +205,42 @@ def unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     layouts = [grad._layout for grad in sharded]
     for axes in dict.fromkeys(layout.used_axes for layout in layouts):
         layouts[0].mesh.group(axes).all_reduce(found_inf, "max")
+
+
+# With foreach=True; by default torch calls these for plain tensors only.
+
+
+@implements(torch._foreach_zero_)
+def zero_all(grads: Sequence[Tensor]) -> None:
+    """Sets gradients to zero, one after the other."""
+    for grad in grads:
+        grad.zero_()
+
+
+@implements(torch._foreach_mul_)
+def scale_all(grads: Sequence[Tensor], other: Any) -> None:
+    """Multiplies gradients by a number, one after the other."""
+    if isinstance(other, Sequence):
+        raise refusal(torch._foreach_mul_, (grads,), {}, "a factor for each")
+    for grad in grads:
+        grad.mul_(other)
+
+
+@implements(torch._foreach_norm)
+def norm_all(grads: Sequence[Tensor], ord: float = 2.0) -> list[Tensor]:
+    """Computes the norm of each gradient."""
+    return [torch.linalg.vector_norm(grad, ord) for grad in grads]
+
+
+@implements(torch._foreach_clamp_min_)
+def clamp_min_all(grads: Sequence[Tensor], bound: float) -> None:
+    """Raises values of gradients to a bound."""
+    for grad in grads:
+        grad.clamp_(min=bound)
+
+
+@implements(torch._foreach_clamp_max_)
+def clamp_max_all(grads: Sequence[Tensor], bound: float) -> None:
+    """Lowers values of gradients to a bound."""
+    for grad in grads:
+        grad.clamp_(max=bound)

@@ -1,0 +1,374 @@
+"""Optimizers of sharded weights: torch's own step on slices, with the whole state outside."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adagrad, Adam, AdamW
+
+import pydist
+from pydist import ShardedTensor
+from pydist.errors import NotSupported, UsageError
+from pydist.slices.steps import ELEMENTWISE
+from support.equivalence import assert_same, error, on_ranks, randn
+
+OPTIMIZERS = {
+    **{each.__name__: each for each in ELEMENTWISE},
+    "momentum": partial(SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "amsgrad": partial(Adam, amsgrad=True, maximize=True),
+    **{f"{each.__name__} foreach": partial(each, foreach=True) for each in ELEMENTWISE},
+    **{f"{each.__name__} fused": partial(each, fused=True) for each in (SGD, Adagrad, Adam, AdamW)},
+}
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+
+
+NETWORK = made()  # not in the ranks, which are threads that share torch's generator
+
+
+def network() -> nn.Module:
+    return copy.deepcopy(NETWORK)
+
+
+def parallel(mesh, model=None):
+    return pydist.parallelize(network() if model is None else model, mesh, sharded_weights=True)
+
+
+def batch(mesh=None, seed=0):
+    x = randn(4, 6, seed=seed)
+    if mesh is None:
+        return x
+    return pydist.distribute_tensor(x.chunk(mesh.data_size)[mesh.data_index], mesh, {})
+
+
+def backward(model, x) -> None:
+    model(x).sin().square().mean().backward()
+
+
+def weights(model) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def on_channels(body, channel=2, **options):
+    return on_ranks((1, 1, 1), body, axes={"channel": channel}, **options)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_steps_are_those_of_one_device(make):
+    def run(model, x):
+        optimizer = make(model.parameters(), 0.01)
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            backward(model, x)
+            optimizer.step()
+        values = optimizer.state_dict()["state"].values()
+        tensors = [v for each in values for v in each.values() if isinstance(v, torch.Tensor)]
+        return [*weights(model), *tensors]
+
+    expected = run(network(), batch())
+    for found in on_channels(lambda mesh: run(parallel(mesh), batch(mesh)), shares={"channel": (2, 1)}):
+        assert len(found) == len(expected)
+        for mine, other in zip(found, expected, strict=True):
+            assert error(mine, other) < 1e-11
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_an_optimizer_that_was_made_before(steps_before):
+    def run(mesh=None):
+        model = network()
+        model[0].weight.name_of_mine = "first"
+        optimizer = Adam(model.parameters(), 0.01)
+        given = list(model.parameters())
+        for _ in range(steps_before):
+            optimizer.zero_grad()
+            backward(model, batch())
+            optimizer.step()
+        if mesh is not None:
+            backward(model, batch())  # a gradient from before
+            optimizer.zero_grad()
+            backward(model, batch())
+            parallel(mesh, model)
+            assert isinstance(model[0].weight, ShardedTensor)
+            assert model[0].weight.name_of_mine == "first"
+            assert all(a is b for a, b in zip(given, model.parameters(), strict=True))
+            assert all(isinstance(p, nn.Parameter) for p in given)
+            assert error(given[0].grad.full_tensor(), gradient) == 0
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model, batch(mesh))
+            optimizer.step()
+        return weights(model)
+
+    reference = network()
+    optimizer = Adam(reference.parameters(), 0.01)
+    for _ in range(steps_before):
+        optimizer.zero_grad()
+        backward(reference, batch())
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(reference, batch())
+    gradient = reference[0].weight.grad
+    expected = run()
+    for found in on_channels(run):
+        assert_same(found, expected)
+
+
+def test_a_closure_sees_sharded_weights():
+    def run(mesh=None):
+        model = network() if mesh is None else parallel(mesh)
+        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(batch(mesh)).sin().square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+            assert model[0].weight.shape == optimizer.param_groups[0]["params"][0].shape
+            return loss.detach()
+
+        losses = [optimizer.step(closure), optimizer.step(closure=closure)]
+        return [*losses, *weights(model)]
+
+    expected = run()
+    for found in on_channels(run):
+        assert_same(found, expected)
+
+
+def test_a_step_that_raised_is_followed_by_others():
+    def run(mesh=None):
+        model = network() if mesh is None else parallel(mesh)
+        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        backward(model, batch(mesh))
+        optimizer.step()
+
+        def closure():
+            backward(model, batch(mesh, seed=1))
+            raise ValueError("mine")
+
+        with pytest.raises(ValueError, match="mine"):
+            optimizer.step(closure)
+        optimizer.zero_grad()
+        backward(model, batch(mesh))
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+        return [*weights(model), *(values["momentum_buffer"] for values in state.values())]
+
+    expected = run()
+    for found in on_channels(run):
+        assert_same(found, expected)
+
+
+def test_state_is_sharded_and_shows_the_global_shape():
+    def body(mesh):
+        model = parallel(mesh)
+        optimizer = Adam(model.parameters())
+        backward(model, batch(mesh))
+        optimizer.step()
+        moments = optimizer.state[model[0].weight]["exp_avg"]
+        return moments.shape, moments.to_local().shape, float(moments.square().sum())
+
+    reference = network()
+    optimizer = Adam(reference.parameters())
+    backward(reference, batch())
+    optimizer.step()
+    total = float(optimizer.state[reference[0].weight]["exp_avg"].square().sum())
+    for shape, own, found in on_channels(body):
+        assert (shape, own) == ((8, 6), (4, 6))
+        assert found == pytest.approx(total, rel=1e-12)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    def body(mesh):
+        model = parallel(mesh)
+        before = weights(model)
+        optimizer = Adam(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(model(batch(mesh)).square().mean()).backward()
+        if mesh.rank == 1:
+            model[0].weight.to_local().grad.fill_(torch.inf)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert_same(weights(model), before)
+        optimizer.zero_grad()
+        scaler.scale(model(batch(mesh)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        gradient = model[0].weight.grad.full_tensor()
+        scaler.step(optimizer)
+        scaler.update()
+        assert error(weights(model)[0], before[0]) > 0
+        return scaler.get_scale(), gradient
+
+    reference = network()
+    reference(batch()).square().mean().backward()
+    for scale, gradient in on_channels(body):
+        assert scale == 4.0
+        assert_same(gradient, reference[0].weight.grad)
+
+
+def test_what_can_not_be_stepped_is_refused():
+    def body(mesh):
+        model = parallel(mesh)
+        backward(model, batch(mesh))
+
+        def refused(optimizer, why, error=NotSupported):
+            with pytest.raises(error, match=why):
+                optimizer.step()
+
+        refused(partial_lbfgs(model), "LBFGS with sharded weights: it may look at more than one")
+        refused(Adam(model.parameters(), foreach=False, differentiable=True), "differentiable")
+        hooked = SGD(model.parameters(), 0.1)
+        hooked.register_step_pre_hook(lambda *_: None)
+        refused(hooked, "step hooks would see slices")
+        with pytest.raises(UsageError, match="sharded along the channel axis"):
+            pydist.optim.sharded(SGD(model.parameters(), 0.1), model, "always")
+        optimizer = SGD(model.parameters(), 0.1)
+        assert pydist.optim.sharded(optimizer, model) is optimizer
+        with model.no_sync():
+            backward(model, batch(mesh))
+        refused(optimizer, r"'0.weight'|'0.bias'|'2")
+
+    def partial_lbfgs(model):
+        optimizer = torch.optim.LBFGS(model.parameters())
+        step = optimizer.step
+        optimizer.step = lambda: step(lambda: model)
+        return optimizer
+
+    on_channels(body)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_gradients_accumulate_without_reduction(data):
+    def run(mesh=None):
+        model = network() if mesh is None else parallel(mesh)
+        if mesh is None:
+            backward(model, batch())
+        else:
+            with model.no_sync():
+                backward(model, batch(mesh))
+        backward(model, batch(mesh, seed=1))
+        backward(model, batch(mesh, seed=2))
+        return [p.grad.full_tensor() if isinstance(p, ShardedTensor) else p.grad.clone() for p in model.parameters()]
+
+    expected = run()
+    for found in on_channels(run, data=data):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("change", ["frozen", "converted", "copied", "criterion"])
+def test_weights_that_are_trained_later(change):
+    """Members that the reducer finds in a backward pass: each slice with its own."""
+
+    def run(mesh=None):
+        model = network()
+        if change == "frozen":
+            model.requires_grad_(False)
+        if mesh is not None:
+            parallel(mesh, model)
+        if change == "frozen":
+            model[2](batch_like(mesh))
+            model.requires_grad_(True)
+        if change == "converted":
+            model.float().double()
+        if change == "copied":
+            model = copy.deepcopy(model)
+        optimizer = Adam(model.parameters(), 0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            y = model(batch(mesh, seed=step))
+            target = torch.tanh(model[0].weight).square().sum() if change == "criterion" else 0
+            (y.sin().square().mean() + target).backward()
+            optimizer.step()
+        if change == "converted":  # rounded once
+            return [tensor.float() for tensor in weights(model)]
+        return weights(model)
+
+    def batch_like(mesh):
+        x = randn(4, 8)
+        return x if mesh is None else pydist.distribute_tensor(x[:2], mesh, {})
+
+    expected = run()
+    for found in on_channels(run, data=2):
+        if change == "converted":
+            for mine, other in zip(found, expected, strict=True):
+                assert error(mine, other) < 1e-6
+        else:
+            assert_same(found, expected)
+
+
+def test_gradients_that_autograd_returns_and_penalties_on_them():
+    def run(mesh=None):
+        model = network() if mesh is None else parallel(mesh)
+        loss = model(batch(mesh)).sin().square().mean()
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        sum(g.square().sum() for g in grads).backward()
+        tensors = [*grads, *(p.grad for p in model.parameters())]
+        return [t.detach().full_tensor() if isinstance(t, ShardedTensor) else t.detach() for t in tensors]
+
+    expected = run()
+    for found in on_channels(run):
+        assert_same(found, expected)
+
+
+def test_hooks_see_the_mean_in_the_global_shape():
+    def run(mesh=None):
+        model = network() if mesh is None else parallel(mesh)
+        norms = []
+
+        def halve(grad):
+            norms.append(grad.norm().detach())
+            return grad / 2
+
+        handle = model[0].weight.register_hook(halve)
+        backward(model, batch(mesh))
+        handle.remove()
+        grad = model[0].weight.grad
+        return [*norms, grad if mesh is None else grad.full_tensor()]
+
+    expected = run()
+    assert len(expected) == 2
+    for found in on_channels(run, data=2):
+        assert_same(found, expected)
+
+
+def test_memory_of_a_wide_layer():
+    """Bytes of weights, gradients and optimizer state: 1/c of the whole on each rank."""
+
+    def of_rank(mesh, sharded):
+        torch.manual_seed(0)
+        layers = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+        model = nn.Sequential(*layers, nn.Linear(64, 256, bias=False))
+        pydist.parallelize(model, mesh, sharded_weights=sharded)
+        optimizer = AdamW(model.parameters())
+        for _ in range(2):
+            model(pydist.distribute_tensor(torch.ones(2, 64), mesh, {})).sum().backward()
+            optimizer.step()
+        found = []
+        for parameter in model.parameters():
+            moments = (v for v in optimizer.state[parameter].values() if v.dim())
+            for tensor in (parameter, parameter.grad, *moments):
+                local = tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
+                found.append(local.untyped_storage().nbytes())
+        return sum(found)
+
+    whole = 4 * 4 * 3 * 64 * 256  # weight, gradient and two moments of float32
+    assert on_channels(partial(of_rank, sharded=False)) == [whole] * 2
+    assert on_channels(partial(of_rank, sharded=True)) == [whole // 2] * 2
+    assert on_channels(partial(of_rank, sharded=True), channel=4) == [whole // 4] * 4
+
+
+def test_a_plain_input_is_refused():
+    def body(mesh):
+        model = parallel(mesh)
+        with pytest.raises(NotSupported, match="the input is plain and the weight sharded"):
+            F.linear(batch(), model[0].weight)
+
+    on_channels(body)
