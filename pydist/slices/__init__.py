@@ -9,10 +9,12 @@ module      contents
 ==========  ======================================================================================
 `cut`       the choice of the weights, and their replacement by slices
 `state`     `state_dict()` of the whole network, and `state_on_rank_0`
+`gradients` calls on lists of gradients
 `steps`     steps of torch's optimizers on the slices, and their whole state
 ==========  ======================================================================================
 """
 
+from pydist.slices import gradients as _gradients  # registers its handlers
 from pydist.slices.cut import shard_weights
 from pydist.slices.state import state_on_rank_0
 

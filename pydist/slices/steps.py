@@ -8,7 +8,7 @@ included. Between steps its state is sharded like the weights.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
 from pydist.errors import NotSupported
 from pydist.exchange.own_slice import is_sharded_weight, own_slice
 from pydist.slices.state import gathered, note
-from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor import ShardedTensor, local_of, wrap
 from pydist.tensor.operands import redistribute
 
 ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
@@ -194,53 +194,3 @@ def _gather_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
                         is_first = False
                     found[key][name] = gathered(value)
     return {**state_dict, "state": found}
-
-
-@implements(torch._amp_foreach_non_finite_check_and_unscale_)
-def unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Unscales gradients for `GradScaler`; an infinite value on any rank counts on all ranks."""
-    sharded = [grad for grad in grads if isinstance(grad, ShardedTensor)]
-    own = [local_of(grad) if isinstance(grad, ShardedTensor) else grad for grad in grads]
-    torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, inv_scale)
-    layouts = [grad._layout for grad in sharded]
-    for axes in dict.fromkeys(layout.used_axes for layout in layouts):
-        layouts[0].mesh.group(axes).all_reduce(found_inf, "max")
-
-
-# With foreach=True; by default torch calls these for plain tensors only.
-
-
-@implements(torch._foreach_zero_)
-def zero_all(grads: Sequence[Tensor]) -> None:
-    """Sets gradients to zero, one after the other."""
-    for grad in grads:
-        grad.zero_()
-
-
-@implements(torch._foreach_mul_)
-def scale_all(grads: Sequence[Tensor], other: Any) -> None:
-    """Multiplies gradients by a number, one after the other."""
-    if isinstance(other, Sequence):
-        raise refusal(torch._foreach_mul_, (grads,), {}, "a factor for each")
-    for grad in grads:
-        grad.mul_(other)
-
-
-@implements(torch._foreach_norm)
-def norm_all(grads: Sequence[Tensor], ord: float = 2.0) -> list[Tensor]:
-    """Computes the norm of each gradient."""
-    return [torch.linalg.vector_norm(grad, ord) for grad in grads]
-
-
-@implements(torch._foreach_clamp_min_)
-def clamp_min_all(grads: Sequence[Tensor], bound: float) -> None:
-    """Raises values of gradients to a bound."""
-    for grad in grads:
-        grad.clamp_(min=bound)
-
-
-@implements(torch._foreach_clamp_max_)
-def clamp_max_all(grads: Sequence[Tensor], bound: float) -> None:
-    """Lowers values of gradients to a bound."""
-    for grad in grads:
-        grad.clamp_(max=bound)

@@ -57,6 +57,10 @@ def weights(model) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in model.state_dict().values()]
 
 
+def whole(tensor) -> torch.Tensor:
+    return tensor.detach().full_tensor() if isinstance(tensor, ShardedTensor) else tensor.detach()
+
+
 def on_channels(body, channel=2, **options):
     return on_ranks((1, 1, 1), body, axes={"channel": channel}, **options)
 
@@ -214,6 +218,21 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
         assert_same(gradient, reference[0].weight.grad)
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping(foreach, norm_type):
+    def run(mesh=None):
+        model = network() if mesh is None else parallel(mesh)
+        backward(model, batch(mesh))
+        nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=foreach)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.02, norm_type, foreach=foreach)
+        return [norm, *(whole(p.grad) for p in model.parameters())]
+
+    expected = run()
+    for found in on_channels(run):
+        assert_same(found, expected)
+
+
 def test_what_can_not_be_stepped_is_refused():
     def body(mesh):
         model = parallel(mesh)
@@ -256,7 +275,7 @@ def test_gradients_accumulate_without_reduction(data):
                 backward(model, batch(mesh))
         backward(model, batch(mesh, seed=1))
         backward(model, batch(mesh, seed=2))
-        return [p.grad.full_tensor() if isinstance(p, ShardedTensor) else p.grad.clone() for p in model.parameters()]
+        return [whole(p.grad).clone() for p in model.parameters()]
 
     expected = run()
     for found in on_channels(run, data=data):
@@ -311,7 +330,7 @@ def test_gradients_that_autograd_returns_and_penalties_on_them():
         grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         sum(g.square().sum() for g in grads).backward()
         tensors = [*grads, *(p.grad for p in model.parameters())]
-        return [t.detach().full_tensor() if isinstance(t, ShardedTensor) else t.detach() for t in tensors]
+        return [whole(tensor) for tensor in tensors]
 
     expected = run()
     for found in on_channels(run):
@@ -331,7 +350,7 @@ def test_hooks_see_the_mean_in_the_global_shape():
         backward(model, batch(mesh))
         handle.remove()
         grad = model[0].weight.grad
-        return [*norms, grad if mesh is None else grad.full_tensor()]
+        return [*norms, whole(grad)]
 
     expected = run()
     assert len(expected) == 2

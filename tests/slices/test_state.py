@@ -1,0 +1,214 @@
+"""State of models with sharded weights: that of the whole network, whatever the split."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pydist
+import pydist.train.run
+from pydist import ShardedTensor, run_local
+from pydist.data import UniverseOptions, generate_universes
+from pydist.errors import UsageError
+from pydist.slices import state_on_rank_0
+from pydist.train import checkpoint, log
+from pydist.train.config import (
+    Config,
+    CosmoFlowConfig,
+    DataConfig,
+    OutputConfig,
+    SharesConfig,
+    TrainConfig,
+)
+from support.equivalence import assert_same, error, on_one_core, on_ranks, randn
+from support.training.runs import change, job
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv3d(2, 6, 3, padding=1), nn.Tanh(), nn.ConvTranspose3d(6, 5, 2, 2, bias=False)
+    tail = nn.Sequential(nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(5, 7))
+    return nn.Sequential(*layers, nn.BatchNorm3d(5), tail).double()
+
+
+NETWORK = made()
+SPLITS = {
+    "one device": (1, (1, 1, 1), {}),
+    "channel 2": (1, (1, 1, 1), {"axes": {"channel": 2}}),
+    "channel 3:1:2": (1, (1, 1, 1), {"axes": {"channel": 3}, "shares": {"channel": (3, 1, 2)}}),
+    "channel 2, depth 2": (1, (2, 1, 1), {"axes": {"channel": 2}}),
+    "data 2, channel 2": (2, (1, 1, 1), {"axes": {"channel": 2}}),
+}
+
+
+def on(split, body):
+    data, spatial, options = SPLITS[split]
+    return on_ranks(spatial, body, data, **options)
+
+
+def parallel(mesh, model=None):
+    model = copy.deepcopy(NETWORK) if model is None else model
+    return pydist.parallelize(model, mesh, sharded_weights=True)
+
+
+def train(mesh, model, optimizer, steps):
+    x = randn(2, 2, 4, 4, 4).chunk(mesh.data_size)[mesh.data_index]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(pydist.distribute_tensor(x, mesh)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("split", list(SPLITS)[1:])
+def test_state_is_that_of_the_network(split):
+    def body(mesh):
+        model = parallel(mesh)
+        found = model.state_dict()
+        assert found.keys() == NETWORK.state_dict().keys()
+        assert all(type(tensor) is torch.Tensor for tensor in found.values())
+        assert_same(list(found.values()), list(NETWORK.state_dict().values()))
+        assert_same(model[0].state_dict()["weight"], NETWORK[0].weight)
+        kept = model.state_dict(keep_vars=True)
+        assert kept["0.weight"] is model[0].weight
+
+    on(split, body)
+
+
+@pytest.mark.parametrize("target", SPLITS)
+@pytest.mark.parametrize("source", SPLITS)
+def test_state_loads_on_any_other_split(source, target):
+    def save(mesh):
+        model = parallel(mesh)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01, fused=True)
+        train(mesh, model, optimizer, 2)
+        model, optimizer = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        return {"model": model, "optimizer": optimizer}
+
+    def load(mesh, state):
+        model = parallel(mesh)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01, fused=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # ranks are threads
+        again = optimizer.state_dict()["state"]
+        assert_same(again[0]["exp_avg"], state["optimizer"]["state"][0]["exp_avg"])
+        train(mesh, model, optimizer, 2)
+        return [*model.state_dict().values(), *moments(optimizer)]
+
+    def through(mesh):
+        model = parallel(mesh)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01, fused=True)
+        train(mesh, model, optimizer, 4)
+        return [*model.state_dict().values(), *moments(optimizer)]
+
+    expected = on("one device", through)[0]
+    saved = on(source, save)
+    for found in on(target, lambda mesh: load(mesh, saved[0])):
+        for mine, other in zip(found, expected, strict=True):
+            assert error(mine, other) < 1e-11
+
+
+def moments(optimizer):
+    return [each["exp_avg_sq"] for each in optimizer.state_dict()["state"].values()]
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+@pytest.mark.parametrize("split", ["channel 2", "channel 2, depth 2", "data 2, channel 2"])
+def test_state_on_one_rank_alone_is_refused_by_name(split, what):
+    def body(mesh):
+        model = parallel(mesh)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        train(mesh, model, optimizer, 1)
+        if mesh.rank == 0:
+            (model if what == "model" else optimizer).state_dict()
+        train(mesh, model, optimizer, 1)
+
+    called = r"with the sharded weight '0.weight'|of an optimizer of sharded weights"
+    with pytest.raises(UsageError, match=rf"different calls.*state_dict\(\) ({called})"):
+        on(split, body)
+
+
+@pytest.mark.parametrize("split", ["channel 3:1:2", "channel 2, depth 2", "data 2, channel 2"])
+def test_state_is_gathered_on_rank_0_only(split):
+    def body(mesh):
+        model = parallel(mesh)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        train(mesh, model, optimizer, 1)
+        with state_on_rank_0():
+            states = model.state_dict(), optimizer.state_dict()["state"]
+        wholes = model.state_dict(), optimizer.state_dict()["state"]
+        return *states, *wholes
+
+    for rank, (weights, state, whole, whole_state) in enumerate(on(split, body)):
+        tensors = [*weights.values(), *(each["exp_avg"] for each in state.values())]
+        assert any(isinstance(tensor, ShardedTensor) for tensor in tensors) == (rank > 0)
+        if rank == 0:
+            others = (each["exp_avg"] for each in whole_state.values())
+            assert_same(tensors, [*whole.values(), *others])
+
+
+def test_loading_compares_and_refuses():
+    def body(mesh):
+        model = parallel(mesh)
+        state = model.state_dict()
+        with pytest.raises(UsageError, match=r"assign=True\) of '0.weight', a sharded weight"):
+            model.load_state_dict(copy.deepcopy(state), assign=True)
+        state["0.weight"] = state["0.weight"][:3]
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight"):
+            model.load_state_dict(state)
+
+    on("channel 2", body)
+
+
+def test_initialisation_is_that_of_rank_0():
+    """Each rank has drawn other weights."""
+
+    def body(mesh):
+        model = copy.deepcopy(NETWORK)
+        with torch.no_grad():
+            model[0].weight.add_(mesh.rank)
+        return parallel(mesh, model).state_dict()["0.weight"]
+
+    for found in on("channel 3:1:2", body):
+        assert_same(found, NETWORK[0].weight)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Config:
+    folder: Path = tmp_path_factory.mktemp("universes")
+    generate_universes(folder, UniverseOptions(count=6, width=32, box_width=32, validation=1 / 3))
+    return Config(
+        model=CosmoFlowConfig(variant="mlperf", width=32),
+        data=DataConfig(path=folder, normalize="log1p"),
+        train=TrainConfig(epochs=2, batch=2, clip_norm=1.0),
+        output=OutputConfig(folder=folder / "run", plot=False),
+    )
+
+
+def test_a_run_resumes_from_checkpoints_of_other_splits(config, tmp_path, monkeypatch):
+    """Every step on another split: channels, channels by shares and depth, one device."""
+    sharded = partial(pydist.parallelize, sharded_weights=True)
+    monkeypatch.setattr(pydist.train.run, "parallelize", sharded)
+    config = change(config, checkpoint={"every": 1}, output={"folder": tmp_path / "run"})
+    through = change(config, output={"folder": tmp_path / "through"})
+    splits = [(2, 2, (1, 1, 1)), (4, 2, (2, 1, 1)), (1, 1, (1, 1, 1)), (4, 2, (1, 1, 1))]
+    with on_one_core():
+        run_local(job, 1, through, 1, (1, 1, 1))
+        for step, (ranks, channel, spatial) in enumerate(splits, 1):
+            shares = SharesConfig(channel=(1.0, 3.0) if step == 2 else None)
+            mesh = {"spatial": spatial, "channel": channel, "shares": shares}
+            part = change(config, train={"steps": step}, mesh=mesh)
+            run_local(job, ranks, part, None, spatial)
+    first, last = (
+        checkpoint.read(checkpoint.complete(each.output.folder / "ckpt")[-1])
+        for each in (through, config)
+    )
+    assert last["step"] == first["step"] == 4
+    for name, tensor in first["model"].items():
+        assert error(last["model"][name], tensor) < 1e-2  # float32: Adam amplifies rounding
+    losses = [list(log.losses(c.output.folder / "log.jsonl").values()) for c in (through, config)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
