@@ -8,16 +8,19 @@ between them, such as norms and activations, run on the rank's channels.
 
 from __future__ import annotations
 
-from typing import overload
+from collections.abc import Callable
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from pydist.exchange.own_slice import is_sharded_weight
 from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, Split, split_along
 from pydist.mesh import Mesh
 from pydist.partition import Partition
-from pydist.tensor import ShardedTensor
+from pydist.tensor import ShardedTensor, refusal
+from pydist.tensor.distribute import distribute_tensor
 from pydist.tensor.operands import parameter_for, redistribute
 
 
@@ -33,7 +36,9 @@ def output_split(layout: Layout, channels: int, groups: int = 1) -> Split | None
         The split, even or by the mesh's shares; `None` if the axis has one rank, the input is cut
         along it, or there are fewer channels (or groups) than ranks.
     """
-    return None if CHANNEL_AXIS in layout.used_axes else channel_split(layout.mesh, channels, groups)
+    if CHANNEL_AXIS in layout.used_axes:
+        return None
+    return channel_split(layout.mesh, channels, groups)
 
 
 def channel_split(mesh: Mesh, channels: int, groups: int = 1) -> Split | None:
@@ -58,6 +63,36 @@ def with_channels(x: ShardedTensor, split: Split | None) -> ShardedTensor:
     if layout.splits[1] == split:
         return x
     return redistribute(x, layout.replace(changes={1: split}))
+
+
+def on_plain(
+    function: Callable[..., Any],
+    handler: Callable[..., Any],
+    input: Tensor,
+    weight: Tensor,
+    *args: Any,
+) -> Tensor:
+    """Returns a layer's plain result for a plain input and a sharded weight (`pydist.slices`).
+
+    The ranks compute the channels of their slices and gather them. So the input must be equal on
+    all ranks of the sample group, which compare it.
+
+    Args:
+        function: torch's call, for errors.
+        handler: the handler of the call, for a sharded input.
+        input: the plain input.
+        weight: of the layer.
+        args: further arguments of the call.
+
+    Raises:
+        NotSupported: the weight is a sharded tensor, but no parameter.
+        UsageError: the ranks hold different inputs.
+    """
+    if not isinstance(weight, ShardedTensor) or not is_sharded_weight(weight):
+        raise refusal(function, (input, weight), {}, "the input is plain and the weight sharded")
+    result = handler(distribute_tensor(input, weight.mesh, {}), weight, *args)
+    whole: Tensor = result.full_tensor()
+    return whole
 
 
 @overload

@@ -4,18 +4,18 @@ A sharded weight keeps its identity and shows its global shape. It is a `Sharded
 `torch.nn.Parameter`; this rank's slice of it is a plain parameter with its own gradient, which the
 reducer averages over the ranks with the same slice only.
 
-==========  ======================================================================================
-module      contents
-==========  ======================================================================================
-`cut`       the choice of the weights, and their replacement by slices
-`state`     `state_dict()` of the whole network, and `state_on_rank_0`
-`gradients` calls on lists of gradients
-`steps`     steps of torch's optimizers on the slices, and their whole state
-==========  ======================================================================================
+===========  ======================================================================================
+module       contents
+===========  ======================================================================================
+`cut`        the choice of the weights, and their replacement by slices
+`state`      `state_dict()` of the whole network, and `state_on_rank_0`
+`gradients`  calls on lists of gradients
+`steps`      steps of torch's optimizers on the slices, and their whole state
+===========  ======================================================================================
 """
 
-from pydist.slices import gradients as _gradients  # registers its handlers
+from pydist.slices import gradients
 from pydist.slices.cut import shard_weights
 from pydist.slices.state import state_on_rank_0
 
-__all__ = ["shard_weights", "state_on_rank_0"]
+__all__ = ["gradients", "shard_weights", "state_on_rank_0"]

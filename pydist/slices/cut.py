@@ -42,7 +42,10 @@ def shard_weights(model: nn.Module, mesh: Mesh, statistics: str) -> None:
     if mesh.grid.size((CHANNEL_AXIS,)) == 1:
         return
     mesh.group((CHANNEL_AXIS,))
-    for name, weight, layout in _chosen(model, mesh):
+    chosen = _chosen(model, mesh)
+    for name, weight, _ in chosen:
+        _refuse_hooks(name, weight)
+    for name, weight, layout in chosen:
         _replace(name, weight, layout, statistics)
     for module in model.modules():
         if state.sharded_in(module):
@@ -89,13 +92,15 @@ def _layout_of(module: nn.Module, weight: Tensor, mesh: Mesh) -> Layout | None:
     return Layout(mesh, tuple(weight.shape), splits)
 
 
-def _replace(name: str, weight: nn.Parameter, layout: Layout, statistics: str) -> None:
-    """Makes the object `weight` the sharded weight, so that whatever holds it holds the slices."""
-    held: Any = weight
-    if held._backward_hooks or held._post_accumulate_grad_hooks:
+def _refuse_hooks(name: str, weight: Any) -> None:
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
         raise NotSupported(
             f"hooks on {name!r}, which becomes a sharded weight: register them after parallelize"
         )
+
+
+def _replace(name: str, weight: nn.Parameter, layout: Layout, statistics: str) -> None:
+    """Makes the object `weight` the sharded weight, so that whatever holds it holds the slices."""
     mesh = layout.mesh
     own = nn.Parameter(_part(weight.detach(), layout), weight.requires_grad)
     if weight.grad is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pydist.errors import PydistError
+from pydist.exchange.own_slice import own_slice
 from pydist.gradients.reducer import Reducer
 from pydist.ops.pointwise.keyed import ReplayedKeys, draws_of
 from pydist.tensor import ShardedTensor
@@ -115,10 +116,10 @@ def _surroundings(step: TrainStep) -> list[object]:
     reducer = step.mesh.session.find(Reducer)
     found: list[object] = [] if reducer is None else [reducer.parts]
     for parameter in state.model.parameters():
-        found += (parameter.data_ptr(), parameter.requires_grad)
+        found += (own_slice(parameter).data_ptr(), parameter.requires_grad)
     found += [buffer.data_ptr() for buffer in state.model.buffers()]
     for values in state.optimizer.state.values():
-        found += [each.data_ptr() for each in values.values() if isinstance(each, Tensor)]
+        found += [_local(each).data_ptr() for each in values.values() if isinstance(each, Tensor)]
     return found
 
 

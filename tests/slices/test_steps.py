@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.utils.checkpoint import checkpoint
 
 import pydist
 from pydist import ShardedTensor
 from pydist.errors import NotSupported, UsageError
+from pydist.gradients.members import reducer_of
 from pydist.slices.steps import ELEMENTWISE
 from support.equivalence import assert_same, error, on_ranks, randn
 
@@ -77,8 +79,11 @@ def test_steps_are_those_of_one_device(make):
         tensors = [v for each in values for v in each.values() if isinstance(v, torch.Tensor)]
         return [*weights(model), *tensors]
 
+    def split(mesh):
+        return run(parallel(mesh), batch(mesh))
+
     expected = run(network(), batch())
-    for found in on_channels(lambda mesh: run(parallel(mesh), batch(mesh)), shares={"channel": (2, 1)}):
+    for found in on_channels(split, shares={"channel": (2, 1)}):
         assert len(found) == len(expected)
         for mine, other in zip(found, expected, strict=True):
             assert error(mine, other) < 1e-11
@@ -337,6 +342,25 @@ def test_gradients_that_autograd_returns_and_penalties_on_them():
         assert_same(found, expected)
 
 
+def test_recomputation_inference_and_autocast():
+    def run(mesh=None):
+        model = network() if mesh is None else parallel(mesh)
+        y = checkpoint(model, batch(mesh), use_reentrant=False)
+        y.sin().square().mean().backward()
+        with torch.inference_mode():
+            inferred = whole(model(batch(mesh)))
+        with torch.autocast("cpu", torch.bfloat16):
+            half = whole(model.float()(batch(mesh).float()))
+        assert half.dtype == torch.bfloat16
+        return [inferred.clone(), *(whole(p.grad).double() for p in model.parameters())], half
+
+    expected, expected_half = run()
+    for found, half in on_channels(run):
+        for mine, other in zip(found, expected, strict=True):
+            assert error(mine, other) < 1e-6
+        assert error(half, expected_half) < 2e-2
+
+
 def test_hooks_see_the_mean_in_the_global_shape():
     def run(mesh=None):
         model = network() if mesh is None else parallel(mesh)
@@ -356,6 +380,24 @@ def test_hooks_see_the_mean_in_the_global_shape():
     assert len(expected) == 2
     for found in on_channels(run, data=2):
         assert_same(found, expected)
+
+
+def test_slices_are_reduced_over_the_ranks_that_hold_them():
+    def body(mesh):
+        model = parallel(mesh)
+        wholes, slices = reducer_of(mesh).lanes
+        return (
+            (wholes.transport.size, sum(leaf.numel for leaf in wholes.leaves)),
+            (slices.transport.size, sum(leaf.numel for leaf in slices.leaves)),
+            sum(p.numel() for p in model.parameters()),
+        )
+
+    found = on_ranks((2, 1, 1), body, axes={"channel": 2}, data=2, shares={"channel": (2, 1)})
+    for rank, (wholes, slices, numel) in enumerate(found):
+        rows = ((5, 3), (3, 2))[rank // 2 % 2]  # of 8 and of 5 outputs
+        assert wholes == (8, 8 + 5)
+        assert slices == (4, rows[0] * 6 + rows[1] * 8)
+        assert numel == 8 * 6 + 8 + 8 * 5 + 5
 
 
 def test_memory_of_a_wide_layer():
@@ -384,10 +426,20 @@ def test_memory_of_a_wide_layer():
     assert on_channels(partial(of_rank, sharded=True), channel=4) == [whole // 4] * 4
 
 
-def test_a_plain_input_is_refused():
+def test_plain_inputs_must_be_equal():
     def body(mesh):
         model = parallel(mesh)
+        assert_same(model(batch()), NETWORK(batch()))
+        with pytest.raises(UsageError, match=r"plain tensor of shape .* differs between"):
+            model(batch(seed=mesh.rank)).sum().backward()  # which compares
+
+    on_channels(body)
+
+
+def test_data_is_no_sharded_weight():
+    def body(mesh):
+        weight = pydist.distribute_tensor(randn(4, 6), mesh, {0: "channel"})
         with pytest.raises(NotSupported, match="the input is plain and the weight sharded"):
-            F.linear(batch(), model[0].weight)
+            F.linear(batch(), weight)
 
     on_channels(body)

@@ -166,3 +166,25 @@ def test_cosmoflow(mesh):
     torch.manual_seed(0)
     network = CosmoFlow(32, 2, variant="mlperf", dropout=0.0).double()
     compare(network, 0.1 * randn(2, 2, 32, 32, 32), mesh, sharded=6)
+
+
+class Branches(nn.Module):
+    """A branch of a plain table, plain layers between sharded ones, and a plain head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.table = nn.Conv3d(6, 4, 3, padding=1), nn.Linear(3, 4)
+        self.middle, self.head = nn.Conv1d(4, 6, 3, padding=1), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.tanh(self.table(torch.linspace(0, 1, 6, dtype=x.dtype).view(2, 3)))
+        x = torch.tanh(self.conv(x)).mean((3, 4))
+        x = x.full_tensor() if isinstance(x, ShardedTensor) else x
+        x = torch.tanh(self.middle(x * rows.mean(0)[:, None])).mean(2)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_plain_inputs(mesh):
+    torch.manual_seed(0)
+    compare(Branches().double(), randn(2, 6, 8, 6, 6), mesh, sharded=4)

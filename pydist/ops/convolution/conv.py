@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
+from pydist.ops.channels import on_plain
 from pydist.ops.convolution.correction import corrected
 from pydist.ops.convolution.correction_plan import CorrectionPlan, lines_up
 from pydist.ops.convolution.local_conv import (
@@ -47,7 +48,7 @@ def conv(
     padding: int | Sequence[int] | str = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
-) -> ShardedTensor:
+) -> Tensor:
     """Computes a convolution in 1, 2 or 3 dims; a batch dim is required.
 
     Source: Oyama et al., hybrid-parallel training of 3D CNNs (spatial partitioning). The correction
@@ -55,7 +56,8 @@ def conv(
     """
     function = _FUNCTIONS[dims]
     if not isinstance(input, ShardedTensor):
-        raise refusal(function, (input, weight), {}, "the input is plain and the weight sharded")
+        options = stride, padding, dilation, groups
+        return on_plain(function, partial(conv, dims), input, weight, bias, *options)
     if input.dim() != dims + 2:
         raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
     layout = input._layout

@@ -18,6 +18,7 @@ from torch import Tensor
 from pydist.backend.problem import ConvProblem
 from pydist.errors import UsageError
 from pydist.layout import Layout, Split
+from pydist.ops.channels import on_plain
 from pydist.ops.convolution.correction import corrected
 from pydist.ops.convolution.correction_plan import CorrectionPlan
 from pydist.ops.convolution.local_conv import (
@@ -55,7 +56,7 @@ def conv_transpose(
     output_padding: int | Sequence[int] = 0,
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
-) -> ShardedTensor:
+) -> Tensor:
     """Computes a transposed convolution in 1, 2 or 3 dims; a batch dim is required.
 
     Each part's outputs begin at its first input × stride (`TransposedWindow.layout`).
@@ -65,7 +66,8 @@ def conv_transpose(
     """
     function = _FUNCTIONS[dims]
     if not isinstance(input, ShardedTensor):
-        raise refusal(function, (input, weight), {}, "the input is plain and the weight sharded")
+        options = stride, padding, output_padding, groups, dilation
+        return on_plain(function, partial(conv_transpose, dims), input, weight, bias, *options)
     if input.dim() != dims + 2:
         raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
     layout = input._layout

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.gradients.members import use_as_parameter
-from pydist.ops.channels import output_split
+from pydist.ops.channels import on_plain, output_split
 from pydist.ops.empty import with_elements, without_added
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.products.contraction import ATTENTION, Labels, contract
@@ -98,7 +98,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     Otherwise a mesh with a channel axis splits the outputs; see `pydist.ops.channels`.
     """
     if not isinstance(input, ShardedTensor):
-        raise refusal(F.linear, (input, weight), {}, "the input is plain and the weight sharded")
+        return on_plain(F.linear, linear, input, weight, bias)
     for each in (weight, bias):
         if each is not None and not isinstance(each, ShardedTensor):
             use_as_parameter(each, input.mesh)
