@@ -56,6 +56,8 @@ class GroupSizes:
         self.in_features = False
         """Whether all results of the forward pass, not only its outputs, are marked with the batch:
         one group may run it alone, so only the graph can identify the batch."""
+        self.of_weight = False
+        """Whether the tensor is a sharded weight, or was computed from one, and no batch."""
         self._weight: float | None = None
         self._first = self.given_first = first_sample
         """Index of the first sample, if the caller has given it."""

@@ -46,8 +46,6 @@ def _descriptor(name: str) -> Any:
     return getattr(torch.Tensor, name)
 
 
-_SET_DATA = _descriptor("data").__set__
-
 for _name in _OF_THE_WRAPPER:
     if hasattr(torch.Tensor, _name):
         _get = _descriptor(_name).__get__
@@ -116,9 +114,11 @@ def set_data(x: ShardedTensor, new: Tensor) -> None:
     """
     if new.shape != x.shape:
         raise RuntimeError(f"x.data of shape {list(x.shape)} = a tensor of {list(new.shape)}")
-    own = wrap(_shard_of(new, x._layout).detach(), x._layout, x)
-    local_of(x).data = own._shard
-    of_wrapper(_SET_DATA, x, own)
+    local = local_of(x)
+    local.data = _shard_of(new, x._layout).detach()
+    if (x.dtype, x.device) != (local.dtype, local.device):
+        # The wrapper knows them; setting its `data` would crash later.
+        torch._C._swap_tensor_impl(x, ShardedTensor(local, x._layout, x._origin))
     remember_change(x)
 
 
@@ -173,6 +173,12 @@ def register_hook(x: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> 
         return _shard_of(result, x._layout) if isinstance(result, Tensor) else None
 
     return graph.register_hook(x._local, on_shard)
+
+
+@implements(torch.Tensor.register_post_accumulate_grad_hook)
+def register_post_accumulate_grad_hook(x: ShardedTensor, hook: Callable[[Tensor], None]) -> Any:
+    """Registers a hook that is called with the tensor after its gradient was accumulated."""
+    return x._local.register_post_accumulate_grad_hook(lambda _: hook(x))
 
 
 def _value(as_type: Callable[[Any], Any], x: ShardedTensor) -> Any:

@@ -65,6 +65,18 @@ def with_channels(x: ShardedTensor, split: Split | None) -> ShardedTensor:
     return redistribute(x, layout.replace(changes={1: split}))
 
 
+def free_channel_axis(x: ShardedTensor) -> ShardedTensor:
+    """Gathers a layer's input along the channel axis, for a sharded weight (`pydist.slices`).
+
+    Such a layer always splits its outputs, since the weight would have to be moved otherwise.
+    """
+    layout = x._layout
+    if CHANNEL_AXIS not in layout.used_axes:
+        return x
+    cut = {d: s for d, s in enumerate(layout.splits) if s is not None and CHANNEL_AXIS in s.axes}
+    return redistribute(x, layout.replace(changes=dict.fromkeys(cut)))
+
+
 def on_plain(
     function: Callable[..., Any],
     handler: Callable[..., Any],

@@ -11,6 +11,7 @@ module       contents
 `state`      `state_dict()` of the whole network, and `state_on_rank_0`
 `gradients`  calls on lists of gradients
 `steps`      steps of torch's optimizers on the slices, and their whole state
+`vectors`    `torch.nn.utils.vector_to_parameters`
 ===========  ======================================================================================
 """
 

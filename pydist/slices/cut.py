@@ -14,7 +14,7 @@ from pydist.group_sizes import GroupSizes
 from pydist.layout import Layout, Split
 from pydist.mesh import Mesh
 from pydist.ops.channels import channel_split
-from pydist.slices import state, steps
+from pydist.slices import state, steps, vectors
 from pydist.tensor import Origin, ShardedTensor
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -51,6 +51,7 @@ def shard_weights(model: nn.Module, mesh: Mesh, statistics: str) -> None:
         if state.sharded_in(module):
             state.install(module)
     steps.install()
+    vectors.install()
 
 
 def _chosen(model: nn.Module, mesh: Mesh) -> list[tuple[str, nn.Parameter, Layout]]:
@@ -106,6 +107,7 @@ def _replace(name: str, weight: nn.Parameter, layout: Layout, statistics: str) -
     if weight.grad is not None:
         own.grad = _part(weight.grad.detach(), layout)
     sizes = GroupSizes(mesh, 1, agreed=False)  # a weight is no batch: all groups weigh the same
+    sizes.of_weight = True
     sharded = ShardedTensor(own, layout, Origin(mesh.session.forwards, sizes, statistics))
     sharded.as_parameter()
     sharded.__dict__.update(weight.__dict__)  # attributes that a program has set

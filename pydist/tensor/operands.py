@@ -66,11 +66,23 @@ def parameter_for(
     """
     if tensor is None:
         return None
+    use_weight(tensor, layout.mesh)
     if isinstance(tensor, ShardedTensor):
         return _sharded_operand(tensor, target or tensor._layout.whole(), layout)
     prove_equal(tensor, layout if target is None else target)
-    use_as_parameter(tensor, layout.mesh)
     return _entered(tensor, None if target is None else _index_in(target), layout)
+
+
+def use_weight(tensor: Tensor, mesh: Mesh) -> None:
+    """Records that a tensor is used as the weight of a layer, so that its gradient is a mean.
+
+    A sharded tensor is data of its sample group, unless it was computed from a sharded weight, as
+    by a step of fast weights.
+    """
+    if not isinstance(tensor, ShardedTensor):
+        use_as_parameter(tensor, mesh)
+    elif tensor._origin.sizes.of_weight and not is_sharded_weight(tensor):
+        use_as_parameter(local_of(tensor), mesh)
 
 
 def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]) -> Tensor:

@@ -361,6 +361,60 @@ def test_recomputation_inference_and_autocast():
         assert error(half, expected_half) < 2e-2
 
 
+def test_parameters_as_a_vector():
+    def run(mesh=None):
+        model = network() if mesh is None else parallel(mesh)
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters((vector * 0.9).detach(), model.parameters())
+        backward(model, batch(mesh))
+        return [whole(vector), *weights(model), *(whole(p.grad) for p in model.parameters())]
+
+    expected = run()
+    for found in on_channels(run):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("computed", [False, True])
+def test_fast_weights(data, computed):
+    """Weights computed from sharded ones, with gradients over all sample groups."""
+
+    def run(mesh=None):
+        model = network() if mesh is None else parallel(mesh)
+        fast = dict(model.named_parameters())
+        if not computed:
+            fast = {n: w.detach().clone().requires_grad_() for n, w in fast.items()}
+        for _ in range(3):
+            y = torch.func.functional_call(model, fast, (batch(mesh),))
+            loss = y.sin().square().mean()
+            grads = torch.autograd.grad(loss, list(fast.values()), create_graph=computed)
+            pairs = zip(fast.items(), grads, strict=True)
+            fast = {n: w - 0.5 * g for (n, w), g in pairs}
+            if not computed:
+                fast = {n: w.detach().requires_grad_() for n, w in fast.items()}
+        return [whole(each) for each in (*grads, *fast.values())]
+
+    expected = run()
+    for found in on_channels(run, data=data):
+        assert_same(found, expected)
+
+
+def test_weights_that_change_between_forward_and_backward():
+    """Unknown to autograd: backward uses the present values, as on one device."""
+
+    def run(mesh=None):
+        model = network() if mesh is None else parallel(mesh)
+        loss = model(batch(mesh)).sin().square().mean()
+        for p in model.parameters():
+            p.data.mul_(0.9)
+        loss.backward()
+        return [whole(p.grad) for p in model.parameters()]
+
+    expected = run()
+    for found in on_channels(run):
+        assert_same(found, expected)
+
+
 def test_hooks_see_the_mean_in_the_global_shape():
     def run(mesh=None):
         model = network() if mesh is None else parallel(mesh)
@@ -370,14 +424,23 @@ def test_hooks_see_the_mean_in_the_global_shape():
             norms.append(grad.norm().detach())
             return grad / 2
 
-        handle = model[0].weight.register_hook(halve)
+        def after(weight):
+            assert weight is model[0].weight
+            norms.append(weight.grad.norm().detach())
+            assert weight.shape == weight.grad.shape
+
+        handles = [
+            model[0].weight.register_hook(halve),
+            model[0].weight.register_post_accumulate_grad_hook(after),
+        ]
         backward(model, batch(mesh))
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         grad = model[0].weight.grad
         return [*norms, whole(grad)]
 
     expected = run()
-    assert len(expected) == 2
+    assert len(expected) == 3
     for found in on_channels(run, data=2):
         assert_same(found, expected)
 

@@ -13,8 +13,15 @@ from torch import Tensor
 from pydist.comm.interface.reduction import WIDER
 from pydist.errors import UsageError
 from pydist.exchange.adjoints import sum_parts
+from pydist.exchange.own_slice import is_sharded_weight
 from pydist.layout import Layout, Split
-from pydist.ops.channels import output_split, parameter_of_channels, with_channels
+from pydist.ops.channels import (
+    channel_split,
+    free_channel_axis,
+    output_split,
+    parameter_of_channels,
+    with_channels,
+)
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.operands import operand_in, parameter_for
@@ -28,12 +35,18 @@ def split_channels(
 
     Returns:
         The input, whose channels may be redistributed, and the split of the output channels. If
-        only the input's channels are split, each rank computes partial sums.
+        only the input's channels are split, each rank computes partial sums. A sharded weight is
+        not moved: the layer splits its outputs.
 
     Raises:
         UsageError: the input does not fit the weight.
     """
-    channels, split = input.shape[1], input._layout.splits[1]
+    channels = input.shape[1]
+    if is_sharded_weight(weight):
+        of_groups = None if groups == 1 else channel_split(input.mesh, channels, groups)
+        if of_groups is None or input._layout.splits[1] != of_groups:
+            input = free_channel_axis(input)
+    split = input._layout.splits[1]
     outputs = weight.shape[1] * groups if is_transposed else weight.shape[0]
     found = output_split(input._layout, outputs, groups) if split is None else None
     if split is None and found is None:

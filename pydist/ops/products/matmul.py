@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.gradients.members import use_as_parameter
-from pydist.ops.channels import on_plain, output_split
+from pydist.exchange.own_slice import is_sharded_weight
+from pydist.ops.channels import free_channel_axis, on_plain, output_split
 from pydist.ops.empty import with_elements, without_added
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.products.contraction import ATTENTION, Labels, contract
 from pydist.tensor import HANDLERS, ShardedTensor, implements, refusal
+from pydist.tensor.operands import use_weight
 
 
 def _product(func: Callable[..., Tensor], a: Tensor, b: Tensor) -> Any:
@@ -100,8 +101,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(input, ShardedTensor):
         return on_plain(F.linear, linear, input, weight, bias)
     for each in (weight, bias):
-        if each is not None and not isinstance(each, ShardedTensor):
-            use_as_parameter(each, input.mesh)
+        if each is not None:
+            use_weight(each, input.mesh)
+    if is_sharded_weight(weight):
+        input = free_channel_axis(input)
     rows = [f"b{i}" for i in range(input.dim() - 1)]
     out = ["n"] * (weight.dim() - 1)
     operands, labels = [input, weight], [[*rows, "k"], [*out, "k"]]
