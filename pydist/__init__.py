@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pydist import check, data, inference, models, optim, profile, stages, tensor
+    from pydist import check, data, inference, models, optim, profile, slices, stages, tensor
     from pydist.comm import run_local
     from pydist.global_loss import sum_over_groups
     from pydist.layout import Layout, Split, layout_for_sample
@@ -43,13 +43,23 @@ _HOMES = {
     "run_local": "pydist.comm",
     "sum_over_groups": "pydist.global_loss",
 }
-_MODULES = ("check", "data", "inference", "models", "optim", "profile", "stages", "tensor")
+_MODULES = (
+    "check",
+    "data",
+    "inference",
+    "models",
+    "optim",
+    "profile",
+    "slices",
+    "stages",
+    "tensor",
+)
 
 __all__ = [  # noqa: RUF022  the order of use
     "init", "Mesh", "parallelize", "distribute_tensor", "ShardedTensor", "sum_over_groups",
     "init_stages", "pipeline",
     "Layout", "Split", "Partition", "layout_for_sample", "run_local", "data", "models",
-    "optim", "inference", "profile", "check", "stages", "tensor",
+    "optim", "slices", "inference", "profile", "check", "stages", "tensor",
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from pydist.comm.consensus import require_same
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.consistency import consistency_of
 from pydist.exchange.history import entered
+from pydist.exchange.own_slice import is_sharded_weight
 from pydist.global_loss import agree_on_closures_of
 from pydist.gradients.lane import Lane
 from pydist.gradients.members import reducer_of
@@ -31,7 +32,7 @@ from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
 from pydist.ops.normalization.batch_norm import STATISTICS
 from pydist.ops.pointwise.keyed import draws_of
-from pydist.slices import shard_weights
+from pydist.slices.cut import shard_weights
 from pydist.structure import facts_of
 from pydist.tensor import Origin, ShardedTensor, local_of
 from pydist.tensor.aliasing import view_at
@@ -362,6 +363,8 @@ def obstacle(tensor: Tensor) -> str | None:
         return "has no shape yet: call the network once on a plain tensor before it is parallelized"
     if tensor.is_meta:
         return "has no values (device meta): give it some on rank 0, and memory on all ranks"
+    if is_sharded_weight(tensor):
+        return "is a sharded weight of another model: parallelize a model without its slices"
     if tensor.layout != torch.strided:
         return f"has the layout {tensor.layout}; dense is possible"
     if tensor.is_complex():

@@ -17,6 +17,7 @@ PACKAGES = [
     "pydist.models",
     "pydist.optim",
     "pydist.profile",
+    "pydist.slices",
     "pydist.stages",
 ]
 

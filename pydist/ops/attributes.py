@@ -46,6 +46,8 @@ def _descriptor(name: str) -> Any:
     return getattr(torch.Tensor, name)
 
 
+_SET_DATA = _descriptor("data").__set__
+
 for _name in _OF_THE_WRAPPER:
     if hasattr(torch.Tensor, _name):
         _get = _descriptor(_name).__get__
@@ -105,13 +107,16 @@ def data_of(x: ShardedTensor) -> ShardedTensor:
     return view_of(x, local_of(x).data, x._layout)
 
 
-@implements(_descriptor("data").__set__)
+@implements(_SET_DATA)
 def set_data(x: ShardedTensor, new: Tensor) -> None:
-    """Replaces the values, dtype and device of a tensor; the layout stays.
+    """Replaces values, dtype and device of a sharded weight or its gradient; the layout stays.
 
     Raises:
+        NotSupported: the tensor is neither.
         RuntimeError: the shape differs.
     """
+    if not x._origin.sizes.of_weight:
+        raise refusal(_SET_DATA, (x, new), {}, "other tensors may share its memory")
     if new.shape != x.shape:
         raise RuntimeError(f"x.data of shape {list(x.shape)} = a tensor of {list(new.shape)}")
     local = local_of(x)
