@@ -8,8 +8,9 @@ included. Between steps its state is sharded like the weights.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,6 +39,18 @@ from pydist.tensor.operands import redistribute
 
 ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
 """Optimizers that treat each element separately, so a part can be stepped alone."""
+
+
+@runtime_checkable
+class NeedsNorms(Protocol):
+    """An optimizer that asks for norms of whole parameters, and is element-wise otherwise."""
+
+    def summed_by(
+        self, sums: Callable[[Sequence[Tensor], Tensor], Tensor]
+    ) -> AbstractContextManager[None]:
+        """Lets steps complete sums of squares [2, P]; see `pydist.optim.layerwise`."""
+        ...
+
 
 _RUNNING = "_pydist_step_on_slices"
 _lock = threading.Lock()
@@ -76,11 +89,17 @@ class _Step:
         self._optimizer = optimizer
         self._given = [(group, group["params"]) for group in optimizer.param_groups]
         self._parameters = [p for _, group in self._given for p in group]
+        self._weights: dict[int, Any] = {
+            id(own_slice(p)): p for p in self._parameters if is_sharded_weight(p)
+        }
+        self._norms = ExitStack()
         self.begin()
 
     def begin(self) -> None:
         """Puts the slices, and their state, in place."""
         state = self._optimizer.state
+        if isinstance(self._optimizer, NeedsNorms):
+            self._norms.enter_context(self._optimizer.summed_by(self._sum))
         for group, parameters in self._given:
             group["params"] = [own_slice(p) for p in parameters]
         for parameter in self._parameters:
@@ -91,6 +110,7 @@ class _Step:
     def end(self) -> None:
         """Puts the sharded weights, and their state, in place again."""
         state = self._optimizer.state
+        self._norms.close()
         for group, parameters in self._given:
             group["params"] = parameters
         for parameter in self._parameters:
@@ -99,6 +119,20 @@ class _Step:
             if values is not None:  # all again, in the order of the parameters
                 is_slice = own is not parameter
                 state[parameter] = _shown_all(values, own, parameter) if is_slice else values
+
+    def _sum(self, parameters: Sequence[Tensor], squares: Tensor) -> Tensor:
+        """Adds the sums of squares of slices over the ranks that have the others."""
+        places: dict[Any, list[int]] = {}
+        for place, parameter in enumerate(parameters):
+            weight = self._weights.get(id(parameter))
+            if weight is not None:
+                group = weight.mesh.group(weight._layout.used_axes)
+                places.setdefault(group, []).append(place)
+        for group, some in places.items():
+            part = squares[:, some]
+            group.all_reduce(part)
+            squares[:, some] = part
+        return squares
 
 
 def _own(value: Any, weight: Any) -> Any:
@@ -169,7 +203,7 @@ def _within(step: _Step, closure: Callable[[], Any]) -> Callable[[], Any]:
 
 def _obstacle(optimizer: Optimizer) -> str | None:
     """Returns why an optimizer can't step slices, or `None`."""
-    if type(optimizer) not in ELEMENTWISE:
+    if type(optimizer) not in ELEMENTWISE and not isinstance(optimizer, NeedsNorms):
         names = ", ".join(each.__name__ for each in ELEMENTWISE)
         return f"it may look at more than one element at a time; possible are {names}"
     if any(group.get("differentiable") for group in optimizer.param_groups):

@@ -16,6 +16,7 @@ import pydist
 from pydist import ShardedTensor
 from pydist.errors import NotSupported, UsageError
 from pydist.gradients.members import reducer_of
+from pydist.optim import LAMB, LARS
 from pydist.slices.steps import ELEMENTWISE
 from support.equivalence import assert_same, error, on_ranks, randn
 
@@ -25,6 +26,8 @@ OPTIMIZERS = {
     "amsgrad": partial(Adam, amsgrad=True, maximize=True),
     **{f"{each.__name__} foreach": partial(each, foreach=True) for each in ELEMENTWISE},
     **{f"{each.__name__} fused": partial(each, fused=True) for each in (SGD, Adagrad, Adam, AdamW)},
+    "LARS": partial(LARS, weight_decay=0.1, trust_coefficient=1.0),
+    "LAMB": LAMB,
 }
 
 
