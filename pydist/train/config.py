@@ -230,6 +230,8 @@ class MeshConfig(_Table):
     """Number of parts of the layers' channels: each rank computes a part of the filters."""
     shares: SharesConfig = field(default_factory=SharesConfig)
     """Unequal parts of these axes."""
+    sharded_weights: Flag = False
+    """Whether ranks along the channel axis store slices of wide layers' weights, not whole ones."""
     stages: StagesConfig | None = None
     """Stages of the network, each on ranks of its own (`pydist.pipeline`): their number, for equal
     stages of the grid above, or a list with the spatial, channel and shares of each, such as

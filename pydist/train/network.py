@@ -303,7 +303,10 @@ def place(model: nn.Module, job: Job, task: Task, loader: Loader, config: Config
         UsageError: a description of stages does not suit the network or the data.
     """
     if job.stages is None:
-        parallelize(model, job.mesh, batch_norm=config.model.statistics)
+        parallelize(
+            model, job.mesh, batch_norm=config.model.statistics,
+            sharded_weights=config.mesh.sharded_weights,
+        )  # fmt: skip
         return MeshNetwork(model, job.mesh)
     left = len(loader.dataset) % config.train.batch
     if 0 < left < job.mesh.data_size:

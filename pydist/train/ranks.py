@@ -151,6 +151,11 @@ def _mistakes_in_stages(config: Config) -> Iterator[str]:
             'optimizer.sharded = "always" with mesh.stages: each stage has the optimizer state of '
             'its own parameters, and needs their gradients whole; "auto" and "never" are possible'
         )
+    if mesh.sharded_weights:
+        yield (
+            "mesh.sharded_weights with mesh.stages: it is for one mesh with a channel axis; stages "
+            "have the gradients and optimizer state of their own weights only"
+        )
     if config.train.cuda_graph == "always":
         yield (
             'train.cuda_graph = "always" with mesh.stages: stages exchange messages through their '

@@ -118,3 +118,18 @@ def test_settings_reach_the_optimizer():
     assert math.isclose(inside.param_groups[0]["momentum"], 0.9)
     assert isinstance(SgdConfig(nesterov=True).optimizer(model.parameters()), torch.optim.SGD)
     assert json.dumps(scaled.end_lr) == json.dumps(table.end_lr * 4)
+
+
+@pytest.mark.parametrize("kind", ["lars", "nesterov"])
+def test_weights_in_slices_train_and_resume_as_whole_ones(config, tmp_path, kind):
+    """Checkpoints are those of the whole network: a run goes on with whole weights on one rank."""
+    whole = change(config, optimizer=TABLES[kind])
+    job(LocalTransport(), whole)
+    split = change(
+        whole, output={"folder": tmp_path / "split"}, mesh={"channel": 2, "sharded_weights": True}
+    )
+    run_local(lambda world: job(world, change(split, train={"steps": 2})), 2)
+    job(LocalTransport(), change(split, mesh={"channel": 1, "sharded_weights": False},
+                                 train={"steps": 3}))  # fmt: skip
+    run_local(lambda world: job(world, split), 2)
+    assert curve(split) == pytest.approx(curve(whole), rel=1e-4)
