@@ -1,0 +1,102 @@
+"""Networks of images in stages, unmodified: data × stages, cuts in and between blocks, channels.
+
+HyPar-Flow's contract: gradients and statistics are those of one process that runs the same
+micro-batches in sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from pydist import Mesh, distribute_tensor, parallelize, run_local
+from pydist.stages import pipeline
+from support.equivalence import assert_equal, bounds_of, jittered
+from support.networks.images import NETWORKS, cifar10, mnist, task_of
+from support.staged import ONE, check_stages, in_sequence, on_stages, results
+
+SHARES = {"channel": (70, 25, 5)}
+UNEQUAL = {"channel": 3, "shares": SHARES}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_groups_times_stages(name, data, count, schedule):
+    check_stages(task_of(name), [{"data": data}] * count, 2, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts", "skips"),
+    [
+        ("ResNet", ["blocks.2"], "direct"),
+        ("ResNet", ["blocks.0", "blocks.2", "blocks.4"], "relay"),
+        ("ResNet", ["blocks.0.norm1", "blocks.2.shortcut", "blocks.4.conv2"], "direct"),
+        ("U-Net", ["bottom"], "direct"),
+        ("U-Net", ["down.1", "bottom", "up.0"], "relay"),
+        ("U-Net", ["down.0.norm2", "down.1.act1", "up.1.conv2"], "direct"),
+    ],
+    ids=str,
+)
+def test_cuts_at_blocks_and_within(name, cuts, skips):
+    """Shortcuts and skips cross the cuts, over several stages."""
+    check_stages(task_of(name), [ONE] * (len(cuts) + 1), 4, cuts=cuts, skips=skips)
+
+
+@pytest.mark.parametrize("name", ["ResNet", "U-Net"])
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [{"spatial": (1, 2, 1)}] * 2,
+        [{"spatial": (1, 2, 2)}, {"spatial": (1, 2, 1)}],
+        [{"spatial": (1, 2, 1)}, ONE],
+        [ONE, {"spatial": (1, 1, 2)}],
+    ],
+    ids=str,
+)
+def test_stages_that_cut_images(name, meshes):
+    """An image is cut along the dims that the script names."""
+    task = task_of(name)
+    expected = in_sequence(task, 2)
+    bounds = bounds_of(expected, in_sequence(task, 2, jittered))
+
+    def rank(stages):
+        made = pipeline(copy.deepcopy(task.model), stages, task.x, micro_batches=2)
+        cut = distribute_tensor(task.x, stages.mesh, {2: "height", 3: "width"})
+        loss = made.step(cut, task.target, task.loss)
+        assert_equal(results(made, loss), expected, bounds)
+
+    on_stages(meshes, rank)
+
+
+@pytest.mark.parametrize("name", ["MNIST", "CIFAR-10"])
+@pytest.mark.parametrize("meshes", [[UNEQUAL], [UNEQUAL, ONE], [ONE, UNEQUAL]], ids=str)
+def test_channels_on_unequal_ranks(name, meshes):
+    check_stages(task_of(name), meshes, 2, balance="time")
+
+
+@pytest.mark.parametrize(
+    ("make", "sample", "filters"),
+    [(mnist, (1, 8, 8), [42, 120, 168]), (cifar10, (3, 16, 16), [42, 60, 84, 120])],
+    ids=["MNIST", "CIFAR-10"],
+)
+def test_filters_of_the_fastest_rank(make, sample, filters):
+    """At full width, 70 % of the filters: of the first of two layers that split in turn."""
+    x = torch.randn(1, *sample)
+    whole = make()
+    whole(x)
+
+    def rank(world):
+        mesh = Mesh(world, 1, axes={"channel": 3}, shares=SHARES)
+        model, y = parallelize(copy.deepcopy(whole), mesh), distribute_tensor(x, mesh, {})
+        found = []
+        for layer in model:
+            y = layer(y)
+            if isinstance(layer, torch.nn.Conv2d):
+                found.append(y.to_local().shape[1])
+        return found
+
+    assert run_local(rank, 3)[0][: len(filters)] == filters
