@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pydist.arguments import leaves, mapped
 from pydist.errors import NotSupported, UsageError
@@ -43,25 +45,37 @@ _DRAWS = frozenset({
 
 
 class _Sent(NamedTuple):
+    """A tensor that was sent, as a place in the graph: the graph alone decides how long it lives.
+
+    Attributes:
+        transfer: its messages.
+        edge: where its gradient enters the graph.
+    """
+
     transfer: Transfer
-    local: Tensor
+    edge: GradientEdge
 
 
-class _Received(NamedTuple):
+@dataclass
+class _Received:
+    """A tensor that was received, by its gradient: the graph alone keeps the tensor."""
+
     transfer: Transfer
-    leaf: Tensor
+    grad: Tensor | None = None
 
 
 class _Arrival(torch.autograd.Function):
-    """The identity, whose result is no leaf and no view, so that it may be changed in place."""
+    """A received tensor as a result that is no leaf and no view, so that it may be changed."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
+    def forward(ctx: Any, start: Tensor, local: Tensor, received: _Received) -> Tensor:
+        ctx.received = received
+        return local.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
+        ctx.received.grad = grads[0]
+        return None, None, None
 
 
 class MicroBatch(Calls):
@@ -77,6 +91,7 @@ class MicroBatch(Calls):
         repeats: the micro-batch whose forward pass this one repeats, without messages.
         index: of the micro-batch in its batch.
         mark: of the forward pass, which all stages must have in common.
+        keeps: whether messages are kept, to repeat the forward pass.
         relays: whether a tensor goes through all stages between two, instead of directly.
         lends: whether other passes need the network's arguments and received tensors unchanged.
     """
@@ -95,11 +110,13 @@ class MicroBatch(Calls):
         mark: Mark,
         relays: bool,
         lends: bool,
+        keeps: bool,
     ) -> None:
         super().__init__(device_of(stages.mesh), shapes)
         self._stages, self.own, self._placed = stages, own, placed
         self._starts, self._transfers = starts, transfers
-        self._relays, self._mark, self._lends = relays, mark, lends
+        self._relays, self._mark = relays, mark
+        self._lends, self._keeps = lends, keeps
         self.factors: list[float] = []
         """The numbers in plain tensors with which the criterion calls, such as a loss scale."""
         self.statistics: BatchStatistics | None = None
@@ -297,11 +314,12 @@ class MicroBatch(Calls):
         else:
             self._note(call)
             transfer = self._transfers.send(value, route, call, self._mark)
-            self._messages.append((transfer, None))
+            if self._keeps:
+                self._messages.append((transfer, None))
         if transfer.kind.needs_grad:
             if self._origin is not None and self._stages.mesh.data_size > 1:
                 mark_batch(local, self._origin.sizes)
-            self._sent.append(_Sent(transfer, local))
+            self._sent.append(_Sent(transfer, get_gradient_edge(local)))
 
     def _receive(self, route: Route, call: str, shape: tuple[int, ...]) -> Tensor:
         if self._repeats:
@@ -311,12 +329,15 @@ class MicroBatch(Calls):
         else:
             self._note(call)
             transfer, local = self._transfers.receive(route, call, self._mark, shape)
-            self._messages.append((transfer, local.detach()))
+            if self._keeps:
+                self._messages.append((transfer, local.detach()))
         if transfer.kind.needs_grad:
-            leaf = local.requires_grad_()
-            self._received.append(_Received(transfer, leaf))
+            received = _Received(transfer)
+            self._received.append(received)
             with torch.enable_grad():
-                return self._transfers.sharded(transfer, _Arrival.apply(leaf), self._origin)
+                start = torch.empty(0, requires_grad=True)
+                arrived = _Arrival.apply(start, local.detach(), received)
+            return self._transfers.sharded(transfer, arrived, self._origin)
         return self._transfers.sharded(transfer, local, self._origin)
 
     def _note(self, call: str) -> None:
@@ -339,12 +360,15 @@ class MicroBatch(Calls):
         if self.loss is not None:
             self.loss.backward()
         else:
-            pairs = [(sent.local, sent.transfer.receive_gradient()) for sent in self._sent]
-            found = [(local, grad) for local, grad in pairs if grad is not None]
-            if found:
-                torch.autograd.backward([x for x, _ in found], [grad for _, grad in found])
-        for transfer, leaf in self._received:
-            transfer.send_gradient(leaf.grad)
+            pairs = [(sent.edge, sent.transfer.receive_gradient()) for sent in self._sent]
+            edges = [edge for edge, grad in pairs if grad is not None]
+            grads = [grad for _, grad in pairs if grad is not None]
+            del pairs
+            if edges:
+                torch.autograd.backward(edges, grads)
+        for received in self._received:
+            received.transfer.send_gradient(received.grad)
+            received.grad = None
         self._sent.clear()
         self._received.clear()
 

@@ -426,6 +426,7 @@ class Pipeline:
         made = MicroBatch(
             self.stages, stage, self._schedule.placed(index), self.plan.starts, self._transfers,
             self._shapes, repeats, index=index, mark=mark, relays=self._relays, lends=self._lends,
+            keeps=self._recomputes,
         )  # fmt: skip
         if part is not None:
             made.statistics, made.of_groups = self._statistics, part.of_groups

@@ -75,6 +75,13 @@ def test_a_step_equals_the_micro_batches_in_sequence(schedule, micro_batches, st
     check_stages(unet_task(), [ONE] * stages, micro_batches, schedule=schedule, skips=skips)
 
 
+def test_activations_are_computed_again_from_what_was_received():
+    """The forward pass of a stage changes its argument in place."""
+    layers = nn.Conv3d(1, 2, 3, padding=1), nn.LeakyReLU(0.3, inplace=True), nn.Conv3d(2, 2, 1)
+    task = unet_task()._replace(model=initialized(nn.Sequential(*layers)))
+    check_stages(task, [ONE, ONE], 4, cuts=["1"], schedule="gpipe", recompute=True)
+
+
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
 @pytest.mark.parametrize("schedule", LINES)

@@ -120,9 +120,13 @@ class C10dTransport(HostTransport):
     ) -> C10dChannel:
         return C10dChannel(self, sends, recvs, tag)
 
-    def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
+    def _free_sent(self) -> None:
+        """Frees copies of messages that have been sent."""
         while self._pending and self._pending[0][0].is_completed():
             self._pending.popleft()
+
+    def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
+        self._free_sent()
         copy = tensor.clone()
         if dest == self.rank:
             self._own[tag].append(copy)
@@ -137,6 +141,7 @@ class C10dTransport(HostTransport):
             tensor.view(-1).copy_(self._own[tag].popleft().view(-1))
         elif tensor.numel():
             self._irecv(tensor, source, tag).wait()
+        self._free_sent()
 
     @_names_lost("sends a message")
     def _isend(self, tensor: Tensor, dest: int, tag: int) -> dist.Work:

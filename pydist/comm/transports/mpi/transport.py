@@ -106,9 +106,13 @@ class MpiTransport(HostTransport):
         return MpiChannel(self._messages, self._engine, sends, recvs, tag)
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
+        self._free_sent()
+        self._post(tensor.clone(), dest, tag)
+
+    def _free_sent(self) -> None:
+        """Frees copies of messages that MPI has sent."""
         while self._pending and MPI.Request.Testall(self._pending[0][0]):
             self._pending.popleft()
-        self._post(tensor.clone(), dest, tag)
 
     def _post(self, copy: Tensor, dest: int, tag: int) -> None:
         """Sends a copy and keeps it until MPI has sent it."""
@@ -126,6 +130,7 @@ class MpiTransport(HostTransport):
                     f"rank {self.rank} expects {expected} bytes from rank {source}, tag {tag}, and"
                     f" got {got}"
                 )
+        self._free_sent()
 
     @waits("a barrier")
     def _barrier(self) -> None:
