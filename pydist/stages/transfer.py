@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.formats import is_channels_last
 from pydist.layout import Layout, Split
 from pydist.partition import Box, Partition
-from pydist.stages.ranks import MOST_STAGES, Stages, device_of
+from pydist.stages.ranks import MOST_STAGES, MeshRanks, Stages, device_of
 from pydist.tensor import ShardedTensor, local_of
 
 FORWARD, BACKWARD = 0, 1
@@ -95,6 +96,7 @@ class Kind(NamedTuple):
         dtype: the type of its elements.
         splits: of its layout on the sending stage; `None` if it is plain.
         needs_grad: whether its gradient is sent back.
+        channels_last: whether it is sent, and received, in this format.
     """
 
     call: str
@@ -102,21 +104,23 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     splits: tuple[Split | None, ...] | None
     needs_grad: bool
+    channels_last: bool
 
     def to_bytes(self) -> bytes:
         """Returns the kind as a message."""
         splits = self.splits and [s and [s.axes, list(s.partition.points)] for s in self.splits]
         dtype = str(self.dtype).removeprefix("torch.")
-        return json.dumps([self.call, self.shape, dtype, splits, self.needs_grad]).encode()
+        rest = self.needs_grad, self.channels_last
+        return json.dumps([self.call, self.shape, dtype, splits, *rest]).encode()
 
     @staticmethod
     def from_bytes(message: bytes) -> Kind:
         """Returns the kind that a message describes."""
-        call, shape, dtype, splits, needs_grad = json.loads(message)
+        call, shape, dtype, splits, needs_grad, channels_last = json.loads(message)
         found = None
         if splits is not None:
             found = tuple(s and Split(tuple(s[0]), Partition(s[1])) for s in splits)
-        return Kind(call, tuple(shape), getattr(torch, dtype), found, needs_grad)
+        return Kind(call, tuple(shape), getattr(torch, dtype), found, needs_grad, channels_last)
 
 
 class Transfer:
@@ -136,6 +140,8 @@ class Transfer:
         if route.is_local:
             return
         sender, receiver = stages.meshes[route.sender], stages.meshes[route.receiver]
+        # Several ranks of a stage may have different formats.
+        self._keeps_format = keeps_format(sender, receiver, kind.splits)
         if kind.splits is None:
             if max(sender.sample_size, receiver.sample_size) > 1:
                 raise NotSupported(
@@ -158,14 +164,14 @@ class Transfer:
         if self.route.is_local:
             self._kept[FORWARD].append(local)
         else:
-            self._send(local, FORWARD)
+            self._send(local, FORWARD, self.kind.channels_last)
 
     def receive(self) -> Tensor:
         """Returns this rank's shard, from the source."""
         if self.route.is_local:
             kept: Tensor = self._kept[FORWARD].popleft()
             return kept
-        return self._receive(FORWARD)
+        return self._receive(FORWARD, self.kind.channels_last)
 
     def send_gradient(self, grad: Tensor | None) -> None:
         """Sends the gradient of this rank's shard to the source; `None` if none has come."""
@@ -173,12 +179,13 @@ class Transfer:
             self._kept[BACKWARD].append(grad)
             return
         mine, source = self._stages.mesh, self._stages.meshes[self.route.sender]
-        exists, tag = torch.tensor([grad is not None]), self.route.tag(BACKWARD)
+        channels_last = grad is not None and self._keeps_format and is_channels_last(grad)
+        found, tag = torch.tensor([grad is not None, channels_last]), self.route.tag(BACKWARD)
         for index in range(source.sample_size):
             if index % mine.sample_size == mine.sample_index:
-                self._stages.world.send(exists, source.rank(mine.data_index, index), tag)
+                self._stages.world.send(found, source.rank(mine.data_index, index), tag)
         if grad is not None:
-            self._send(grad, BACKWARD)
+            self._send(grad, BACKWARD, channels_last)
 
     def receive_gradient(self) -> Tensor | None:
         """Returns the gradient of this rank's shard, from the target; `None` if it has none."""
@@ -186,12 +193,13 @@ class Transfer:
             kept: Tensor | None = self._kept[BACKWARD].popleft()
             return kept
         mine, target = self._stages.mesh, self._stages.meshes[self.route.receiver]
-        exists = torch.empty(1, dtype=torch.bool)
+        found = torch.empty(2, dtype=torch.bool)
         rank = target.rank(mine.data_index, mine.sample_index % target.sample_size)
-        self._stages.world.recv(exists, rank, self.route.tag(BACKWARD))
-        return self._receive(BACKWARD) if exists else None
+        self._stages.world.recv(found, rank, self.route.tag(BACKWARD))
+        exists, channels_last = found.tolist()
+        return self._receive(BACKWARD, channels_last) if exists else None
 
-    def _send(self, local: Tensor, direction: int) -> None:
+    def _send(self, local: Tensor, direction: int, channels_last: bool) -> None:
         mine, start = self._stages.mesh, self._boxes[direction]
         tag, peers = self.route.tag(direction), self._stages.meshes[self._ends(direction)[1]]
         if self.splits is None:
@@ -203,20 +211,25 @@ class Transfer:
                     slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, lo, strict=True)
                 )
                 peer = peers.rank(mine.data_index, there)
-                self._stages.world.send(local[index].contiguous(), peer, tag)
+                block = _rows(local[index]) if channels_last else local[index].contiguous()
+                self._stages.world.send(block, peer, tag)
 
-    def _receive(self, direction: int) -> Tensor:
+    def _receive(self, direction: int, channels_last: bool) -> Tensor:
         mine, end = self._stages.mesh, self._boxes[1 - direction]
         tag, peers = self.route.tag(direction), self._stages.meshes[self._ends(direction)[0]]
         box = end[mine.sample_index]
         made: dict[str, Any] = {"dtype": self.kind.dtype, "device": device_of(mine)}
-        local = torch.empty(tuple(box.shape), **made)
+        shape = list(box.shape)
+        if channels_last:
+            local = torch.empty([shape[0], *shape[2:], shape[1]], **made).movedim(-1, 1)
+        else:
+            local = torch.empty(shape, **made)
         for there, here, part in self._messages(direction):
             if here != mine.sample_index:
                 continue
             peer = peers.rank(mine.data_index, there)
             if tuple(part.shape) == tuple(local.shape):
-                self._stages.world.recv(local, peer, tag)
+                self._stages.world.recv(_rows(local) if channels_last else local, peer, tag)
                 continue
             block = torch.empty(tuple(part.shape), **made)
             self._stages.world.recv(block, peer, tag)
@@ -260,14 +273,15 @@ class Transfers:
             local, splits = value, None
         # Whatever the mode of this call is: later ones on the other stage may have a gradient.
         needs_grad = local.requires_grad
-        kind = Kind(call, tuple(value.shape), value.dtype, splits, needs_grad)
+        sender, receiver = self._stages.own, self._stages.meshes[route.receiver]
+        in_format = keeps_format(sender, receiver, splits) and is_channels_last(local)
+        kind = Kind(call, tuple(value.shape), value.dtype, splits, needs_grad, in_format)
         transfer = self._find(route, kind)
         tag = route.tag(FORWARD)
         if route.is_local:
             self._headers[tag].append((mark, kind))
         else:
-            mine, receiver = self._stages.mesh, self._stages.meshes[route.receiver]
-            message = mark.to_bytes() + kind.to_bytes()
+            mine, message = self._stages.mesh, mark.to_bytes() + kind.to_bytes()
             for index in range(receiver.sample_size):
                 if index % mine.sample_size == mine.sample_index:
                     rank = receiver.rank(mine.data_index, index)
@@ -344,6 +358,20 @@ class Transfers:
             found = Transfer(self._stages, route, kind, self._kept)
             self._known[route, kind] = found
         return found
+
+
+def keeps_format(sender: MeshRanks, receiver: MeshRanks, splits: Any) -> bool:
+    """Returns whether a tensor may stay channels-last: one rank has all of it, before and after.
+
+    Then neither the transfer nor the convolutions beside it copy the tensor.
+    """
+    sizes = sender.sample_size, receiver.sample_size
+    return splits is not None and len(splits) > 2 and max(sizes) == 1
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Returns a channels-last tensor in the order of its memory."""
+    return x.permute(0, *range(2, x.dim()), 1)
 
 
 def origin_of(values: Sequence[Any]) -> Any:
