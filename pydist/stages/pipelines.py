@@ -128,8 +128,10 @@ def pipeline(
     arguments = sample if isinstance(sample, tuple) else (sample,)
     with together(stages.world, "planning stages"):
         recorded = record(model, arguments)
-        weights = _weights(stages, orders, micro_batches, balance, recompute)
-        mine = make_plan(recorded, weights, balance, cuts)
+        ranks = [stages.meshes[mesh].sample_size for mesh in stages.order]
+        kept = 1 if recompute else micro_batches
+        alive = [orders.most_alive(stage, kept) for stage in range(stages.count)]
+        mine = make_plan(recorded, ranks, balance, cuts, alive)
     require_same(stages.world, {"the network's forward pass on the sample": str(recorded)})
     # Every rank has measured; all take the plan of rank 0.
     message = stages.world.broadcast_bytes(json.dumps(plan_to_json(mine)).encode())
@@ -145,17 +147,6 @@ def pipeline(
     )  # fmt: skip
     model.register_forward_pre_hook(_Enter(made), with_kwargs=True)
     return made
-
-
-def _weights(
-    stages: Stages, schedule: Schedule, micro_batches: int, balance: str, recompute: bool
-) -> list[float]:
-    """Returns what a unit of time or of memory costs each stage."""
-    weights = [1.0 / stages.meshes[mesh].sample_size for mesh in stages.order]
-    if balance == "memory" and not recompute:
-        for stage in range(stages.count):
-            weights[stage] *= schedule.most_alive(stage, micro_batches)
-    return weights
 
 
 class _Enter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,11 @@ from pydist.stages.schedule import Schedule
 from pydist.stages.uses import Uses
 
 _SLACK = 1.02
-"""Stages may take this much longer than the best possible, if less is sent then."""
+"""Stages may cost this much more than the best possible, if less is sent then."""
+
+PartCosts = Callable[[Sequence[int]], Iterator[np.ndarray]]
+"""What parts of a pass cost a stage, given the calls with which parts may begin: for each of them,
+the costs of the parts that end where the next one begins, by their first call."""
 
 
 @dataclass
@@ -25,7 +29,8 @@ class Plan:
 
     Attributes:
         starts: the first call of each stage but the first.
-        rows: of the table of `str(plan)`: calls, milliseconds, MiB of results, MiB received.
+        rows: of the table of `str(plan)`: calls, milliseconds, MiB that a micro-batch needs in
+            memory, MiB received.
     """
 
     starts: list[Key]
@@ -41,12 +46,12 @@ class Plan:
         return uses
 
     def __str__(self) -> str:
-        head = ("stage", "calls", "time", "results", "receives", "begins with")
+        head = ("stage", "calls", "time", "memory", "receives", "begins with")
         total = sum(row[1] for row in self.rows) or 1.0
         lines = [head]
-        for stage, (calls, ms, made, received) in enumerate(self.rows):
+        for stage, (calls, ms, needed, received) in enumerate(self.rows):
             begin = str(self.starts[stage - 1]) if stage else "the input"
-            numbers = f"{ms / total:.0%}", f"{made:.1f} MiB", f"{received:.1f} MiB"
+            numbers = f"{ms / total:.0%}", f"{needed:.1f} MiB", f"{received:.1f} MiB"
             lines.append((str(stage), str(calls), *numbers, begin))
         widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
         return "\n".join(
@@ -60,19 +65,21 @@ BALANCES = ("time", "memory")
 
 def make_plan(
     found: Record,
-    weights: Sequence[float],
+    ranks: Sequence[int],
     balance: str = "time",
     cuts: Sequence[str] | None = None,
+    alive: Sequence[int] | None = None,
 ) -> Plan:
     """Cuts a recorded forward pass into stages.
 
     Args:
         found: the pass.
-        weights: for each stage, what a unit of time or memory costs it: less, the more ranks it has
-            for a sample; of memory more, the more micro-batches are alive.
-        balance: what the largest stage has least of: "time", or "memory" (of results).
+        ranks: that each stage has for a sample; they divide its time and memory.
+        balance: what the largest stage has least of: "time", or "memory": of what the backward
+            passes of its micro-batches need, and of the gradients in the largest of its calls.
         cuts: paths of modules whose first calls begin the stages from the second on; overrides
             `balance`.
+        alive: the micro-batches that each stage keeps at once; by default one.
 
     Returns:
         The plan: the cuts with the least maximum over stages, and of nearly equal ones those that
@@ -83,14 +90,19 @@ def make_plan(
     """
     if balance not in BALANCES:
         raise UsageError(f"balance={balance!r}; possible are {', '.join(BALANCES)}")
+    alive = alive or [1] * len(ranks)
     if cuts is None:
-        at = _balanced(found, weights, balance)
+        costs = [
+            times(found, n) if balance == "time" else memories(found, n, kept)
+            for n, kept in zip(ranks, alive, strict=True)
+        ]
+        at = _balanced(found, costs)
     else:
-        at = _at_modules(found, cuts, len(weights))
+        at = _at_modules(found, cuts, len(ranks))
     rows = []
     for a, b in zip([0, *at], [*at, len(found.costs)], strict=True):
-        costs = found.costs[a:b]
-        ms, mib = 1e3 * sum(c.seconds for c in costs), sum(c.nbytes for c in costs) / 2**20
+        ms = 1e3 * sum(c.seconds for c in found.costs[a:b])
+        mib = memory_of_part(found, a, b) / 2**20
         rows.append((b - a, ms, mib, float(found.sent[a]) / 2**20 if a else 0.0))
     return Plan([found.costs[i].key for i in at], rows)
 
@@ -119,43 +131,79 @@ def _at_modules(found: Record, cuts: Sequence[str], stages: int) -> list[int]:
     return at
 
 
-def _balanced(found: Record, weights: Sequence[float], balance: str) -> list[int]:
-    stages = len(weights)
-    costs = [c.seconds if balance == "time" else c.nbytes for c in found.costs]
-    if 1 + int(found.legal.sum()) < stages:
-        raise UsageError(
-            f"{stages} stages of a network whose forward pass can be cut at "
-            f"{int(found.legal.sum())} calls"
-        )
-    return partition(costs, found.sent, found.legal, weights)
+def times(found: Record, ranks: int) -> PartCosts:
+    """Returns the seconds of parts of a pass on a stage of some ranks for a sample."""
+    ends = np.concatenate([[0.0], np.cumsum([cost.seconds for cost in found.costs])])
+
+    def columns(starts: Sequence[int]) -> Iterator[np.ndarray]:
+        first = np.asarray(starts)
+        for j, stop in enumerate([*starts[1:], len(found.costs)]):
+            yield (ends[stop] - ends[first[: j + 1]]) / ranks
+
+    return columns
 
 
-def partition(
-    costs: Sequence[float], sent: np.ndarray, legal: np.ndarray, weights: Sequence[float]
-) -> list[int]:
-    """Cuts a sequence into parts so that the largest weighted sum is least.
+def memories(found: Record, ranks: int, alive: int = 1) -> PartCosts:
+    """Returns the bytes that parts of a pass need on each rank of a stage.
 
     Args:
-        costs: of each element.
+        found: the pass.
+        ranks: of the stage, for a sample.
+        alive: micro-batches whose saved tensors are kept. The gradients in memory are those of one.
+    """
+
+    def columns(starts: Sequence[int]) -> Iterator[np.ndarray]:
+        first, call = np.asarray(starts), 0
+        saved, gradients = np.zeros(len(found.costs)), np.zeros(len(found.costs))
+        last: dict[int, int] = {}  # the latest call that has saved each memory
+        for j, stop in enumerate([*starts[1:], len(found.costs)]):
+            for i in range(call, stop):
+                np.maximum(gradients[: i + 1], found.costs[i].gradients, out=gradients[: i + 1])
+                for memory, nbytes in found.saved[i].items():
+                    saved[last.get(memory, -1) + 1 : i + 1] += nbytes
+                    last[memory] = i
+            call = stop
+            yield (alive * saved + gradients)[first[: j + 1]] / ranks
+
+    return columns
+
+
+def memory_of_part(found: Record, start: int, stop: int) -> int:
+    """Returns the bytes that a micro-batch needs in some calls of a pass, on all ranks."""
+    saved = {memory: n for each in found.saved[start:stop] for memory, n in each.items()}
+    return sum(saved.values()) + max(cost.gradients for cost in found.costs[start:stop])
+
+
+def _balanced(found: Record, costs: Sequence[PartCosts]) -> list[int]:
+    if 1 + int(found.legal.sum()) < len(costs):
+        raise UsageError(
+            f"{len(costs)} stages of a network whose forward pass can be cut at "
+            f"{int(found.legal.sum())} calls"
+        )
+    return partition(costs, found.sent, found.legal)
+
+
+def partition(costs: Sequence[PartCosts], sent: np.ndarray, legal: np.ndarray) -> list[int]:
+    """Cuts a sequence into parts so that the largest cost is least.
+
+    Args:
+        costs: of each part; a longer part costs no less.
         sent: what a cut before each element costs in addition; its sum is least among partitions
             whose largest part is at most 2 % above the least possible.
-        legal: whether a part may begin with each element.
-        weights: of each part, > 0; at least that many parts may begin.
+        legal: whether a part may begin with each element; at least as many as there are parts.
 
     Returns:
         The first element of each part but the first.
     """
-    ends = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
     starts = [0, *(int(i) for i in np.flatnonzero(legal) if i > 0)]
-    best = _search(ends, starts, weights, np.zeros(len(starts)), None)[0]
+    best = _search(costs, starts, np.zeros(len(starts)), None)[0]
     prices = np.asarray([0.0, *(float(sent[i]) for i in starts[1:])])
-    return _search(ends, starts, weights, prices, best * _SLACK)[1]
+    return _search(costs, starts, prices, best * _SLACK)[1]
 
 
 def _search(
-    ends: np.ndarray,
+    costs: Sequence[PartCosts],
     starts: Sequence[int],
-    weights: Sequence[float],
     prices: np.ndarray,
     limit: float | None,
 ) -> tuple[float, list[int]]:
@@ -163,16 +211,17 @@ def _search(
 
     The value is the largest part or, with a limit on parts, the sum of the cuts' prices.
     """
-    first = np.asarray(starts)
-    stops = np.append(first[1:], len(ends) - 1)  # where a part before the next start ends
-    value = weights[0] * ends[stops]  # of one part, from the beginning
+    # Of the parts so far, by where they end: before the next start.
+    value = np.asarray([column[0] for column in costs[0](starts)])
     if limit is not None:
         value = np.where(value <= limit * (1 + 1e-12), 0.0, np.inf)
     chosen = []
-    for weight in weights[1:]:
+    for part_costs in costs[1:]:
         new, cut = np.full(len(starts), np.inf), np.zeros(len(starts), dtype=int)
-        for j in range(1, len(starts)):
-            part = weight * (ends[stops[j]] - ends[first[1 : j + 1]])
+        for j, column in enumerate(part_costs(starts)):
+            if j == 0:
+                continue
+            part = column[1:]
             if limit is None:
                 candidates = np.maximum(value[:j], part)
             else:
@@ -184,7 +233,7 @@ def _search(
         chosen.append(cut)
     j, found = len(starts) - 1, list[int]()
     for cut in reversed(chosen):
-        found.append(int(first[cut[j]]))
+        found.append(starts[cut[j]])
         j = int(cut[j]) - 1
     return float(value[-1]), found[::-1]
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from pydist.arguments import leaves, mapped
@@ -42,12 +43,13 @@ class Cost(NamedTuple):
     Attributes:
         key: the call.
         seconds: of its forward and backward computation.
-        nbytes: of its results in new memory.
+        gradients: bytes of the gradients of its results and arguments, which its backward pass has
+            in memory at once.
     """
 
     key: Key
     seconds: float
-    nbytes: int
+    gradients: int
 
 
 @dataclass
@@ -60,6 +62,8 @@ class Record:
         legal: whether a stage may begin with each call.
         inside: whether the call before is in the same part under `torch.utils.checkpoint`, which
             one stage must repeat as a whole.
+        saved: of each call, the memories that its backward pass needs, with their bytes; calls may
+            share a memory. Parameters and arguments of the network do not count.
         operands: ids of the plain tensors among the arguments of each call, or of the parameters
             from which they were computed.
     """
@@ -68,6 +72,7 @@ class Record:
     sent: np.ndarray
     legal: np.ndarray
     inside: np.ndarray
+    saved: list[dict[int, int]]
     operands: list[list[int]]
 
     def __str__(self) -> str:
@@ -83,6 +88,19 @@ class _Life:
     made: int
     last: int
     memory: int
+
+
+class _Backward(NamedTuple):
+    """The backward pass of a call.
+
+    Attributes:
+        seconds: of its computation; 0 if no gradient flows through the call.
+        saved: the tensors that it needs, on the meta device if they are the call's arguments or
+            results; without parameters and arguments of the network.
+    """
+
+    seconds: float
+    saved: list[Tensor]
 
 
 class _Sources(TorchFunctionMode):
@@ -122,6 +140,8 @@ class _Recorder(Calls):
         self._memories: dict[int, int] = {}  # in use, by `memory_of`: another number for each
         self._changed = set[int]()
         self._updates: dict[int, list[int]] = {}  # calls with the same running statistics
+        self._saved: list[dict[int, int]] = []
+        self._backward: _Backward | None = None
         self._operands: list[list[int]] = []
         self._inside: list[bool] = []
         self._parts: list[FrameType] = []  # of the last call; alive, so that no other has their ids
@@ -153,8 +173,8 @@ class _Recorder(Calls):
         self._inside.append(any(a is b for a in parts for b in self._parts))
         self._parts = parts
         forward, result = self._timed(call.run)
-        backward = self._backward_of(call)
-        self._seconds = forward + (forward if backward is None else backward)
+        self._backward = backward = self._backward_of(call)
+        self._seconds = forward + (forward if backward is None else backward.seconds)
         return result
 
     def _timed(self, compute: Callable[[], Any]) -> tuple[float, Any]:
@@ -166,46 +186,89 @@ class _Recorder(Calls):
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - began, result
 
-    def _backward_of(self, call: Call) -> float | None:
-        """Returns the time of the backward pass of a call; `None` if it can't run by itself."""
+    def _backward_of(self, call: Call) -> _Backward | None:
+        """Returns the backward pass of a call; `None` if it can't run by itself."""
         if call.changed:
             return None
         starts: list[Tensor] = []
+        known: dict[int, Tensor | None] = {}  # meta tensors, by address
 
         def entered(x: Tensor) -> Tensor:
             is_made = isinstance(x, StageTensor) and x.made
             value = x.value if isinstance(x, StageTensor) else x
             assert value is not None
-            if not value.is_floating_point() or not (is_made or isinstance(x, nn.Parameter)):
-                return value
-            starts.append(value.detach().requires_grad_())
-            return starts[-1]
+            if value.is_floating_point() and (is_made or isinstance(x, nn.Parameter)):
+                value = value.detach().requires_grad_()
+                starts.append(value)
+            known[_address(_local(value))] = (
+                x.meta if isinstance(x, StageTensor) and is_made else None
+            )
+            return value
+
+        saved: list[Tensor] = []
+
+        def keep(x: Tensor) -> Tensor:
+            saved.append(x)
+            return x
 
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
                 out = call.func(*replaced(entered, call.args), **replaced(entered, call.kwargs))
                 ends = [_local(x) for x in tensors_of(out) if x.requires_grad]
                 grads = [torch.ones_like(x) for x in ends]
                 roots = [_local(x) for x in starts]
+            for x, meta in zip(tensors_of(out), tensors_of(call.meta), strict=True):
+                known.setdefault(_address(_local(x)), meta)
+            places = {_address(x): x for x in saved}
+            found = [known.get(at, x) for at, x in places.items()]
+            kept = [x for x in found if x is not None]
             if not ends:
-                return 0.0
-            return self._timed(lambda: torch.autograd.grad(ends, roots, grads, allow_unused=True))[
-                0
-            ]
+                return _Backward(0.0, [])
+            seconds, _ = self._timed(
+                lambda: torch.autograd.grad(ends, roots, grads, allow_unused=True)
+            )
+            return _Backward(seconds, kept)
         except (RuntimeError, NotSupported):
             return None
 
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
-        now, nbytes = len(self.costs), 0
-        shared = {memory_of(x.meta): x for x in call.inputs}
+        now = len(self.costs)
+        shared = {memory_of(x.meta) for x in call.inputs}
         for x in results:
-            known = shared.get(memory_of(x.meta))
-            if known is None:  # new memory, perhaps at the address of memory that was freed
+            if memory_of(x.meta) not in shared:  # new, perhaps at the address of freed memory
                 self._memories[memory_of(x.meta)] = x.number
-                nbytes += x.meta.nbytes
             memory = self._memories.setdefault(memory_of(x.meta), x.number)
             self._lives[x.number] = _Life(x.meta.nbytes, now, now, memory)
-        self.costs.append(Cost(call.key, self._seconds, nbytes))
+        self._saved.append(self._saved_by(call))
+        self.costs.append(Cost(call.key, self._seconds, self._gradients_of(call)))
+        self._backward = None
+
+    def _saved_by(self, call: Call) -> dict[int, int]:
+        """Returns the memories that the backward pass of a call needs, with their bytes."""
+        if self._backward is None:  # unknown: perhaps all
+            saved = [x.meta for x in call.inputs if x.made] + tensors_of(call.meta)
+        else:
+            saved = self._backward.saved
+        found: dict[int, int] = {}
+        for x in saved:
+            memory = self._memories.get(memory_of(x)) if x.is_meta else None
+            if memory is None:  # a copy, or indices, which the call alone needs
+                memory, self._tensors = self._tensors, self._tensors + 1
+                found[memory] = x.untyped_storage().nbytes()
+            else:
+                found[memory] = self._lives[memory].nbytes
+        return found
+
+    def _gradients_of(self, call: Call) -> int:
+        """Returns the bytes of the gradients of a call's results and arguments; 0 for views."""
+        if self._backward is not None and not self._backward.seconds:
+            return 0
+        results = {memory_of(x): x for x in tensors_of(call.meta)}
+        given = {memory_of(x.meta): x.meta for x in call.inputs if x.made}
+        if not call.changed and results.keys() <= given.keys():
+            return 0
+        metas = [*results.values(), *given.values()]
+        return sum(x.nbytes for x in metas if x.is_floating_point())
 
     def record(self) -> Record:
         """Returns the recorded pass."""
@@ -223,7 +286,7 @@ class _Recorder(Calls):
                 legal[first + 1 : last + 1] = False
         for calls_of in self._updates.values():
             legal[calls_of[0] + 1 : calls_of[-1] + 1] = False
-        return Record(self.costs, sent, legal, inside, self._operands)
+        return Record(self.costs, sent, legal, inside, self._saved, self._operands)
 
 
 def _checkpointed_parts() -> list[FrameType]:
@@ -236,6 +299,10 @@ def _checkpointed_parts() -> list[FrameType]:
             found.append(frame)
         frame = frame.f_back
     return found
+
+
+def _address(x: Tensor) -> int:
+    return int(x.untyped_storage().data_ptr())
 
 
 def _local(x: Tensor) -> Tensor:
@@ -282,7 +349,7 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
             f" {len(other or [])}): stages need the same calls on every rank"
         )
     rows = zip(*(each.costs for each in found), strict=True)
-    costs = [Cost(row[0].key, min(c.seconds for c in row), row[0].nbytes) for row in rows]
+    costs = [row[0]._replace(seconds=min(c.seconds for c in row)) for row in rows]
     operands = [[copied.get(each, each) for each in call] for call in found[0].operands]
     return dataclasses.replace(found[0], costs=costs, operands=operands)
 
