@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_CONTAINERS = (list, dict, set)
 _TORCHS = nn.Module().__dict__.keys() - {"_parameters", "_buffers", "_modules"}
 """Names of attributes that every module has, and no forward pass changes."""
+_DEEPEST = 8
+_OWN = ("_parameters", "_buffers", "_modules")
 
 
 class Attributes:
-    """The attributes of a network's modules at one time, with what they contained.
+    """The attributes of modules at one time, with what they contained.
 
-    That is numbers, tensors, lists, dicts and sets, and which buffers there were; not the values of
-    buffers and parameters, nor what other objects contain.
+    That is numbers, tensors, and containers of them (lists, dicts, sets, deques, and their
+    subclasses), and which buffers there were; not the values of buffers and parameters, nor what
+    other objects contain.
 
     Args:
-        model: the network.
+        modules: the modules.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._kept = [(m.__dict__, _contents(m.__dict__)) for m in model.modules()]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._kept = []
+        for module in modules:
+            held = module.__dict__
+            contents = {
+                name: (value, dict(value) if name in _OWN else _content(value))
+                for name, value in held.items()
+                if name not in _TORCHS
+            }
+            self._kept.append((held, contents))
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -38,31 +49,49 @@ class Attributes:
     @torch.no_grad()
     def restore(self) -> None:
         """Gives the modules these attributes; new ones are deleted."""
-        for attributes, contents in self._kept:
-            for name in attributes.keys() - contents.keys() - _TORCHS:
-                del attributes[name]
+        for held, contents in self._kept:
+            for name in held.keys() - contents.keys() - _TORCHS:
+                del held[name]
             for name, (value, content) in contents.items():
-                attributes[name] = value
-                if content is None:
-                    continue
-                if isinstance(value, Tensor):
-                    if not torch.equal(value, content):
-                        value.copy_(content)
-                    continue
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(content)
+                held[name] = value
+                if name in _OWN:
+                    value.clear()
+                    value.update(content)
+                else:
+                    _restore(value, content)
 
 
-def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns attributes with copies of what they contain; `None` for what is not copied."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for name, value in attributes.items():
-        if name in _TORCHS:
-            continue
-        content = None
-        if type(value) in _CONTAINERS:
-            content = value.copy()
-        elif type(value) is Tensor and not value.requires_grad:
-            content = value.clone()
-        found[name] = value, content
-    return found
+def _content(value: Any, depth: int = 0) -> Any:
+    """Returns what a value contains, for `_restore`; `None` for other objects."""
+    if depth > _DEEPEST:  # perhaps a container of itself
+        return None
+    if isinstance(value, dict):
+        return [(key, each, _content(each, depth + 1)) for key, each in value.items()]
+    if isinstance(value, list | deque):
+        return [(each, _content(each, depth + 1)) for each in value]
+    if isinstance(value, set):
+        return set(value)
+    if type(value) is Tensor and not value.requires_grad:
+        return value.clone()
+    return None
+
+
+def _restore(value: Any, content: Any) -> None:
+    """Restores what a value contained."""
+    if content is None:
+        return
+    if isinstance(value, dict):
+        value.clear()
+        for key, each, inner in content:
+            dict.__setitem__(value, key, each)
+            _restore(each, inner)
+    elif isinstance(value, list | deque):
+        value.clear()
+        for each, inner in content:
+            value.append(each)
+            _restore(each, inner)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(content)
+    elif not torch.equal(value, content):
+        value.copy_(content)

@@ -68,6 +68,11 @@ class Call(NamedTuple):
         return [x for x in found if isinstance(x, Tensor) and not isinstance(x, StageTensor)]
 
     @property
+    def is_batch_norm(self) -> bool:
+        """Whether the call is a batch norm with the statistics of its input."""
+        return self.func in _BATCH_NORMS and bool(self.named.get("training"))
+
+    @property
     def named(self) -> dict[str, Any]:
         """The arguments of a norm that may update running statistics, by their names."""
         return {**dict(zip(_UPDATES[self.func], self.args, strict=False)), **self.kwargs}
@@ -84,6 +89,7 @@ class Call(NamedTuple):
 
 
 _T: Any = Tensor
+_BATCH_NORMS = (F.batch_norm, torch.batch_norm)
 _MOVES = (_T.to, _T.cpu, _T.cuda, _T.type)
 _FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias")
 _NATIVE = ("input", "weight", "bias", "running_mean", "running_var")
@@ -227,6 +233,10 @@ class Calls(ABC):
         metas, named = replaced(_meta_of, args), replaced(_meta_of, kwargs)
         if func in _MOVES:
             return _moved(metas[0], args[1:], kwargs), []
+        if func in _BATCH_NORMS:  # torch refuses a sample alone, but other groups may have more
+            x = metas[0] if metas else named["input"]
+            with torch.inference_mode(False):
+                return torch.empty_like(x), []
         if "device" in named:
             named["device"] = "meta"
 

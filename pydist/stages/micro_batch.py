@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -16,14 +16,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pydist.arguments import leaves, mapped
 from pydist.errors import NotSupported, UsageError
-from pydist.group_sizes import mark_batch
+from pydist.gradients.rows import is_dense
+from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.ops.pointwise.keyed import draws_of
 from pydist.stages.calls import Call, Calls, Key, memory_of
+from pydist.stages.generators import one_at_a_time
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, tensors_of
 from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfer import Mark, Route, Transfer, Transfers, origin_of
 from pydist.tensor import ShardedTensor, local_of
+from pydist.tensor.aliasing import as_result
 from pydist.tensor.stage import StageTensor
 
 _T: Any = Tensor
@@ -117,6 +120,8 @@ class MicroBatch(Calls):
         self._starts, self._transfers = starts, transfers
         self._relays, self._mark = relays, mark
         self._lends, self._keeps = lends, keeps
+        self.wrapped: Callable[[Tensor], ShardedTensor] | None = None
+        """Wraps a plain tensor as one of the batch of all groups, if norms are over all groups."""
         self.factors: list[float] = []
         """The numbers in plain tensors with which the criterion calls, such as a loss scale."""
         self.statistics: BatchStatistics | None = None
@@ -130,6 +135,7 @@ class MicroBatch(Calls):
         self.updaters: dict[int, int] = {}
         """The stage that updates running statistics, by their ids."""
         self._origin: Any = None
+        self._sizes: GroupSizes | None = None
         self.loss: Tensor | None = None
         """On the last stage, the loss to differentiate."""
         self.before: dict[int, Tensor] = {}
@@ -146,9 +152,15 @@ class MicroBatch(Calls):
 
     # -- forward ----------------------------------------------------------------------------
 
-    def adopt(self, values: Any) -> Any:
-        """Returns the network's arguments, with stage tensors in the places of tensors."""
+    def adopt(self, values: Any, sizes: GroupSizes | None) -> Any:
+        """Returns the network's arguments, with stage tensors in the places of tensors.
+
+        Args:
+            values: the arguments.
+            sizes: of all groups' micro-batches, if there are several groups.
+        """
         self._origin = origin_of(list(leaves((values,))))
+        self._sizes = sizes
 
         def entered(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -181,7 +193,9 @@ class MicroBatch(Calls):
             for x in call.changed:
                 self._take(x, call)
         if call.statistics and self.statistics is not None and not self._repeats:
-            result = self.statistics.compute(call, runs=runs, share=self.of_groups)
+            result = self.statistics.compute(call, self._run_norm, runs=runs, share=self.of_groups)
+        elif runs and call.is_batch_norm:
+            result = self._run_norm(call)
         elif runs:
             result = self._run(call, draws) if call.func in _DRAWS else call.run()
         for x in call.changed:
@@ -189,6 +203,22 @@ class MicroBatch(Calls):
             if stage != self.own:
                 x.value = None
         return result
+
+    def _run_norm(self, call: Call) -> Any:
+        """Computes a batch norm in training, of a plain tensor with the statistics of all groups.
+
+        As `pydist.batch_layers` does without stages.
+        """
+        given = call.named
+        x = given["input"]
+        value = x.value if isinstance(x, StageTensor) else x
+        assert isinstance(value, Tensor)
+        if isinstance(value, ShardedTensor) or self.wrapped is None:
+            return call.run()
+        if self._stages.mesh.size == 1:
+            return call.run()
+        found = call._replace(args=(), kwargs={**given, "input": self.wrapped(value)}).run()
+        return as_result(found.full_tensor())
 
     def _check(self, call: Call, stage: int) -> None:
         """Refuses a call that changes memory which another stage holds too.
@@ -244,7 +274,8 @@ class MicroBatch(Calls):
             draws_of(mesh).begin(forward)[module] = draws
             return call.run()
         key = f"{mesh.seed}/{forward}/{module}/{draws}/{self.index}/{mesh.data_index}".encode()
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        devices = [self.device] if self.device.type == "cuda" else []
+        with one_at_a_time(), torch.random.fork_rng(devices):
             torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
             return call.run()
 
@@ -302,7 +333,7 @@ class MicroBatch(Calls):
                 assert x.value is not None
                 self._send(x.value, route, call)
             elif target == self.own:
-                x.value = self._receive(route, call, tuple(x.meta.shape))
+                x.value = self._receive(route, call, x.meta)
                 if route.is_local or self._lends:
                     self._lent.add(memory_of(x.meta))
             x.stages.add(target)
@@ -317,18 +348,26 @@ class MicroBatch(Calls):
             if self._keeps:
                 self._messages.append((transfer, None))
         if transfer.kind.needs_grad:
-            if self._origin is not None and self._stages.mesh.data_size > 1:
-                mark_batch(local, self._origin.sizes)
-            self._sent.append(_Sent(transfer, get_gradient_edge(local)))
+            self._sent.append(_Sent(transfer, get_gradient_edge(self.of_batch(local))))
 
-    def _receive(self, route: Route, call: str, shape: tuple[int, ...]) -> Tensor:
+    def of_batch(self, value: Tensor) -> Tensor:
+        """Marks a tensor's graph as that of the micro-batch, for the weights of sample groups."""
+        if self._sizes is not None:
+            local = local_of(value) if isinstance(value, ShardedTensor) else value
+            mark_batch(local, self._sizes)
+        return value
+
+    def _receive(self, route: Route, call: str, meta: Tensor) -> Tensor:
         if self._repeats:
             transfer, kept = next(self._known)
             assert kept is not None
             local = kept
         else:
             self._note(call)
+            shape = tuple(meta.shape)
             transfer, local = self._transfers.receive(route, call, self._mark, shape)
+            if transfer.splits is None:
+                local = _in_order_of(local, meta)
             if self._keeps:
                 self._messages.append((transfer, local.detach()))
         if transfer.kind.needs_grad:
@@ -356,21 +395,49 @@ class MicroBatch(Calls):
         self.loss, self.is_forgotten = None, True
 
     def backward(self) -> None:
-        """Runs the backward pass of this stage, and exchanges gradients with other stages."""
+        """Runs the backward pass of this stage, and exchanges gradients with other stages.
+
+        Raises:
+            NotSupported: a later micro-batch has changed what this one has saved.
+        """
+        try:
+            self._run_backward()
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise NotSupported(
+                f"stage {self.own} computes with a buffer that the network changes in place, and "
+                "the next micro-batch has changed it before the backward pass: assign a new tensor "
+                "(self.count = self.count + 1), or use recompute=True"
+            ) from error
+
+    def _run_backward(self) -> None:
         if self.loss is not None:
             self.loss.backward()
         else:
-            pairs = [(sent.edge, sent.transfer.receive_gradient()) for sent in self._sent]
+            pairs = [
+                (sent.edge, sent.transfer.receive_gradient(self._mark.number))
+                for sent in self._sent
+            ]
             edges = [edge for edge, grad in pairs if grad is not None]
             grads = [grad for _, grad in pairs if grad is not None]
             del pairs
             if edges:
                 torch.autograd.backward(edges, grads)
         for received in self._received:
-            received.transfer.send_gradient(received.grad)
+            received.transfer.send_gradient(received.grad, self._mark.number)
             received.grad = None
         self._sent.clear()
         self._received.clear()
+
+
+def _in_order_of(local: Tensor, meta: Tensor) -> Tensor:
+    """Returns a plain tensor with the strides that all stages know, as `view` depends on them."""
+    if local.stride() == meta.stride() or not is_dense(meta):
+        return local
+    return torch.empty_strided(
+        meta.shape, meta.stride(), dtype=local.dtype, device=local.device
+    ).copy_(local)
 
 
 def _is_factor(x: Tensor) -> bool:

@@ -17,6 +17,7 @@ from pydist.comm.consensus import require_same, together
 from pydist.errors import NotSupported, UsageError
 from pydist.parallel import broadcast_state, entry_of, parallelize
 from pydist.stages.attributes import Attributes
+from pydist.stages.generators import Generators
 from pydist.stages.micro_batch import MicroBatch
 from pydist.stages.parts import Part, checksum_of, parts_of
 from pydist.stages.plan import Plan, make_plan, plan_of_json, plan_to_json
@@ -162,7 +163,9 @@ class _Enter:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         running = None if self._made is None else self._made.running
-        return None if running is None else running.adopt((args, kwargs))
+        if running is None:
+            return None
+        return running.adopt((args, kwargs), entry_of(module).batches.running)
 
 
 class Pipeline:
@@ -199,7 +202,7 @@ class Pipeline:
         """The micro-batch whose forward pass runs."""
         self._own = [s for s, mesh in enumerate(stages.order) if mesh == stages.index]
         self._lends = recompute or len(self._own) > 1  # there are several passes over a micro-batch
-        self._number = 0  # of micro-batches so far
+        self._number = self._next = 0  # of micro-batches before this batch, and with it
         self._batch = 0  # checksum
         self._first: dict[int, _Start] = {}  # of the batch's micro-batches
 
@@ -217,7 +220,9 @@ class Pipeline:
                 samples are cut into micro-batches. Inputs and target are the same on all ranks
                 with one data index.
             target: the second argument of the criterion, cut in the same way.
-            criterion: called as criterion(output, target); a mean over samples.
+            criterion: called as criterion(output, target); a mean over samples. A rank calls it in
+                each pass over a micro-batch, so several times with several stages on a mesh or
+                recompute; the state of a module is as if it were called once.
             micro_batches: their number, the same on all ranks; by default the pipeline's. A short
                 batch needs fewer.
 
@@ -233,19 +238,34 @@ class Pipeline:
         count, draws = micro_batches or self._micro_batches, self.model.training
         found = parts_of(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
         parts = list(found)
-        self._begin((inputs, target))
         passes = self._schedule.passes(len(parts))[self.stages.index]
         before = self._state.shared_gradients()
+        with self._over((inputs, target), len(parts)):
+            losses, factors = self._run(passes, parts, criterion)
+        self._state.compare_factors(factors)
+        self._state.reduce_shared(before)
+        if self._statistics is not None:
+            self._statistics.update()
+        return self._everywhere(losses, len(parts))
+
+    def _run(
+        self, passes: Sequence[Pass], parts: Sequence[Part], criterion: Callable[..., Any]
+    ) -> tuple[list[Tensor], list[float]]:
+        """Runs passes of this rank's mesh.
+
+        Returns:
+            The parts of the loss, and the numbers by which the criterion scales it.
+        """
         alive: dict[tuple[int, int], MicroBatch] = {}
-        losses, factors = [], list[float]()
+        losses, factors = list[Tensor](), list[float]()
         for i, (kind, stage, m) in enumerate(passes):
             key = stage, m
             if kind == "forward":
-                alive[key] = self._forward_of(parts[m], stage, criterion)
-                losses.append(alive[key].shown)
-                factors = factors or alive[key].factors
+                running = alive[key] = self._forward_of(parts[m], stage, criterion)
+                losses += [] if running.shown is None else [running.shown]
+                factors = factors or running.factors
                 if self._recomputes and passes[i + 1] != Pass("backward", stage, m):
-                    alive[key].forget()
+                    running.forget()
                 continue
             running = alive.pop(key)
             if running.is_forgotten:
@@ -254,12 +274,7 @@ class Pipeline:
             is_last = all(each[:2] != (kind, stage) for each in passes[i + 1 :])
             with nullcontext() if is_last else entry_of(self.model).no_sync():
                 running.backward()
-        self._number += len(parts)
-        self._state.compare_factors(factors)
-        self._state.reduce_shared(before)
-        if self._statistics is not None:
-            self._statistics.update()
-        return self._everywhere([loss for loss in losses if loss is not None], len(parts))
+        return losses, factors
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs a forward pass without gradients on the whole batch.
@@ -268,8 +283,7 @@ class Pipeline:
             The output on the mesh of the last stage, as of a parallelized model; `None` on others.
         """
         found = None
-        with torch.no_grad():
-            self._begin(inputs)
+        with torch.no_grad(), self._over(inputs, 1):
             for stage in self._own:
                 running = self._micro_batch(stage)
                 with self._begun(running):
@@ -279,7 +293,6 @@ class Pipeline:
                         running.bring(x, self.stages.count - 1, "the output")
                 if stage == self.stages.count - 1:
                     found = mapped(lambda x: x.value if isinstance(x, StageTensor) else x, out)
-            self._number += 1
         return found
 
     def gather(self) -> None:
@@ -323,8 +336,10 @@ class Pipeline:
         """
         self._state.unscale_(scaler, optimizer)
 
-    def _begin(self, batch: Any) -> None:
-        """Begins the passes over a batch."""
+    @contextmanager
+    def _over(self, batch: Any, micro_batches: int) -> Iterator[None]:
+        """Runs the passes over a batch in the `with` block."""
+        self._number, self._next = self._next, self._next + micro_batches
         self._batch = checksum_of(batch)
         self._first.clear()
         self._transfers.forget()
@@ -333,6 +348,12 @@ class Pipeline:
             found = self.model.named_buffers()
             counters = (b for name, b in found if name.endswith("num_batches_tracked"))
             self._counters = {id(b): b.clone() for b in counters}
+        try:
+            yield
+        except BaseException:
+            # A script may go on; what other stages have sent of this batch is not of the next one.
+            self._transfers.drop(self._number + 1, self._next)
+            raise
 
     def _forward_of(
         self,
@@ -344,16 +365,18 @@ class Pipeline:
     ) -> MicroBatch:
         """Runs the forward pass of a micro-batch through a stage, and its criterion."""
         running = self._micro_batch(stage, part, repeats)
-        with self._begun(running, repeats):
+        with self._begun(running, repeats, criterion):
             out = self._forward(running, part.inputs)
-            loss = criterion(out, part.target)
+            # The criterion may change its target in place.
+            target = mapped(_copied, part.target) if self._lends else part.target
+            loss = criterion(out, target)
         if not isinstance(loss, StageTensor) or loss.meta.numel() != 1:
             raise UsageError("criterion: expected a scalar computed from the output")
         loss.refuse_foreign_graph()
         if loss.value is not None:
             if not loss.value.requires_grad:
                 raise UsageError("criterion: the loss has no gradient (detached, or no_grad)")
-            running.loss = loss.value * part.weight
+            running.loss = running.of_batch(loss.value * part.weight)
             running.shown = _detached(loss.value) * part.share
         return running
 
@@ -365,44 +388,59 @@ class Pipeline:
             self.running = None
         running.end_of_network()
         if self._schedule.returns and running.updaters and running.statistics is None:
+            possible = 'running_statistics="batch", gpipe and 1f1b'
+            if not torch.is_grad_enabled():
+                possible = "model.eval() before pipe(x)"
             raise NotSupported(
                 "schedule='gems' of a network with running statistics (batch norm in training), "
-                'which two meshes would update; possible are running_statistics="batch", gpipe '
-                "and 1f1b"
+                f"which two meshes would update; possible: {possible}"
             )
         return out
 
     @contextmanager
-    def _begun(self, running: MicroBatch, repeats: MicroBatch | None = None) -> Iterator[None]:
+    def _begun(
+        self,
+        running: MicroBatch,
+        repeats: MicroBatch | None = None,
+        criterion: Callable[..., Any] | None = None,
+    ) -> Iterator[None]:
         """Lets all passes over a micro-batch begin with the same state of modules and generators.
 
         So what the network itself changes in a forward pass, such as a counter, changes once for a
         micro-batch. Running statistics change in the pass of their stage.
         """
-        own, first = {id(b): b for b in self.model.buffers()}, self._first.get(running.index)
+        modules = list(self.model.modules())
+        if isinstance(criterion, nn.Module):
+            modules += criterion.modules()
+        first, device = self._first.get(running.index), device_of(self.stages.mesh)
         entry_of(self.model).continues = bool(self._first)
         try:
             if first is None:
                 counters = {i: b.clone() for i, b in self._counters.items()} if self._first else {}
+                attributes = generators = None
                 if self._lends:
-                    running.before = {i: counters.get(i, b).clone() for i, b in own.items()}
-                attributes = Attributes(self.model) if self._lends else None
+                    found = _buffers_of(modules)
+                    running.before = {i: counters.get(i, b).clone() for i, b in found.items()}
+                    attributes, generators = Attributes(modules), Generators(device)
                 self._first[running.index] = _Start(
-                    running.before, running.updaters, attributes, _generators(self.stages)
+                    running.before, running.updaters, attributes, generators
                 )
-                with copied_buffers(self.model, counters) if counters else nullcontext():
+                with copied_buffers(modules, counters):
                     yield
                 return
-            if repeats is not None:
-                values = repeats.before
-            else:
-                kept = first.before.items()
-                values = {i: b.clone() for i, b in kept if i not in first.updaters}
-                running.before = {i: values.get(i, b).clone() for i, b in own.items()}
             assert first.attributes is not None
-            with Attributes(self.model).kept():
+            assert first.generators is not None
+            with Attributes(modules).kept(), Generators(device).kept():
                 first.attributes.restore()
-                with copied_buffers(self.model, values), _drawing_as(first.generators):
+                first.generators.restore()
+                if repeats is not None:
+                    values = repeats.before
+                else:
+                    kept = first.before.items()
+                    values = {i: b.clone() for i, b in kept if i not in first.updaters}
+                    found = _buffers_of(modules)
+                    running.before = {i: values.get(i, b).clone() for i, b in found.items()}
+                with copied_buffers(modules, values):
                     yield
         finally:
             entry_of(self.model).continues = False
@@ -419,6 +457,8 @@ class Pipeline:
             self._shapes, repeats, index=index, mark=mark, relays=self._relays, lends=self._lends,
             keeps=self._recomputes,
         )  # fmt: skip
+        entry = entry_of(self.model)
+        made.wrapped = None if entry.statistics == "rank" else entry.of_batch
         if part is not None:
             made.statistics, made.of_groups = self._statistics, part.of_groups
         return made
@@ -453,30 +493,22 @@ class _Start(NamedTuple):
         before: values of the buffers, by their ids.
         updaters: the running statistics among them, as of `MicroBatch`.
         attributes: of the modules, if there are further passes.
-        generators: states of torch's generators.
+        generators: of random numbers, if there are further passes.
     """
 
     before: dict[int, Tensor]
     updaters: Mapping[int, int]
     attributes: Attributes | None
-    generators: list[Tensor]
+    generators: Generators | None
 
 
-def _generators(stages: Stages) -> list[Tensor]:
-    """Returns the states of torch's generators from which a forward pass may draw."""
-    on_device = device_of(stages.mesh).type == "cuda"
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_device else [])]
+def _buffers_of(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
+    """Returns the buffers of modules, by their ids."""
+    return {id(b): b for m in modules for b in m._buffers.values() if b is not None}
 
 
-@contextmanager
-def _drawing_as(generators: Sequence[Tensor]) -> Iterator[None]:
-    """Lets torch's generators draw from earlier states, in the `with` block."""
-    on_host, *on_device = generators
-    with torch.random.fork_rng([torch.cuda.current_device()] if on_device else []):
-        torch.set_rng_state(on_host)
-        for state in on_device:
-            torch.cuda.set_rng_state(state)
-        yield
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _detached(loss: Tensor) -> Tensor:

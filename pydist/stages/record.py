@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -29,6 +29,7 @@ from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.stages.attributes import Attributes
 from pydist.stages.calls import Call, Calls, Key, memory_of
+from pydist.stages.generators import Generators
 from pydist.stages.parts import on_mesh
 from pydist.stages.shapes import Shapes, replaced, tensors_of
 from pydist.tensor import ShardedTensor, local_of
@@ -330,9 +331,10 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
         raise UsageError("sample: expected the network's arguments, with a tensor among them")
     found: list[Record] = []
     mesh = Mesh(LocalTransport())
+    modules, versions = list(model.modules()), [p._version for p in model.parameters()]
     with (
-        torch.no_grad(), torch.random.fork_rng(), Attributes(model).kept(),
-        copied_buffers(model) as copied, _named(model),
+        torch.no_grad(), Generators(first.device).kept(), Attributes(modules).kept(),
+        copied_buffers(modules) as copied, _named(model),
     ):  # fmt: skip
         for _ in range(repeats):
             sources = _Sources(model)
@@ -341,6 +343,12 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
             with sources:
                 model(*arguments)
             found.append(recorder.record())
+    for (name, p), version in zip(model.named_parameters(), versions, strict=True):
+        if p._version != version:
+            raise NotSupported(
+                f"the forward pass of {type(model).__name__} changes the parameter {name!r}, so "
+                "that several passes over a batch would differ: make it a buffer"
+            )
     keys = [[cost.key for cost in each.costs] for each in found]
     other = next((each for each in keys if each != keys[0]), None)
     if other is not None or not keys[0]:
@@ -356,22 +364,22 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
 
 @contextmanager
 def copied_buffers(
-    model: nn.Module, values: Mapping[int, Tensor] | None = None
+    modules: Iterable[nn.Module], values: Mapping[int, Tensor] | None = None
 ) -> Iterator[dict[int, int]]:
-    """Gives a model copies of its buffers in the `with` block, so that its own do not change.
+    """Gives modules copies of their buffers in the `with` block, so that their own do not change.
 
     Args:
-        model: the model.
-        values: earlier values of buffers, by their ids; they may change.
+        modules: the modules.
+        values: takes the places of these buffers only, by their ids; may change.
 
     Yields:
-        The ids of its own buffers, by those of the copies.
+        The ids of the modules' own buffers, by those of the copies.
     """
-    kept = [(m, name, b) for m in model.modules() for name, b in m._buffers.items()]
-    found = (b for _, _, b in kept if b is not None)
-    copies = {id(b): b.clone() if values is None else values.get(id(b), b) for b in found}
+    held = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+    copies = {id(b): b.clone() for _, _, b in held} if values is None else values
+    kept = [(module, name, buffer) for module, name, buffer in held if id(buffer) in copies]
     for module, name, buffer in kept:
-        module._buffers[name] = None if buffer is None else copies[id(buffer)]
+        module._buffers[name] = copies[id(buffer)]
     try:
         yield {id(copy): own for own, copy in copies.items()}
     finally:

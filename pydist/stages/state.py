@@ -96,15 +96,21 @@ class State:
         Raises:
             UsageError: they differ, as after an overflow that one stage alone has noticed.
         """
-        mine = torch.tensor([crc32(repr(list(factors)).encode())])
-        found = {int(row) for row in self._stages.world.all_gather(mine)}
-        if len(found) > 1:
-            raise UsageError(
-                f"the criterion scales the loss by {list(factors)} on stages of mesh "
-                f"{self._stages.index}, and by other numbers elsewhere: call "
-                "pipe.unscale_(scaler, optimizer) before scaler.step(optimizer), so that an "
-                "overflow counts on all stages"
-            )
+        stages = self._stages
+        rows = stages.world.all_gather(torch.tensor([crc32(repr(list(factors)).encode())]))
+        for d in range(stages.mesh.data_size):
+            found = {
+                int(rows[mesh.rank(d, i)])
+                for mesh in stages.meshes for i in range(mesh.sample_size)
+            }  # fmt: skip
+            if len(found) > 1:
+                raise UsageError(
+                    f"the criterion scales the loss by {list(factors)} on mesh {stages.index}, and "
+                    "by other numbers on another one. With a GradScaler call "
+                    "pipe.unscale_(scaler, optimizer) before scaler.step(optimizer), so that an "
+                    "overflow counts on all stages; a criterion that counts its calls is called "
+                    "as often as a rank passes over a micro-batch"
+                )
 
     def shared_gradients(self) -> dict[int, Tensor]:
         """Returns copies of the gradients that several meshes have had, by parameter."""

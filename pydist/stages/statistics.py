@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,11 +46,14 @@ class BatchStatistics:
         self._stages = stages
         self._norms: dict[int, _Norm] = {}  # by id of the running mean, in order of the calls
 
-    def compute(self, call: Call, *, runs: bool, share: float) -> object:
+    def compute(
+        self, call: Call, run: Callable[[Call], Any], *, runs: bool, share: float
+    ) -> object:
         """Computes a norm in training without changing its running statistics.
 
         Args:
             call: the call; all ranks know it.
+            run: computes a call.
             runs: whether this rank's stage computes it; else the result is `None`.
             share: this group's samples over those of all groups' micro-batches.
 
@@ -72,7 +76,7 @@ class BatchStatistics:
             return None
         own = torch.zeros_like(mean), torch.ones_like(var)
         changed = {**given, "running_mean": own[0], "running_var": own[1], "momentum": 1.0}
-        result = call._replace(args=(), kwargs=changed).run()
+        result = run(call._replace(args=(), kwargs=changed))
         x = given["input"].meta
         count = round(x.numel() / x.shape[1] / share)
         n = torch.full((1,), float(count), dtype=torch.float64)

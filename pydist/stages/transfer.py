@@ -131,10 +131,13 @@ class Transfer:
         route: the stage that has the tensor and the one that needs it.
         kind: the tensor.
         kept: tensors and gradients on their way between stages of this mesh.
+        dropped: numbers of forward passes whose messages are of no use.
     """
 
-    def __init__(self, stages: Stages, route: Route, kind: Kind, kept: Kept) -> None:
-        self._stages, self.route, self.kind = stages, route, kind
+    def __init__(
+        self, stages: Stages, route: Route, kind: Kind, kept: Kept, dropped: set[int]
+    ) -> None:
+        self._stages, self.route, self.kind, self._dropped = stages, route, kind, dropped
         self._kept = [kept[route.tag(direction)] for direction in (FORWARD, BACKWARD)]
         self.splits = kind.splits
         if route.is_local:
@@ -173,31 +176,52 @@ class Transfer:
             return kept
         return self._receive(FORWARD, self.kind.channels_last)
 
-    def send_gradient(self, grad: Tensor | None) -> None:
-        """Sends the gradient of this rank's shard to the source; `None` if none has come."""
+    def send_gradient(self, grad: Tensor | None, number: int) -> None:
+        """Sends the gradient of this rank's shard to the source.
+
+        Args:
+            grad: the gradient; `None` if none has come.
+            number: of the forward pass.
+        """
         if self.route.is_local:
             self._kept[BACKWARD].append(grad)
             return
         mine, source = self._stages.mesh, self._stages.meshes[self.route.sender]
         channels_last = grad is not None and self._keeps_format and is_channels_last(grad)
-        found, tag = torch.tensor([grad is not None, channels_last]), self.route.tag(BACKWARD)
+        found = torch.tensor([number, grad is not None, channels_last])
+        tag = self.route.tag(BACKWARD)
         for index in range(source.sample_size):
             if index % mine.sample_size == mine.sample_index:
                 self._stages.world.send(found, source.rank(mine.data_index, index), tag)
         if grad is not None:
             self._send(grad, BACKWARD, channels_last)
 
-    def receive_gradient(self) -> Tensor | None:
-        """Returns the gradient of this rank's shard, from the target; `None` if it has none."""
+    def receive_gradient(self, number: int) -> Tensor | None:
+        """Returns the gradient of this rank's shard, from the target; `None` if it has none.
+
+        Args:
+            number: of the forward pass.
+
+        Raises:
+            UsageError: the target sends the gradient of another one.
+        """
         if self.route.is_local:
             kept: Tensor | None = self._kept[BACKWARD].popleft()
             return kept
         mine, target = self._stages.mesh, self._stages.meshes[self.route.receiver]
-        found = torch.empty(2, dtype=torch.bool)
         rank = target.rank(mine.data_index, mine.sample_index % target.sample_size)
-        self._stages.world.recv(found, rank, self.route.tag(BACKWARD))
-        exists, channels_last = found.tolist()
-        return self._receive(BACKWARD, channels_last) if exists else None
+        found = torch.empty(3, dtype=torch.int64)
+        while True:
+            self._stages.world.recv(found, rank, self.route.tag(BACKWARD))
+            theirs, exists, channels_last = found.tolist()
+            grad = self._receive(BACKWARD, bool(channels_last)) if exists else None
+            if theirs == number:
+                return grad
+            if theirs not in self._dropped:
+                raise UsageError(
+                    f"stage {self.route.target} sends the gradient of forward pass {theirs}, and "
+                    f"stage {self.route.source} needs that of forward pass {number}"
+                )
 
     def _send(self, local: Tensor, direction: int, channels_last: bool) -> None:
         mine, start = self._stages.mesh, self._boxes[direction]
@@ -264,6 +288,7 @@ class Transfers:
         self._known: dict[tuple[Route, Kind], Transfer] = {}
         self._kept: Kept = defaultdict(deque)
         self._headers: Kept = defaultdict(deque)
+        self._dropped = set[int]()
 
     def send(self, value: Tensor, route: Route, call: str, mark: Mark) -> Transfer:
         """Sends a sharded or plain tensor to another stage, for a call of a forward pass."""
@@ -314,8 +339,12 @@ class Transfers:
         else:
             mine, sender = self._stages.mesh, self._stages.meshes[route.sender]
             rank = sender.rank(mine.data_index, mine.sample_index % sender.sample_size)
-            message = self._stages.receive_bytes(rank, tag)
-            theirs, kind = Mark.from_bytes(message), Kind.from_bytes(message[MARK_BYTES:])
+            while True:
+                message = self._stages.receive_bytes(rank, tag)
+                theirs, kind = Mark.from_bytes(message), Kind.from_bytes(message[MARK_BYTES:])
+                if theirs.number not in self._dropped:
+                    break
+                self._find(route, kind).receive()
         here, there = f"stage {route.target}", f"stage {route.source}"
         if (kind.call, theirs.number) != (call, mark.number):
             raise UsageError(
@@ -347,6 +376,10 @@ class Transfers:
             return ShardedTensor.of_shard(local, layout)
         return ShardedTensor(local, layout, origin)
 
+    def drop(self, first: int, last: int) -> None:
+        """Lets messages of these forward passes be dropped, after one of them has raised."""
+        self._dropped.update(range(first, last + 1))
+
     def forget(self) -> None:
         """Forgets what a failed batch has left between stages of this mesh."""
         for each in (*self._kept.values(), *self._headers.values()):
@@ -355,7 +388,7 @@ class Transfers:
     def _find(self, route: Route, kind: Kind) -> Transfer:
         found = self._known.get((route, kind))
         if found is None:
-            found = Transfer(self._stages, route, kind, self._kept)
+            found = Transfer(self._stages, route, kind, self._kept, self._dropped)
             self._known[route, kind] = found
         return found
 
