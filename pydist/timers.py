@@ -13,12 +13,12 @@ _SPAN = native.PHASE_SPAN
 # respond. "compute" may call the user's code.
 _OWN = (
     "convolution", "dgrad", "wgrad", "boundary", "pack", "halo", "statistics", "gradients",
-    "optimizer", "redistribute",
+    "optimizer", "redistribute", "transfer",
 )  # fmt: skip
 _KINDS = dict.fromkeys(_OWN, native.PHASE_BLOCKED)
 _enter_phase, _leave_phase = native.enter_phase, native.leave_phase
 
-COMPUTATION = frozenset({"compute", "convolution", "dgrad", "wgrad"})
+COMPUTATION = frozenset({"compute", "convolution", "dgrad", "wgrad", "pass"})
 """The parts that are a layer's computation, without communication and waiting."""
 
 
@@ -89,6 +89,8 @@ class Timers:
     gradients       reduction of the gradients of parameters
     optimizer       the optimizer's step
     data            waiting for the next batch
+    pass            a pass of a micro-batch through a stage, without its layers
+    transfer        waiting for a tensor, or its gradient, of another stage
     redistribute    redistribution of a tensor to another layout, sums of partial results
     profiler        a profiler's own work between the others
     ==============  ============================================================================

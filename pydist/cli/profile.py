@@ -9,43 +9,54 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydist.cli.own_options import RunOptions
-from pydist.cli.train import load_config, mesh_of
+from pydist.cli.train import load_config, ranks_of
 from pydist.errors import DiskError, UsageError
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
     from pydist.profile import Profiler
+    from pydist.stages import Stages
     from pydist.train.config import Config
     from pydist.train.state import State
     from pydist.train.trial import StepListener
 
-PROG = "pydist profile CONFIG [-n RANKS] [--mpi NAME] [--steps N] [--warmup N] [--trace FILE]"
+PROG = (
+    "pydist profile CONFIG [-n RANKS] [--mpi NAME] [--steps N] [--warmup N] [--trace FILE] "
+    "[--picture FILE]"
+)
 
 
 def profile(arguments: Sequence[str]) -> int:
     """Runs `pydist profile`; see `pydist profile --help`."""
     options, overrides = _parse(arguments)
     config = load_config(options.config, overrides, PROG)
-    if options.trace is not None and not options.trace.parent.is_dir():
-        raise DiskError(f"{options.trace.parent}: no such folder")
+    for file in (options.trace, options.picture):
+        if file is not None and not file.parent.is_dir():
+            raise DiskError(f"{file.parent}: no such folder")
+    if options.picture is not None and config.mesh.stages is None:
+        raise UsageError("--picture draws the schedule of stages, and mesh.stages is not set")
     if options.ranks is None:
         return _profile_here(config, options)
     from pydist.launch import launch
+    from pydist.train.ranks import check_ranks
 
+    check_ranks(config, options.ranks)
     own = ["--steps", str(options.steps), "--warmup", str(options.warmup)]
     if options.trace is not None:
         own += ["--trace", str(options.trace)]
+    if options.picture is not None:
+        own += ["--picture", str(options.picture)]
     argv = ["-m", "pydist", "profile", str(options.config), *own, *overrides]
     return launch(options.ranks, argv, options.mpi)
 
 
-def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Profiler:
+def profile_training(config: Config, ranks: Mesh | Stages, steps: int, warmup: int) -> Profiler:
     """Trains for some steps without writing anything. Collective.
 
     Args:
         config: as for `pydist train`; its settings of length, checkpoints and validation are
             ignored.
-        mesh: the mesh.
+        ranks: the mesh, or the stages.
         steps: number of measured steps.
         warmup: number of steps before them.
 
@@ -59,11 +70,11 @@ def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Pro
 
     @contextmanager
     def profiled(state: State) -> Iterator[StepListener]:
-        with Profiler(mesh, state.model, warmup) as profiler:
+        with Profiler(ranks, state.model, warmup) as profiler:
             profilers.append(profiler)
             yield lambda _: profiler.step()
 
-    take_steps(config, mesh, warmup + steps, profiled)
+    take_steps(config, ranks, warmup + steps, profiled)
     return profilers[0]
 
 
@@ -71,16 +82,22 @@ def _profile_here(config: Config, options: argparse.Namespace) -> int:
     """Profiles in this process, which is one rank of a job, or the only one."""
     from pydist.comm.consensus import together
 
-    mesh = mesh_of(config)
-    profiler = profile_training(config, mesh, options.steps, options.warmup)
-    if mesh.rank == 0:
+    ranks = ranks_of(config)
+    world = ranks.world
+    profiler = profile_training(config, ranks, options.steps, options.warmup)
+    if world.rank == 0:
         print(profiler.table())
     if options.trace is not None:
-        with together(mesh.world):
+        with together(world):
             profiler.write_trace(options.trace)
-        if mesh.rank == 0:
+        if world.rank == 0:
             print(f"trace      {options.trace}, for chrome://tracing or ui.perfetto.dev")
-    mesh.world.barrier()
+    if options.picture is not None:
+        with together(world):
+            profiler.draw_schedule(options.picture)
+        if world.rank == 0:
+            print(f"picture    {options.picture}: the schedule of a step, beside the ideal one")
+    world.barrier()
     return 0
 
 
@@ -89,6 +106,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--picture", type=Path)
     options, overrides = parser.parse(arguments)
     if options.steps < 1 or options.warmup < 0:
         raise UsageError(

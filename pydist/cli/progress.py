@@ -23,6 +23,7 @@ _PART_NAMES = {
     "pack": "halo",
     "halo": "halo",
     "gradients": "gradients",
+    "transfer": "waiting for stages",
     "data": "waiting for data",
 }
 _OTHER = "other"  # exchanges for statistics and redistribution, usually short

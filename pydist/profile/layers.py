@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pydist.tensor import ShardedTensor
+from pydist.tensor.stage import StageTensor
 from pydist.timers import Timers
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ class LayerHooks:
 
 
 def _shards(values: Any) -> Iterator[Tensor]:
-    for leaf in tree_leaves(values):
+    for each in tree_leaves(values):
+        # Of a stage's tensors other stages have no value.
+        leaf = each.value if isinstance(each, StageTensor) else each
         if isinstance(leaf, ShardedTensor):
             yield leaf._shard  # directly: only its graph is needed
         elif isinstance(leaf, Tensor):

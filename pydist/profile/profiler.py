@@ -21,9 +21,11 @@ from pydist.profile.device import device_of
 from pydist.profile.gathering import RankSpans, Timeline, gather_spans
 from pydist.profile.layers import LayerHooks
 from pydist.profile.recorder import SpanRecorder
+from pydist.profile.schedule import draw_schedule
 from pydist.profile.summary import Summary, summarize
 from pydist.profile.table import format_table
 from pydist.profile.trace import write_trace
+from pydist.stages import Stages
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -50,7 +52,7 @@ class Profiler:
     profiled step is never a CUDA graph.
 
     Args:
-        mesh: the mesh on which the model was parallelized.
+        ranks: the mesh on which the model was parallelized, or the stages of its pipeline.
         model: the model.
         warmup: number of first steps that are excluded: they make plans and buffers, and run the
             consistency checks that later steps skip.
@@ -59,10 +61,13 @@ class Profiler:
         UsageError: the mesh is being profiled already, or `warmup` is negative.
     """
 
-    def __init__(self, mesh: Mesh, model: nn.Module, warmup: int = 3) -> None:
+    def __init__(self, ranks: Mesh | Stages, model: nn.Module, warmup: int = 3) -> None:
         if warmup < 0:
             raise UsageError(f"warmup={warmup}: 0 or more steps are possible")
-        self.mesh, self.model, self.warmup = mesh, model, warmup
+        self.mesh = ranks.mesh if isinstance(ranks, Stages) else ranks
+        self.model, self.warmup = model, warmup
+        self._described = _described(ranks)
+        self._world = ranks.world
         self._clock: DeviceClock | None = None
         self._recorder = SpanRecorder()
         self._bounds: list[float] = []
@@ -72,14 +77,14 @@ class Profiler:
         if self.mesh.session.timers.recorder is not None:
             raise UsageError("this mesh is being profiled already")
         # Rank threads share torch's table of optimizer hooks: no step may run while it grows.
-        self.mesh.world.barrier()
+        self._world.barrier()
         self._layers = LayerHooks(self.model, self.mesh.session.timers)
         self._optimizers = _OptimizerHooks(self.mesh)
         device = device_of(chain(self.model.parameters(), self.model.buffers()))
         self._clock = None if device is None else DeviceClock(device)
         self._recorder = SpanRecorder(self._clock)
         self.mesh.session.timers.recorder = self._recorder
-        self.mesh.world.barrier()
+        self._world.barrier()
         self._left_out = 0
         self._mark()
         return self
@@ -102,7 +107,7 @@ class Profiler:
         trace: TracebackType | None,
     ) -> None:
         if kind is None:
-            self.mesh.world.barrier()
+            self._world.barrier()
         self.mesh.session.timers.recorder = None
         self.mesh.session.timers.layer = ""
         self._layers.remove()
@@ -114,7 +119,7 @@ class Profiler:
             if self._clock is not None:
                 self._clock.finish()
                 device = Timeline(self._clock.bounds if complete else [], self._clock.spans)
-            self._ranks = gather_spans(self.mesh.world, self._layers.paths, host, device)
+            self._ranks = gather_spans(self._world, self._layers.paths, host, device)
 
     @property
     def ranks(self) -> list[RankSpans]:
@@ -142,7 +147,7 @@ class Profiler:
     def table(self) -> str:
         """Returns the table of layers and parts, on rank 0; "" elsewhere. Raises as `ranks`."""
         summary = self.summary()
-        return "" if summary is None else format_table(summary, _described(self.mesh))
+        return "" if summary is None else format_table(summary, self._described)
 
     def write_trace(self, path: str | Path) -> None:
         """Writes a trace for chrome://tracing or ui.perfetto.dev on rank 0.
@@ -154,14 +159,27 @@ class Profiler:
         if self.ranks:
             write_trace(Path(path), self.ranks)
 
+    def draw_schedule(self, path: str | Path) -> None:
+        """Draws the passes of stages on rank 0, as they ran beside the ideal schedule.
+
+        Raises:
+            DiskError: the file can't be written.
+            UsageError: as `ranks`, or matplotlib is not installed.
+        """
+        if self.ranks:
+            draw_schedule(Path(path), self.ranks)
+
     def _mark(self) -> None:
         self._bounds.append(perf_counter())
         if self._clock is not None:
             self._clock.step()
 
 
-def _described(mesh: Mesh) -> str:
-    return f"{mesh.size} ranks ({mesh.grid}, {mesh.world.name})" if mesh.size > 1 else "1 rank"
+def _described(ranks: Mesh | Stages) -> str:
+    size, name = ranks.world.size, ranks.world.name
+    if isinstance(ranks, Stages):
+        return f"{size} ranks ({ranks.count} stages, {name})"
+    return f"{size} ranks ({ranks.grid}, {name})" if size > 1 else "1 rank"
 
 
 class _OptimizerHooks:

@@ -10,6 +10,9 @@ IN_FLIGHT = "halo in flight"
 HALO_WAIT = "halo wait"
 """Part of a device: its stream's waiting for a halo; the rest of "halo" there is unpacking."""
 
+PASS, TRANSFER = "pass", "transfer"
+"""Parts of stages: a pass of a micro-batch, and waiting for another stage within it."""
+
 
 class Span(NamedTuple):
     """Timed activity of a rank; see `pydist.timers.Timers` for the parts."""

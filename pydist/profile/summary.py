@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from pydist.profile.clock import MAIN_STREAM
 from pydist.profile.gathering import RankSpans
-from pydist.profile.spans import HALO_WAIT, IN_FLIGHT, Span
+from pydist.profile.spans import HALO_WAIT, IN_FLIGHT, PASS, Span
 from pydist.timers import COMPUTATION
 
 COLUMNS = (
     "forward", "backward", "posted", "exposed", "boundary", "statistics", "gradients", "optimizer",
-    "data", "other",
+    "transfer", "data", "other",
 )  # fmt: skip
 """Computation in forward and in backward; the halo, posted and waited for; the other parts; and
 the rest: redistribution, the profiler, and unmeasured time (the loop, the loss, the engine)."""
@@ -91,7 +91,8 @@ def _of_rank(rank: RankSpans) -> defaultdict[str, defaultdict[str, float]]:
     for span in rank.spans:
         if span.stream > MAIN_STREAM:  # concurrent to the steps
             continue
-        rows[span.layer][_column(span)] += span.own / rank.steps
+        layer = "" if span.part == PASS else span.layer
+        rows[layer][_column(span)] += span.own / rank.steps
         rest -= span.own
     rows[""]["other"] += rest / rank.steps
     return rows

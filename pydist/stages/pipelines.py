@@ -258,22 +258,24 @@ class Pipeline:
         """
         alive: dict[tuple[int, int], MicroBatch] = {}
         losses, factors = list[Tensor](), list[float]()
-        for i, (kind, stage, m) in enumerate(passes):
-            key = stage, m
-            if kind == "forward":
-                running = alive[key] = self._forward_of(parts[m], stage, criterion)
-                losses += [] if running.shown is None else [running.shown]
-                factors = factors or running.factors
-                if self._recomputes and passes[i + 1] != Pass("backward", stage, m):
-                    running.forget()
-                continue
-            running = alive.pop(key)
-            if running.is_forgotten:
-                running = self._forward_of(parts[m], stage, criterion, repeats=running)
-            # The last one of each stage reduces: that of another stage may need no gradient.
-            is_last = all(each[:2] != (kind, stage) for each in passes[i + 1 :])
-            with nullcontext() if is_last else entry_of(self.model).no_sync():
-                running.backward()
+        mesh = self.stages.mesh
+        for i, each in enumerate(passes):
+            kind, stage, m = each
+            with mesh.session.timers.measure("pass", each.label(mesh.data_index)):
+                if kind == "forward":
+                    running = alive[stage, m] = self._forward_of(parts[m], stage, criterion)
+                    losses += [] if running.shown is None else [running.shown]
+                    factors = factors or running.factors
+                    if self._recomputes and passes[i + 1] != Pass("backward", stage, m):
+                        running.forget()
+                    continue
+                running = alive.pop((stage, m))
+                if running.is_forgotten:
+                    running = self._forward_of(parts[m], stage, criterion, repeats=running)
+                # The last one of each stage reduces: that of another stage may need no gradient.
+                is_last = all(later[:2] != (kind, stage) for later in passes[i + 1 :])
+                with nullcontext() if is_last else entry_of(self.model).no_sync():
+                    running.backward()
         return losses, factors
 
     def __call__(self, *inputs: Any) -> Any:

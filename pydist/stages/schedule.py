@@ -15,6 +15,10 @@ class Pass(NamedTuple):
     stage: int
     micro_batch: int
 
+    def label(self, group: int) -> str:
+        """Names the pass in a profile, for a sample group."""
+        return f"{self.kind} {self.micro_batch}, stage {self.stage}, group {group}"
+
 
 Passes = list[list[Pass]]
 """The passes of a batch on each mesh, in order."""
@@ -143,33 +147,6 @@ def most_alive(passes: Sequence[Pass], stage: int | None = None) -> int:
             alive += 1 if each.kind == "forward" else -1
             most = max(most, alive)
     return most
-
-
-def ideal(
-    schedule: Schedule, micro_batches: int, forward: Sequence[float], backward: Sequence[float]
-) -> dict[Pass, tuple[float, float]]:
-    """Returns when each pass of a batch begins and ends if messages take no time.
-
-    Args:
-        schedule: the schedule.
-        micro_batches: their number.
-        forward: the time of the forward pass of each stage.
-        backward: that of the backward pass.
-    """
-    left = [own[::-1] for own in schedule.passes(micro_batches)]
-    free, found = [0.0] * len(left), dict[Pass, tuple[float, float]]()
-    while any(left):
-        before = len(found)
-        for mesh, own in enumerate(left):
-            while own and all(n in found for n in _needed(own[-1], len(schedule.order))):
-                each = own.pop()
-                ends = (found[n][1] for n in _needed(each, len(schedule.order)))
-                start = max([free[mesh], *ends])
-                took = (forward if each.kind == "forward" else backward)[each.stage]
-                free[mesh] = start + took
-                found[each] = start, free[mesh]
-        assert len(found) > before, "the meshes wait for each other"
-    return found
 
 
 def _needed(each: Pass, stages: int) -> list[Pass]:

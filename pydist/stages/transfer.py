@@ -212,9 +212,10 @@ class Transfer:
         rank = target.rank(mine.data_index, mine.sample_index % target.sample_size)
         found = torch.empty(3, dtype=torch.int64)
         while True:
-            self._stages.world.recv(found, rank, self.route.tag(BACKWARD))
-            theirs, exists, channels_last = found.tolist()
-            grad = self._receive(BACKWARD, bool(channels_last)) if exists else None
+            with mine.session.timers.measure("transfer"):
+                self._stages.world.recv(found, rank, self.route.tag(BACKWARD))
+                theirs, exists, channels_last = found.tolist()
+                grad = self._receive(BACKWARD, bool(channels_last)) if exists else None
             if theirs == number:
                 return grad
             if theirs not in self._dropped:
@@ -340,7 +341,8 @@ class Transfers:
             mine, sender = self._stages.mesh, self._stages.meshes[route.sender]
             rank = sender.rank(mine.data_index, mine.sample_index % sender.sample_size)
             while True:
-                message = self._stages.receive_bytes(rank, tag)
+                with mine.session.timers.measure("transfer"):
+                    message = self._stages.receive_bytes(rank, tag)
                 theirs, kind = Mark.from_bytes(message), Kind.from_bytes(message[MARK_BYTES:])
                 if theirs.number not in self._dropped:
                     break
@@ -365,7 +367,8 @@ class Transfers:
                 "all ranks of one data index the same inputs and targets"
             )
         transfer = self._find(route, kind)
-        return transfer, transfer.receive()
+        with self._stages.mesh.session.timers.measure("transfer"):
+            return transfer, transfer.receive()
 
     def sharded(self, transfer: Transfer, local: Tensor, origin: Any) -> Tensor:
         """Returns a received shard as a tensor of this stage."""

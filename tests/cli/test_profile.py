@@ -70,6 +70,20 @@ def test_alone_it_profiles_in_this_process_and_writes_nothing(place):
     assert files(place) == before
 
 
+def test_stages_are_profiled_with_a_picture_of_their_schedule(place):
+    pytest.importorskip("matplotlib")
+    before = files(place)
+    shown = profile(
+        "-n", "2", "--steps", "2", "--warmup", "1", "--picture", "schedule.png",
+        "--mesh.stages", "2", "--mesh.micro-batches", "2",
+    )  # fmt: skip
+    assert shown.count("mean of 2 steps on 2 ranks (2 stages, ") == 1
+    assert "transfer" in shown
+    assert "picture    schedule.png: the schedule of a step, beside the ideal one" in shown
+    assert files(place) == before | {"schedule.png"}
+    assert (place / "schedule.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_trace_that_cannot_be_written_ends_all_ranks_with_the_code_of_the_disk(place):
     (place / "no" / "trace.json").mkdir(parents=True)
     shown = profile("-n", "2", "--steps", "1", "--warmup", "0", "--trace", "no/trace.json", code=74)
@@ -84,6 +98,8 @@ def test_a_trace_that_cannot_be_written_ends_all_ranks_with_the_code_of_the_disk
         (["run.toml", "--warmup", "-1"], "at least 1 step and 0 for warm-up"),
         (["run.toml", "--train.batches", "3"], "--train.batch"),
         (["missing.toml"], "missing.toml"),
+        (["run.toml", "--picture", "s.png"], "--picture draws the schedule of stages, and mesh.st"),
+        (["run.toml", "-n", "3", "--mesh.stages", "2"], "mesh.stages needs 1 + 1 ranks, and there"),
     ],
 )
 def test_wrong_arguments_are_one_line(place, capsys, arguments, message):
