@@ -100,7 +100,7 @@ def ranks_of(config: Config) -> Mesh | Stages:
     from pydist.stages import Stages
     from pydist.train.ranks import check_ranks, stage_arguments
 
-    facts = {"the stages": str(config.mesh.stage_meshes), "the seed": config.train.seed}
+    facts = {"the stages": str(config.mesh), "the seed": config.train.seed}
     world = join(_transport(config), lambda _: facts, keep_freed_memory=True)
     check_ranks(config, world.size)
     return Stages(

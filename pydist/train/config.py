@@ -11,7 +11,7 @@ import contextlib
 import fnmatch
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -22,7 +22,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     Tag,
-)
+)  # fmt: skip
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from pydist.errors import UsageError
@@ -233,9 +233,8 @@ class MeshConfig(_Table):
     sharded_weights: Flag = False
     """Whether ranks along the channel axis store slices of wide layers' weights, not whole ones."""
     stages: StagesConfig | None = None
-    """Stages of the network, each on ranks of its own (`pydist.pipeline`): their number, for equal
-    stages of the grid above, or a list with the spatial, channel and shares of each, such as
-    [{spatial = [2, 1, 1]}, {}]."""
+    """Stages of the network (`pydist.pipeline`): their number, for equal ones of this grid, or a
+    list with the spatial, channel and shares of each, such as [{spatial = [2, 1, 1]}, {}]."""
     micro_batches: Count = 1
     """Parts into which stages divide a group's batch."""
     schedule: Literal["gpipe", "1f1b", "gems"] = "1f1b"
@@ -255,25 +254,6 @@ class MeshConfig(_Table):
     the memory of CUDA devices as well; "host" follows the launcher and carries only host memory;
     "auto" is "nccl" where each of several ranks has a device of its own, else "host". Others are
     "mpi", "c10d", "local", and those that installed packages add."""
-
-    @property
-    def stage_meshes(self) -> tuple[MeshConfig, ...]:
-        """The grid of each stage; without stages the only one."""
-        if not isinstance(self.stages, tuple):
-            return (replace(self, stages=None),) * (self.stages or 1)
-        of_data = self.shares.data
-        return tuple(
-            MeshConfig(self.data, each.spatial, each.channel, replace(each.shares, data=of_data))
-            for each in self.stages
-        )
-
-    @property
-    def ranks_a_group(self) -> int:
-        """Number of ranks, in all stages, through which a sample goes."""
-        return sum(
-            math.prod(n for axis, n in mesh.parts().items() if axis != "data")
-            for mesh in self.stage_meshes
-        )
 
     def parts(self, ranks: int | None = None) -> dict[str, int]:
         """Returns the numbers of parts by axis; of "data" if it or the number of ranks is given."""

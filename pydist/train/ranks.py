@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,9 @@ def check_ranks(config: Config, ranks: int) -> None:
     mesh = config.mesh
     if mesh.stages is None:
         return  # the mesh itself says so
-    each, groups = mesh.ranks_a_group, mesh.data
+    each, groups = ranks_a_sample(mesh), mesh.data
     if ranks % each or (groups is not None and ranks != groups * each):
-        sizes = " + ".join(str(stage.ranks_a_group) for stage in mesh.stage_meshes)
+        sizes = " + ".join(str(ranks_a_sample(stage)) for stage in meshes_of(mesh))
         possible = f"multiples of {each}" if groups is None else str(groups * each)
         times = "" if groups in (None, 1) else f" for each of mesh.data = {groups} sample groups"
         raise UsageError(
@@ -66,6 +67,25 @@ def least_samples(batch: int, groups: int, shares: Sequence[float] | None) -> in
     return min(b - a for a, b in pairwise(points))
 
 
+def meshes_of(mesh: MeshConfig) -> tuple[MeshConfig, ...]:
+    """Returns the grid of each stage; without stages the only one."""
+    if not isinstance(mesh.stages, tuple):
+        return (replace(mesh, stages=None),) * (mesh.stages or 1)
+    of_data = mesh.shares.data
+    return tuple(
+        MeshConfig(mesh.data, each.spatial, each.channel, replace(each.shares, data=of_data))
+        for each in mesh.stages
+    )
+
+
+def ranks_a_sample(mesh: MeshConfig) -> int:
+    """Returns the number of ranks, in all stages, through which a sample goes."""
+    return sum(
+        math.prod(n for axis, n in each.parts().items() if axis != "data")
+        for each in meshes_of(mesh)
+    )
+
+
 def stage_arguments(mesh: MeshConfig, ranks: int) -> list[Mapping[str, Any]]:
     """Returns the meshes of stages as `pydist.init_stages` takes them.
 
@@ -73,7 +93,7 @@ def stage_arguments(mesh: MeshConfig, ranks: int) -> list[Mapping[str, Any]]:
         mesh: the configuration, with stages.
         ranks: number of ranks, which `check_ranks` has accepted.
     """
-    groups = ranks // mesh.ranks_a_group
+    groups = ranks // ranks_a_sample(mesh)
     return [
         {
             "data": groups,
@@ -81,7 +101,7 @@ def stage_arguments(mesh: MeshConfig, ranks: int) -> list[Mapping[str, Any]]:
             "channel": stage.channel,
             "shares": stage.shares.given,
         }
-        for stage in mesh.stage_meshes
+        for stage in meshes_of(mesh)
     ]
 
 
@@ -97,7 +117,7 @@ def _mistakes(config: Config) -> Iterator[str]:
                 yield f"mesh.{name} = {_shown(given)}: it is for stages, and mesh.stages is not set"
     if isinstance(mesh.stages, tuple):
         yield from _mistakes_in_list(mesh, default)
-    for number, stage in enumerate(mesh.stage_meshes):
+    for number, stage in enumerate(meshes_of(mesh)):
         of_each = isinstance(mesh.stages, tuple)
         where = f"mesh.stages.{number}.shares" if of_each else "mesh.shares"
         parts = stage.parts()
@@ -134,7 +154,7 @@ def _mistakes_in_list(mesh: MeshConfig, default: Mapping[str, Any]) -> Iterator[
 
 
 def _mistakes_in_stages(config: Config) -> Iterator[str]:
-    mesh, meshes = config.mesh, len(config.mesh.stage_meshes)
+    mesh, meshes = config.mesh, len(meshes_of(config.mesh))
     if mesh.order is not None and {*mesh.order} != {*range(meshes)}:
         yield (
             f"mesh.order = {_shown(mesh.order)}: expected the mesh of each stage, each of 0 to "

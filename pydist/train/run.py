@@ -44,6 +44,7 @@ from pydist.train.job import Job
 from pydist.train.log import EventLog, Listener, done_at, losses
 from pydist.train.loop import Trainer
 from pydist.train.network import place
+from pydist.train.ranks import meshes_of
 from pydist.train.state import State, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
 from pydist.watchdog import phase
@@ -359,4 +360,4 @@ def _write_results(
         log.emit("notice", text=report.MISSING_PLOT_LIBRARY)
     elif config.output.plot:
         curves = {str(job): losses(folder / LOG_FILE)}
-        task.draw(folder, curves, data, config.mesh.stage_meshes[0])
+        task.draw(folder, curves, data, meshes_of(config.mesh)[0])

@@ -12,7 +12,7 @@ from pydist.stages import Stages
 from pydist.train import config_io
 from pydist.train.config import Config
 from pydist.train.log import Listener
-from pydist.train.ranks import check_ranks, stage_arguments
+from pydist.train.ranks import check_ranks, ranks_a_sample, stage_arguments
 from pydist.train.run import Result, train
 
 
@@ -51,5 +51,5 @@ def staged_job(world: Transport, config: Config, listeners: Sequence[Listener] =
 
 def in_stages(config: Config, listeners: Sequence[Listener] = ()) -> list[Result]:
     """Runs training on the ranks that its stages need; returns the results in rank order."""
-    ranks = config.mesh.ranks_a_group * (config.mesh.data or 1)
+    ranks = ranks_a_sample(config.mesh) * (config.mesh.data or 1)
     return run_local(staged_job, ranks, config, listeners, timeout=120)
