@@ -47,9 +47,8 @@ def shard_weights(model: nn.Module, mesh: Mesh, statistics: str) -> None:
         _refuse_hooks(name, weight)
     for name, weight, layout in chosen:
         _replace(name, weight, layout, statistics)
-    for module in model.modules():
-        if state.sharded_in(module):
-            state.install(module)
+    for module in model.modules() if chosen else ():  # all: they may share the weights later
+        state.install(module)
     steps.install()
     vectors.install()
 

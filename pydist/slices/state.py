@@ -101,9 +101,9 @@ def _gather_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: An
 def _refuse_assignment(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    if metadata.get("assign_to_params_buffers"):
-        name, _weight = sharded_in(module)[0]
+    sharded = sharded_in(module) if metadata.get("assign_to_params_buffers") else []
+    if sharded:
         raise UsageError(
-            f"load_state_dict(assign=True) of {prefix + name!r}, a sharded weight: it would become "
-            "whole on this rank; load without assign"
+            f"load_state_dict(assign=True) of {prefix + sharded[0][0]!r}, a sharded weight: it "
+            "would become whole on this rank; load without assign"
         )

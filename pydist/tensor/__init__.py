@@ -21,6 +21,7 @@ from pydist.tensor.sharded import (
     adopt_local,
     implements,
     local_of,
+    source_among,
     view_of,
     wrap,
     wrap_new,
@@ -28,5 +29,5 @@ from pydist.tensor.sharded import (
 
 __all__ = [
     "HANDLERS", "Origin", "ShardedTensor", "adopt_local", "implements",
-    "local_of", "module_path", "refusal", "view_of", "wrap", "wrap_new",
+    "local_of", "module_path", "refusal", "source_among", "view_of", "wrap", "wrap_new",
 ]  # fmt: skip

@@ -353,6 +353,12 @@ def wrap(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
     return result
 
 
+def source_among(operands: Iterable[Any]) -> ShardedTensor:
+    """Returns the operand from which a result inherits: the first sharded one that is no weight."""
+    sharded = [each for each in operands if isinstance(each, ShardedTensor)]
+    return next((each for each in sharded if not each._origin.sizes.of_weight), sharded[0])
+
+
 def wrap_new(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
     """Returns a result of `like` in unshared memory, outside autograd's graph."""
     result = wrap(local, layout, like)

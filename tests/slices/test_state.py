@@ -75,6 +75,10 @@ def test_state_is_that_of_the_network(split):
         assert_same(model[0].state_dict()["weight"], NETWORK[0].weight)
         kept = model.state_dict(keep_vars=True)
         assert kept["0.weight"] is model[0].weight
+        copied = copy.deepcopy(model)
+        copied[1].tied = copied[0].weight
+        found = copied.state_dict()
+        assert_same([found["0.weight"], found["1.tied"]], [NETWORK[0].weight] * 2)
 
     on(split, body)
 

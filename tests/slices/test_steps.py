@@ -492,6 +492,24 @@ def test_memory_of_a_wide_layer():
     assert on_channels(partial(of_rank, sharded=True), channel=4) == [whole // 4] * 4
 
 
+def test_results_inherit_from_activations():
+    """Not from the weight, which belongs to no forward pass: dropout would repeat its masks."""
+
+    def run(mesh):
+        layer = nn.Linear(6, 6, bias=False).double()
+        with torch.no_grad():
+            layer.weight.fill_(1.0)
+        model = pydist.parallelize(layer, mesh, sharded_weights=True)
+        model.forward = lambda x: F.dropout(layer.weight * (layer.weight @ x), 0.5)
+        x = torch.ones(6, 6, dtype=torch.float64)
+        return [whole(model(pydist.distribute_tensor(x, mesh, {}))) for _ in range(3)]
+
+    expected = on_ranks((1, 1, 1), run)[0]
+    assert error(expected[0], expected[1]) > 0.1
+    for found in on_channels(run):
+        assert_same(found, expected)
+
+
 def test_plain_inputs_must_be_equal():
     def body(mesh):
         model = parallel(mesh)

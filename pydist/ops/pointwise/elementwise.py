@@ -21,6 +21,7 @@ from pydist.tensor import (
     implements,
     local_of,
     refusal,
+    source_among,
     view_of,
     wrap,
     wrap_new,
@@ -109,7 +110,7 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("out") is not None:
         raise refusal(func, args, kwargs, "out= would fill only this rank's block")
     operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    first = next(o for o in operands if isinstance(o, ShardedTensor))
+    first = source_among(operands)
     in_place = _is_in_place(func, kwargs)
     target: Any = args[0] if in_place else None
     if in_place and not isinstance(target, ShardedTensor):

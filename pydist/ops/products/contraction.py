@@ -11,7 +11,7 @@ from torch import Tensor
 from pydist.exchange.adjoints import sum_parts, sum_ranks
 from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, Split
-from pydist.tensor import ShardedTensor, refusal, wrap
+from pydist.tensor import ShardedTensor, refusal, source_among, wrap
 from pydist.tensor.operands import operand_in
 
 Labels = Sequence[str]
@@ -46,7 +46,7 @@ def contract(
     """
     extents = _extents(func, operands, labels)
     splits = _splits(func, operands, labels, out, extents) | dict(preset or {})
-    like = next(o for o in operands if isinstance(o, ShardedTensor))
+    like = source_among(operands)
     mesh = like.mesh
     product = Layout(mesh, list(extents.values()), [splits.get(label) for label in extents])
     parts = []
