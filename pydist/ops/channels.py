@@ -74,7 +74,9 @@ def free_channel_axis(x: ShardedTensor) -> ShardedTensor:
     if CHANNEL_AXIS not in layout.used_axes:
         return x
     cut = {d: s for d, s in enumerate(layout.splits) if s is not None and CHANNEL_AXIS in s.axes}
-    return redistribute(x, layout.replace(changes=dict.fromkeys(cut)))
+    gathered = redistribute(x, layout.replace(changes=dict.fromkeys(cut)))
+    gathered._is_gathered = gathered._shard is not x._shard
+    return gathered
 
 
 def on_plain(

@@ -136,7 +136,7 @@ def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor
         return _slice_operand(x, target, layout)
     local, mesh = local_of(redistribute(x, target)), layout.mesh
     more: tuple[str, ...] = ()
-    if local is x._local:
+    if local is x._local and not x._is_gathered:
         more = tuple(a for a in layout.used_axes if a not in target.used_axes)
     factor = target.replicas / layout.replicas
 

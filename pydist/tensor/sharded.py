@@ -101,6 +101,9 @@ class ShardedTensor(torch.Tensor):
     """The tensors that share its memory, here and in torch; `None` if there are none."""
     _shown: tuple[Any] | None = None
     """The node of the shard when `to_local` returned it; a program may change it in place."""
+    _is_gathered: bool = False
+    """Whether it was gathered for one call, which may therefore leave a part of its gradient on
+    each rank: the gathering's adjoint adds the parts."""
     _history: int = NO_HISTORY
     """See `pydist.exchange.history`."""
 

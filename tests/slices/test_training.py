@@ -168,6 +168,31 @@ def test_cosmoflow(mesh):
     compare(network, 0.1 * randn(2, 2, 32, 32, 32), mesh, sharded=6)
 
 
+def test_a_gathered_input_needs_no_sum_of_its_gradient():
+    """The adjoint of the gathering adds the ranks' parts of dL/dx."""
+    torch.manual_seed(0)
+    layers = nn.Conv3d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 6, 3, padding=1)
+    network, x = nn.Sequential(*layers, nn.Conv3d(6, 4, 1)), torch.randn(1, 4, 4, 4, 4)
+
+    def body(mesh: Mesh) -> list[int]:
+        group, sizes = mesh.group(("channel",)), []
+        send = group.all_reduce
+
+        def counting(tensor: Tensor, *args: str) -> None:
+            sizes.append(tensor.numel())
+            send(tensor, *args)
+
+        group.all_reduce = counting
+        model = pydist.parallelize(copy.deepcopy(network), mesh, sharded_weights=True)
+        y = model(pydist.distribute_tensor(x, mesh).requires_grad_())
+        assert sizes == []
+        y.square().mean().backward()
+        return [size for size in sizes if size > 100]  # without flags
+
+    found = on_ranks((1, 1, 1), body, axes={"channel": 2})
+    assert found == [[x.numel()]] * 2  # of the input, which all ranks hold
+
+
 class Branches(nn.Module):
     """A branch of a plain table, plain layers between sharded ones, and a plain head."""
 
