@@ -195,3 +195,27 @@ def test_pipelines(tmp_path):
     assert all("begins with" in plan for plan in result["plans"].values())
     for row in rows.values():
         check_times(row)
+
+
+def test_memory_frontier(tmp_path):
+    """The peak of the largest edge is within the limit, and that of the next edge is not."""
+    result = run("memory_frontier", tmp_path)
+    limit, rows = result["limit_mib"], result["rows"]
+    one, two = ["plain torch", "one rank"], ["naive", "model-aware", "spatial"]
+    found = [(row["ranks"], row["division"]) for row in rows]
+    assert found == [
+        *((1, d) for d in one), *((2, d) for d in two), *((4, d) for d in [*two, "composed"])
+    ]  # fmt: skip
+    for row in rows:
+        assert len(row["peaks_mib"]) == row["ranks"]
+        assert 0 < max(row["peaks_mib"]) <= limit < row["next_mib"]
+        assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4)
+    edges = {(row["ranks"], row["division"]): row["edge"] for row in rows}
+    assert edges[4, "spatial"] > edges[2, "spatial"] > edges[1, "one rank"] > 0
+
+
+def test_image_overhead(tmp_path):
+    (row,) = run("memory_frontier", tmp_path, "--overhead")["rows"]
+    for name in ("one rank", "model-aware"):
+        check_times(row[name])
+    assert row["ratio"] == row["model-aware"]["median"] / row["one rank"]["median"]
