@@ -72,7 +72,7 @@ def frontier(options: argparse.Namespace) -> None:
     """Searches the largest edge of every division of every network."""
     networks = NETWORKS
     if options.quick:
-        options.limit, options.ranks, networks = 4.0, [1, 2, 4], ((4, 2),)
+        options.limit, options.ranks, networks = 2.0, [1, 4], ((4, 2),)
     machine = common.machine(threads_per_rank=1)
     rows = []
     for ranks in options.ranks:

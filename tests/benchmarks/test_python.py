@@ -201,17 +201,15 @@ def test_memory_frontier(tmp_path):
     """The peak of the largest edge is within the limit, and that of the next edge is not."""
     result = run("memory_frontier", tmp_path)
     limit, rows = result["limit_mib"], result["rows"]
-    one, two = ["plain torch", "one rank"], ["naive", "model-aware", "spatial"]
+    one, four = ["plain torch", "one rank"], ["naive", "model-aware", "spatial", "composed"]
     found = [(row["ranks"], row["division"]) for row in rows]
-    assert found == [
-        *((1, d) for d in one), *((2, d) for d in two), *((4, d) for d in [*two, "composed"])
-    ]  # fmt: skip
+    assert found == [*((1, division) for division in one), *((4, division) for division in four)]
     for row in rows:
         assert len(row["peaks_mib"]) == row["ranks"]
         assert 0 < max(row["peaks_mib"]) <= limit < row["next_mib"]
         assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4)
     edges = {(row["ranks"], row["division"]): row["edge"] for row in rows}
-    assert edges[4, "spatial"] > edges[2, "spatial"] > edges[1, "one rank"] > 0
+    assert edges[4, "spatial"] > edges[1, "one rank"] > 0
 
 
 def test_image_overhead(tmp_path):
