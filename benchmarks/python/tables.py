@@ -63,6 +63,17 @@ Memory of activations, counted by the allocator's events (peak of a step):
 """
 
 
+FRONTIER = """\
+## The largest image
+
+Edge of the largest image that a 2D U-Net trains on with {limit:g} MiB per rank of activations,
+their gradients and buffers, counted by the allocator's events. Naive: stages of equally many
+layers, with skips through all stages between. Model-aware: stages of equal memory, with direct
+skips. Spatial: the image is cut. Composed: two stages, each of which cuts the image over half of
+the ranks.
+"""
+
+
 def main() -> None:
     """Prints the page."""
     sys.stdout.write(page())
@@ -71,7 +82,7 @@ def main() -> None:
 def page() -> str:
     """Returns the page, as Markdown."""
     parts = [INTRODUCTION, STEP, _steps(), STACK, _stack(), HALO, _halo(), MEMORY, _memory()]
-    return "\n".join([*parts, ACTIVATIONS, _activations()])
+    return "\n".join([*parts, ACTIVATIONS, _activations(), *_frontier()])
 
 
 def _steps() -> str:
@@ -140,6 +151,26 @@ def _activations() -> str:
             [title, row["name"], str(row["ranks"]), f"{row['peak_mb']:.0f}", _ratio(row["ratio"])]
             for title, name in named.items()
             for row in _result(f"activations_{name}")["rows"]
+        ],
+    )
+
+
+def _frontier() -> Iterator[str]:
+    result = _result("memory_frontier")
+    yield FRONTIER.format(limit=result["limit_mib"])
+    edges: dict[tuple[int, int], dict[tuple[int, str], int]] = {}
+    for row in result["rows"]:
+        of_network = edges.setdefault((row["features"], row["levels"]), {})
+        of_network[row["ranks"], row["division"]] = row["edge"]
+    divisions = ("naive", "model-aware", "spatial", "composed")
+    yield _table(
+        ["channels, levels", "ranks", "one rank", *divisions],
+        [
+            [", ".join(map(str, network)), str(ranks)]
+            + [str(found[1, "one rank"])]
+            + [str(found.get((ranks, division), "")) for division in divisions]
+            for network, found in edges.items()
+            for ranks in (2, 4, 8)
         ],
     )
 
