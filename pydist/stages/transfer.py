@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from pydist.errors import NotSupported, UsageError
+from pydist.errors import UsageError
 from pydist.exchange.formats import is_channels_last
 from pydist.layout import Layout, Split
 from pydist.partition import Box, Partition
@@ -146,15 +146,9 @@ class Transfer:
         # Several ranks of a stage may have different formats.
         self._keeps_format = keeps_format(sender, receiver, kind.splits)
         if kind.splits is None:
-            if max(sender.sample_size, receiver.sample_size) > 1:
-                raise NotSupported(
-                    f"{kind.call}: a plain tensor of shape {list(kind.shape)} between stages of "
-                    f"{sender.sample_size} and {receiver.sample_size} ranks a sample: a sharded "
-                    "one is possible"
-                )
-            # It travels as a row, as a box has 1 to 8 dims.
-            whole = [Box([0], [math.prod(kind.shape)])]
-            self._boxes = whole, whole
+            # Each rank has all of it. It travels as a row, as a box has 1 to 8 dims.
+            whole = Box([0], [math.prod(kind.shape)])
+            self._boxes = [whole] * sender.sample_size, [whole] * receiver.sample_size
         else:
             self.splits = receiver.splits_like(sender, kind.shape, kind.splits)
             self._boxes = (
@@ -187,6 +181,8 @@ class Transfer:
             self._kept[BACKWARD].append(grad)
             return
         mine, source = self._stages.mesh, self._stages.meshes[self.route.sender]
+        if self.kind.splits is None:
+            grad = self._averaged(grad)
         channels_last = grad is not None and self._keeps_format and is_channels_last(grad)
         found = torch.tensor([number, grad is not None, channels_last])
         tag = self.route.tag(BACKWARD)
@@ -195,6 +191,21 @@ class Transfer:
                 self._stages.world.send(found, source.rank(mine.data_index, index), tag)
         if grad is not None:
             self._send(grad, BACKWARD, channels_last)
+
+    def _averaged(self, grad: Tensor | None) -> Tensor | None:
+        """Returns the gradient of a plain tensor, which is the mean of those of a stage's ranks."""
+        mine = self._stages.mesh
+        if mine.sample_size == 1:
+            return grad
+        exists = torch.tensor([float(grad is not None)])
+        mine.sample.all_reduce(exists)
+        if not exists:
+            return None
+        if grad is None:
+            grad = torch.zeros(self.kind.shape, dtype=self.kind.dtype, device=device_of(mine))
+        total = grad.contiguous().clone()
+        mine.sample.all_reduce(total)
+        return total / mine.sample_size
 
     def receive_gradient(self, number: int) -> Tensor | None:
         """Returns the gradient of this rank's shard, from the target; `None` if it has none.

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from pydist import Mesh, distribute_tensor, parallelize, run_local
@@ -411,3 +411,46 @@ def test_several_arguments_and_outputs():
             assert_equal(found, expected)
 
         on_stages(meshes, rank)
+
+
+class WithTable(nn.Module):
+    """A volume and a table, which is plain: its features scale and shift those of the volume."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.more = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.first, self.last = nn.Conv3d(1, 6, 3, padding=1), nn.Conv3d(6, 2, 3, padding=1)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        features = torch.tanh(self.more(torch.tanh(self.table(table))))
+        x = torch.relu(self.first(x))
+        x = x * features[:, :, None, None, None] + features.mean(1)[:, None, None, None, None]
+        return self.last(x) + self.head(features)[:, :, None, None, None]
+
+
+@pytest.mark.parametrize("cuts", [["more"], ["first"], ["last"], ["head"]], ids=str)
+@pytest.mark.parametrize(
+    ("meshes", "order"),
+    [([DEEP, ONE], None), ([ONE, DEEP], None), ([DEEP, DEEP], None),
+     ([{"spatial": (3, 1, 1)}, DEEP], None), ([DEEP, ONE], [1, 0])], ids=str,
+)  # fmt: skip
+def test_plain_tensors_between_stages_of_several_ranks(meshes, order, cuts):
+    """Every rank of a stage has all of one, and a part of its gradient or all of it."""
+    net = initialized(WithTable())
+    x, table, target = randn(4, 1, 7, 4, 4), randn(4, 4, seed=1), randn(4, 2, 7, 4, 4, seed=2)
+    alone = copy.deepcopy(net)
+    F.mse_loss(alone(x, table), target).backward()
+    grads = {n: p.grad for n, p in alone.named_parameters()}
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, (x[:1], table[:1]), micro_batches=2, cuts=cuts)
+        made.step((x, table), target, F.mse_loss)
+        return {n: p.grad for n, p in own.named_parameters() if p.grad is not None}
+
+    found = on_stages(meshes, rank, order=order)
+    assert {name for each in found for name in each} == set(grads)
+    for each in found:
+        for name, grad in each.items():
+            torch.testing.assert_close(grad, grads[name], rtol=1e-11, atol=1e-14, msg=name)
