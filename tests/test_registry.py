@@ -314,7 +314,10 @@ def test_damage_in_a_file_format_of_another_package_is_one_line(package, tmp_pat
             "--model.name adrift --mesh.spatial 1 1 1",
             "model 'adrift' (my_networks:Nowhere): module",
         ),
-        ("--optimizer.name=none", "--optimizer.name none: possible are adam, sgd, rmsprop"),
+        (
+            "--optimizer.name=none",
+            "--optimizer.name none: possible are adam, sgd, lars, lamb, rmsprop",
+        ),
         ("--optimizer.beta 1", "Unrecognized options: --optimizer.beta, 1"),
         ("--model.width 0", "model.width = 0: input should be greater than or equal to 1"),
     ],

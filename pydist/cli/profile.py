@@ -33,6 +33,10 @@ def profile(arguments: Sequence[str]) -> int:
     for file in (options.trace, options.picture):
         if file is not None and not file.parent.is_dir():
             raise DiskError(f"{file.parent}: no such folder")
+    if options.picture is not None and options.picture.suffix not in (".png", ".pdf", ".svg"):
+        raise UsageError(
+            f"--picture {options.picture}: expected a name that ends with .png, .pdf or .svg"
+        )
     if options.picture is not None and config.mesh.stages is None:
         raise UsageError("--picture draws the schedule of stages, and mesh.stages is not set")
     if options.ranks is None:

@@ -37,6 +37,9 @@ class LayerwiseOptimizer(Optimizer):
         adapt: whether the others have trust ratios.
     """
 
+    _exclude: Callable[[Tensor], bool] | None = None
+    _sums: Sums | None = None
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -49,8 +52,17 @@ class LayerwiseOptimizer(Optimizer):
             if isinstance(given, float | int) and not given >= 0:
                 raise UsageError(f"{name}={given}: expected a number >= 0")
         self._exclude = exclude
-        self._sums: Sums | None = None
         super().__init__(params, {**defaults, "adapt": adapt})
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_exclude": self._exclude}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # of another optimizer, perhaps
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group of parameters; excluded ones become a group of their own."""
@@ -291,7 +303,7 @@ class LAMB(LayerwiseOptimizer):
         means, squares = ([state[name] for state in states] for name in names)
         (b1, b2), counts = group["betas"], list[Tensor]()
         for p in parameters:
-            counts.append(self.state[p].setdefault("step", torch.zeros(())))
+            counts.append(self.state[p].setdefault("step", torch.zeros((), dtype=torch.float32)))
             counts[-1] += 1
         torch._foreach_lerp_(means, grads, 1 - b1)
         torch._foreach_mul_(squares, b2)

@@ -63,7 +63,8 @@ def schedule(
     Args:
         optimizer: its groups' `lr` is the peak, reached when the warm-up ends.
         samples: from the peak to `end_lr`, > 0.
-        end_lr: learning rate after the decay, in the optimizer's unit (not a factor).
+        end_lr: learning rate of the first group after the decay, in the optimizer's unit; others
+            fall by the same factor.
         decay: the form. "linear", as CosmoFlow's; "polynomial", (1 - t)^power as of LARS; "cosine";
             "step", by `milestones`; "none".
         warmup: samples of the warm-up; 0 starts at the peak.
@@ -79,7 +80,7 @@ def schedule(
         UsageError: the peak is below `end_lr`, there are no samples to decay over, the form does
             not exist, or "step" has no or unordered milestones.
     """
-    peak = optimizer.param_groups[0]["lr"]
+    peak = float(optimizer.param_groups[0]["lr"])  # a tensor would follow the schedule
     if decay not in get_args(Decay):
         raise UsageError(f"decay={decay!r}; possible are {', '.join(get_args(Decay))}")
     is_gradual = decay in ("linear", "polynomial", "cosine")
@@ -88,6 +89,11 @@ def schedule(
     if is_gradual and not samples > 0:
         raise UsageError(f"decay over {samples:g} samples: more than 0 are needed")
     places = [place for place, _ in milestones]
+    if warmup < 0 or not peak > 0 or any(min(each) < 0 for each in milestones):
+        raise UsageError(
+            f"lr={peak:g}, warmup={warmup:g}, milestones={list(milestones)}: expected lr > 0, and "
+            "no negative numbers"
+        )
     if (decay == "step") != bool(places) or places != sorted(places):
         raise UsageError(
             f"decay={decay!r} with milestones={list(milestones)}: decay in steps has ascending "
@@ -100,7 +106,8 @@ def schedule(
         if decay == "none":
             return 1.0
         if decay == "step":
-            return next((f for place, f in reversed(milestones) if seen >= place), 1.0)
+            # A product of epochs and samples may be off by rounding.
+            return next((f for place, f in reversed(milestones) if seen > place - 0.5), 1.0)
         left = max(0.0, 1 - (seen - warmup) / samples)
         if decay == "cosine":
             left = (1 - math.cos(math.pi * left)) / 2

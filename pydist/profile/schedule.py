@@ -151,6 +151,8 @@ def draw_schedule(path: Path, ranks: Sequence[RankSpans]) -> None:
         figure.savefig(path, dpi=110)
     except OSError as error:
         raise DiskError(f"can't write {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
 
 
 def _draw(axes: Axes, title: str, rows: Sequence[Sequence[Bar]], picture: float) -> None:

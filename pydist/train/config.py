@@ -299,6 +299,29 @@ class OptimizerConfig(_Chosen):
     """Whether to partition the optimizer over the ranks (ZeRO-1), with the same result; "auto" does
     from a million parameters on. See `pydist.optim.sharded`."""
 
+    def check(self) -> None:
+        """Checks that the settings suit each other.
+
+        Raises:
+            UsageError: they do not.
+        """
+        shown = [list(each) for each in self.milestones]
+        places = [place for place, _ in self.milestones]
+        if self.decay == "step" and not places:
+            raise UsageError('optimizer.decay = "step" needs milestones, as in [[30.0, 0.1]]')
+        if self.decay != "step" and places:
+            raise UsageError(
+                f'optimizer.milestones = {shown}: they are for decay = "step", and it is '
+                f'"{self.decay}"'
+            )
+        if places != sorted(set(places)):
+            raise UsageError(f"optimizer.milestones = {shown}: expected ascending epochs")
+        if self.decay in ("linear", "polynomial", "cosine") and self.end_lr > self.lr:
+            raise UsageError(
+                f"optimizer.end_lr = {self.end_lr:g} is above optimizer.lr = {self.lr:g}, which "
+                "decays to it"
+            )
+
     def at(self, batch: int) -> OptimizerConfig:
         """Returns the settings with the learning rates for a batch."""
         scale = 1.0 if self.lr_batch is None else batch / self.lr_batch
@@ -364,6 +387,11 @@ class SgdConfig(OptimizerConfig):
     form: Literal["torch", "paper"] = "torch"
     """Whether the velocity holds no learning rates, as in torch, or does, as in TensorFlow."""
 
+    def check(self) -> None:
+        """See `OptimizerConfig.check`."""
+        super().check()
+        _check_nesterov(self.nesterov, self.momentum)
+
     def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
         """Creates `torch.optim.SGD`, or LARS without ratios for the form that torch lacks."""
         from torch.optim import SGD
@@ -401,6 +429,11 @@ class LarsConfig(OptimizerConfig):
     form: Literal["paper", "torch"] = "paper"
     """Whether the velocity holds learning rates, as in the paper, or not, as in torch's SGD."""
 
+    def check(self) -> None:
+        """See `OptimizerConfig.check`."""
+        super().check()
+        _check_nesterov(self.nesterov, self.momentum)
+
     def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
         """Creates `pydist.optim.LARS`."""
         from pydist.optim import LARS
@@ -427,6 +460,11 @@ class LambConfig(OptimizerConfig):
         from pydist.optim import LAMB
 
         return LAMB(parameters, self.lr, self.betas, self.eps, self.weight_decay)
+
+
+def _check_nesterov(nesterov: bool, momentum: float) -> None:
+    if nesterov and not momentum:
+        raise UsageError("optimizer.nesterov = true needs optimizer.momentum > 0")
 
 
 @dataclass(frozen=True)

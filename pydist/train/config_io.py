@@ -82,6 +82,7 @@ def check(tables: dict[str, Any], source: str) -> Config:
             )
     try:
         ranks.check(config)
+        config.optimizer.check()
         config.model.loss(config.train)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None

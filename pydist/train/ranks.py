@@ -115,6 +115,7 @@ def _mistakes(config: Config) -> Iterator[str]:
         for name in _OF_STAGES:
             if (given := getattr(mesh, name)) != default[name]:
                 yield f"mesh.{name} = {_shown(given)}: it is for stages, and mesh.stages is not set"
+    yield from _mistakes_in_slices(config)
     if isinstance(mesh.stages, tuple):
         yield from _mistakes_in_list(mesh, default)
     for number, stage in enumerate(meshes_of(mesh)):
@@ -132,6 +133,24 @@ def _mistakes(config: Config) -> Iterator[str]:
         yield from _mistakes_in_stages(config)
         if mesh.data is not None:
             yield from _mistakes_in_batch(config, mesh.data)
+
+
+def _mistakes_in_slices(config: Config) -> Iterator[str]:
+    mesh = config.mesh
+    if not mesh.sharded_weights:
+        return
+    if mesh.stages is not None:
+        yield (
+            "mesh.sharded_weights with mesh.stages: it is for one mesh with a channel axis; stages "
+            "have the gradients and optimizer state of their own weights only"
+        )
+    elif mesh.channel == 1:
+        yield "mesh.sharded_weights: weights are sharded along mesh.channel, which is 1"
+    elif config.optimizer.sharded == "always":
+        yield (
+            'mesh.sharded_weights with optimizer.sharded = "always": steps are divided along the '
+            'channel axis already; "auto" and "never" are possible'
+        )
 
 
 def _mistakes_in_list(mesh: MeshConfig, default: Mapping[str, Any]) -> Iterator[str]:
@@ -170,11 +189,6 @@ def _mistakes_in_stages(config: Config) -> Iterator[str]:
         yield (
             'optimizer.sharded = "always" with mesh.stages: each stage has the optimizer state of '
             'its own parameters, and needs their gradients whole; "auto" and "never" are possible'
-        )
-    if mesh.sharded_weights:
-        yield (
-            "mesh.sharded_weights with mesh.stages: it is for one mesh with a channel axis; stages "
-            "have the gradients and optimizer state of their own weights only"
         )
     if config.train.cuda_graph == "always":
         yield (

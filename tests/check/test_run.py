@@ -117,7 +117,7 @@ def test_micro_batches_of_one_stage():
 
 def test_a_wrong_transfer_between_stages_is_found(monkeypatch):
     right = Transfer.receive_gradient
-    monkeypatch.setattr(Transfer, "receive_gradient", lambda self: right(self) * 1.01)
+    monkeypatch.setattr(Transfer, "receive_gradient", lambda *given: right(*given) * 1.01)
     report = check(network, (2, 12, 8, 8), (1, 1, 1), stages=2)
     assert not report.ok
     assert "gradient of 0.weight" in report.failures

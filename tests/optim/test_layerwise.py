@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -206,6 +207,36 @@ def test_state_dicts_and_schedules(make):
 
     for a, b in zip(run(None), run(3), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("make", [lambda p: LARS(p, 0.1), lambda p: LAMB(p, 0.1)])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_step_and_exclude_as_well(make, copied):
+    ps = parameters()
+    optimizer = make(ps)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    other = copied(optimizer)
+    for p in (p for group in other.param_groups for p in group["params"]):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    other.step()
+    for group, theirs in zip(optimizer.param_groups, other.param_groups, strict=True):
+        for mine, its in zip(group["params"], theirs["params"], strict=True):
+            assert torch.equal(mine, its)
+    other.add_param_group({"params": parameters(7)[:2]})
+    assert [group["adapt"] for group in other.param_groups] == [True, False] * 2
+
+
+def test_the_state_of_another_optimizer_loads():
+    ps = parameters()
+    optimizer = LARS(ps, 0.1, exclude=None)
+    optimizer.load_state_dict(torch.optim.SGD(parameters(), 0.2, momentum=0.5).state_dict())
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.2
 
 
 @pytest.mark.parametrize(

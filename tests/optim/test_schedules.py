@@ -88,13 +88,25 @@ def test_a_schedule_resumes_with_another_batch():
     assert other.param_groups[0]["lr"] == pytest.approx(rates(28, 40, warmup=8)[27])
 
 
+def test_a_rate_that_is_a_tensor_follows_the_same_schedule():
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], torch.tensor(0.1))
+    scheduler, seen = schedule(optimizer, 4, 0.01), []
+    for _ in range(6):
+        seen.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    assert seen == pytest.approx([0.1, 0.0775, 0.055, 0.0325, 0.01, 0.01])
+
+
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [((10,), {"end_lr": 0.1}, r"end_lr=0\.1 is above the learning rate 0\.001"),
      ((0,), {}, "decay over 0 samples"), ((1,), {"decay": "sine"}, "possible are linear"),
      ((1,), {"decay": "step"}, "ascending milestones"),
      ((1,), {"milestones": [(1, 0.5)]}, "other forms have none"),
-     ((1,), {"decay": "step", "milestones": [(2, 0.5), (1, 0.1)]}, "ascending")],
+     ((1,), {"decay": "step", "milestones": [(2, 0.5), (1, 0.1)]}, "ascending"),
+     ((1,), {"decay": "step", "milestones": [(-3, 0.5)]}, "no negative"),
+     ((1,), {"warmup": -3}, "no negative")],
 )  # fmt: skip
 def test_wrong_settings_are_refused(given, options, message):
     with pytest.raises(UsageError, match=message):

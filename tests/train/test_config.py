@@ -37,7 +37,7 @@ def test_every_default_survives_the_way_through_toml(tmp_path):
 def test_any_values_survive_the_way_through_toml(path, lr, batch, groups):
     config = Config(
         data=DataConfig(path=Path(path)),
-        optimizer=AdamConfig(lr=lr),
+        optimizer=AdamConfig(lr=lr, end_lr=min(lr, 1e-7)),
         mesh=MeshConfig(data=groups, spatial=(1, 2, 3), shares=SharesConfig(height=(lr, 1.0))),
         train=TrainConfig(batch=batch, class_weights=(min(lr, 1e6), 0.0), ignore_label=groups),
     )

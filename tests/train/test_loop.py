@@ -482,19 +482,13 @@ def test_settings_that_do_not_count_for_an_optimizer_may_change(config, first, t
         alone(again)
 
 
-@pytest.mark.parametrize(
-    ("then", "message"),
-    [
-        ({"name": "sgd"}, "the optimizer has .*betas.* there and .*momentum.* here"),
-        ({"warmup_epochs": 1.0}, "the scheduler has .*total_iters.* there and .*_schedulers"),
-    ],
-)  # fmt: skip
-def test_an_older_checkpoint_shows_its_optimizer_by_the_state(config, monkeypatch, then, message):
+def test_an_older_checkpoint_shows_its_optimizer_by_the_state(config, monkeypatch):
+    message = "the optimizer has .*betas.* there and .*momentum.* here"
     with monkeypatch.context() as patch:
         patch.setattr(about, "_effective", lambda optimizer: {})
         alone(change(config, train={"steps": 1}))
     with pytest.raises(CheckpointError, match=message):
-        alone(change(config, optimizer=then))
+        alone(change(config, optimizer={"name": "sgd"}))
 
 
 def test_a_checkpoint_that_can_not_be_written_stops_or_warns(config):

@@ -12,7 +12,7 @@ from torch import nn
 from pydist.comm import LocalTransport, run_local
 from pydist.errors import UsageError
 from pydist.models import CosmoFlow
-from pydist.train import log
+from pydist.train import config_io, log
 from pydist.train.config import (
     Config,
     CosmoFlowConfig,
@@ -133,3 +133,24 @@ def test_weights_in_slices_train_and_resume_as_whole_ones(config, tmp_path, kind
                                  train={"steps": 3}))  # fmt: skip
     run_local(lambda world: job(world, split), 2)
     assert curve(split) == pytest.approx(curve(whole), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mesh", "message"),
+    [
+        ({"decay": "step"}, {}, "needs milestones, as in"),
+        ({"milestones": ((1.0, 0.5),)}, {}, 'they are for decay = "step", and it is "linear"'),
+        ({"decay": "step", "milestones": ((2.0, 0.5), (1.0, 0.1))}, {}, "ascending epochs"),
+        ({"lr": 1e-3, "end_lr": 1e-2}, {}, r"optimizer\.end_lr = 0\.01 is above optimizer\.lr"),
+        ({"name": "sgd", "nesterov": True, "momentum": 0.0}, {}, "needs optimizer.momentum > 0"),
+        ({"name": "lars", "nesterov": True, "momentum": 0.0}, {}, "needs optimizer.momentum > 0"),
+        ({}, {"sharded_weights": True}, "along mesh.channel, which is 1"),
+        ({"sharded": "always"}, {"sharded_weights": True, "channel": 2}, "divided along"),
+    ],
+)
+def test_settings_that_do_not_suit_each_other_are_named_before_anything_starts(
+    config, optimizer, mesh, message
+):
+    wrong = change(config, optimizer=optimizer, mesh=mesh)
+    with pytest.raises(UsageError, match=message):
+        config_io.check(config_io.to_dict(wrong), "run.toml")
