@@ -83,7 +83,7 @@ def run_training(world: Any) -> None:
         OutputConfig,
         TrainConfig,
     )
-    from pydist.train.loop import Trainer
+    from pydist.train.network import MeshNetwork
     from pydist.train.state import State
 
     if PHASE == "opening":
@@ -93,7 +93,7 @@ def run_training(world: Any) -> None:
     elif PHASE == "saving":
         strike(State, "_parts")
     else:
-        strike(Trainer, "_collect")
+        strike(MeshNetwork, "collect")
     config = Config(
         model=CosmoFlowConfig(variant="mlperf", width=32),
         data=DataConfig(path=FOLDER.parent / "universes", normalize="log1p"),
