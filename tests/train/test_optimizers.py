@@ -54,10 +54,11 @@ def curve(config: Config) -> list[float]:
     return list(log.losses(config.output.folder / "log.jsonl").values())
 
 
-@pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize(
-    ("grid", "sharded"), [((1, (2, 1, 1)), "always"), ((2, (1, 1, 1)), "never")], ids=str
-)
+    ("kind", "grid", "sharded"),
+    [("lars", (1, (2, 1, 1)), "always"), ("lamb", (2, (1, 1, 1)), "always"),
+     ("nesterov", (1, (2, 1, 1)), "never"), ("mlperf", (2, (1, 1, 1)), "always")], ids=str,
+)  # fmt: skip
 def test_ranks_train_as_one(config, tmp_path, kind, grid, sharded):
     alone = change(config, optimizer=TABLES[kind])
     job(LocalTransport(), alone)
