@@ -144,11 +144,18 @@ class MicroBatch(Calls):
         """Whether the graph was freed."""
         self.shown: Tensor | None = None
         """On the last stage, this micro-batch's part of the loss, without a graph."""
+        self.owed: list[Transfer] = [] if repeats is None else repeats.owed
+        """Transfers whose gradients have not been received, in order."""
         self._sent: list[_Sent] = []
         self._received: list[_Received] = []
         self._messages: list[tuple[Transfer, Tensor | None]] = []  # all, in order
         self._known = iter(()) if repeats is None else iter(repeats._messages)
         self._repeats = repeats is not None
+
+    @property
+    def number(self) -> int:
+        """The number of the forward pass."""
+        return self._mark.number
 
     # -- forward ----------------------------------------------------------------------------
 
@@ -349,6 +356,8 @@ class MicroBatch(Calls):
                 self._messages.append((transfer, None))
         if transfer.kind.needs_grad:
             self._sent.append(_Sent(transfer, get_gradient_edge(self.of_batch(local))))
+            if not self._repeats:
+                self.owed.append(transfer)
 
     def of_batch(self, value: Tensor) -> Tensor:
         """Marks a tensor's graph as that of the micro-batch, for the weights of sample groups."""
@@ -425,7 +434,7 @@ class MicroBatch(Calls):
             if edges:
                 torch.autograd.backward(edges, grads)
         for received in self._received:
-            received.transfer.send_gradient(received.grad, self._mark.number)
+            received.transfer.send_gradient(received.grad, self.number)
             received.grad = None
         self._sent.clear()
         self._received.clear()

@@ -205,6 +205,7 @@ class Pipeline:
         self._number = self._next = 0  # of micro-batches before this batch, and with it
         self._batch = 0  # checksum
         self._first: dict[int, _Start] = {}  # of the batch's micro-batches
+        self._made: list[MicroBatch] = []  # passes over the batch that may be owed gradients
 
     def step(
         self,
@@ -344,6 +345,7 @@ class Pipeline:
         self._number, self._next = self._next, self._next + micro_batches
         self._batch = checksum_of(batch)
         self._first.clear()
+        self._made.clear()
         self._transfers.forget()
         if self._statistics is not None:
             self._statistics.forget()
@@ -354,7 +356,8 @@ class Pipeline:
             yield
         except BaseException:
             # A script may go on; what other stages have sent of this batch is not of the next one.
-            self._transfers.drop(self._number + 1, self._next)
+            owed = [(each.number, t) for each in self._made for t in each.owed]
+            self._transfers.drop(self._number + 1, self._next, owed)
             raise
 
     def _forward_of(
@@ -463,6 +466,8 @@ class Pipeline:
         made.wrapped = None if entry.statistics == "rank" else entry.of_batch
         if part is not None:
             made.statistics, made.of_groups = self._statistics, part.of_groups
+        if part is not None and repeats is None:
+            self._made = [*(each for each in self._made if each.owed), made]
         return made
 
     def _everywhere(self, losses: Sequence[Tensor], micro_batches: int) -> Tensor:

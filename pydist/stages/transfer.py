@@ -131,13 +131,12 @@ class Transfer:
         route: the stage that has the tensor and the one that needs it.
         kind: the tensor.
         kept: tensors and gradients on their way between stages of this mesh.
-        dropped: numbers of forward passes whose messages are of no use.
+        owed: gradients of passes that raised, which may still come; see `Transfers.drop`.
     """
 
-    def __init__(
-        self, stages: Stages, route: Route, kind: Kind, kept: Kept, dropped: set[int]
-    ) -> None:
-        self._stages, self.route, self.kind, self._dropped = stages, route, kind, dropped
+    def __init__(self, stages: Stages, route: Route, kind: Kind, kept: Kept, owed: Kept) -> None:
+        self._stages, self.route, self.kind = stages, route, kind
+        self._owed = owed[route.tag(BACKWARD)]
         self._kept = [kept[route.tag(direction)] for direction in (FORWARD, BACKWARD)]
         self.splits = kind.splits
         if route.is_local:
@@ -203,9 +202,9 @@ class Transfer:
             return None
         if grad is None:
             grad = torch.zeros(self.kind.shape, dtype=self.kind.dtype, device=device_of(mine))
-        total = grad.contiguous().clone()
-        mine.sample.all_reduce(total)
-        return total / mine.sample_size
+        mean = (grad / mine.sample_size).contiguous()  # before the sum, which may overflow
+        mine.sample.all_reduce(mean)
+        return mean
 
     def receive_gradient(self, number: int) -> Tensor | None:
         """Returns the gradient of this rank's shard, from the target; `None` if it has none.
@@ -226,10 +225,14 @@ class Transfer:
             with mine.session.timers.measure("transfer"):
                 self._stages.world.recv(found, rank, self.route.tag(BACKWARD))
                 theirs, exists, channels_last = found.tolist()
-                grad = self._receive(BACKWARD, bool(channels_last)) if exists else None
+                while self._owed and self._owed[0][0] < theirs:
+                    self._owed.popleft()  # they were never sent
+                is_stale = bool(self._owed) and self._owed[0][0] == theirs
+                sent = self._owed.popleft()[1] if is_stale else self
+                grad = sent._receive(BACKWARD, bool(channels_last)) if exists else None
             if theirs == number:
                 return grad
-            if theirs not in self._dropped:
+            if not is_stale:
                 raise UsageError(
                     f"stage {self.route.target} sends the gradient of forward pass {theirs}, and "
                     f"stage {self.route.source} needs that of forward pass {number}"
@@ -300,6 +303,7 @@ class Transfers:
         self._known: dict[tuple[Route, Kind], Transfer] = {}
         self._kept: Kept = defaultdict(deque)
         self._headers: Kept = defaultdict(deque)
+        self._owed: Kept = defaultdict(deque)
         self._dropped = set[int]()
 
     def send(self, value: Tensor, route: Route, call: str, mark: Mark) -> Transfer:
@@ -390,9 +394,17 @@ class Transfers:
             return ShardedTensor.of_shard(local, layout)
         return ShardedTensor(local, layout, origin)
 
-    def drop(self, first: int, last: int) -> None:
-        """Lets messages of these forward passes be dropped, after one of them has raised."""
+    def drop(self, first: int, last: int, owed: Sequence[tuple[int, Transfer]]) -> None:
+        """Lets messages of these forward passes be dropped, after one of them has raised.
+
+        Args:
+            first: the first of them.
+            last: the last.
+            owed: the number and the transfer of each gradient that other stages may have sent.
+        """
         self._dropped.update(range(first, last + 1))
+        for number, transfer in owed:
+            self._owed[transfer.route.tag(BACKWARD)].append((number, transfer))
 
     def forget(self) -> None:
         """Forgets what a failed batch has left between stages of this mesh."""
@@ -402,7 +414,7 @@ class Transfers:
     def _find(self, route: Route, kind: Kind) -> Transfer:
         found = self._known.get((route, kind))
         if found is None:
-            found = Transfer(self._stages, route, kind, self._kept, self._dropped)
+            found = Transfer(self._stages, route, kind, self._kept, self._owed)
             self._known[route, kind] = found
         return found
 

@@ -454,3 +454,40 @@ def test_plain_tensors_between_stages_of_several_ranks(meshes, order, cuts):
     for each in found:
         for name, grad in each.items():
             torch.testing.assert_close(grad, grads[name], rtol=1e-11, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("cuts", [["first"], ["last"]], ids=str)
+@pytest.mark.parametrize("meshes", [[ONE, DEEP], [DEEP, ONE]], ids=str)
+def test_several_gradients_of_a_step_that_raised_are_dropped(meshes, cuts, recompute):
+    """They have other shapes, and come from several ranks."""
+    net = initialized(WithTable())
+    x, table, target = randn(6, 1, 7, 4, 4), randn(6, 4, seed=1), randn(6, 2, 7, 4, 4, seed=2)
+    bad = target.clone()
+    bad[4:] = torch.nan
+    alone = copy.deepcopy(net)
+    F.mse_loss(alone(x, table), target).backward()
+    grads = {n: p.grad for n, p in alone.named_parameters()}
+
+    def loss_of(y, t):
+        if t.isnan().any():
+            raise ArithmeticError("NaN in the target")
+        return F.mse_loss(y, t)
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(
+            own, stages, (x[:1], table[:1]), micro_batches=3, cuts=cuts, recompute=recompute
+        )
+        for given in (bad, bad, target):
+            own.zero_grad()
+            if given is bad:
+                with pytest.raises(ArithmeticError, match="NaN"):
+                    made.step((x, table), given, loss_of)
+            else:
+                made.step((x, table), given, loss_of)
+        return {n: p.grad for n, p in own.named_parameters() if p.grad is not None}
+
+    for found in on_stages(meshes, rank):
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, grads[name], rtol=1e-11, atol=1e-14, msg=name)
