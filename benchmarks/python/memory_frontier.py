@@ -11,7 +11,7 @@ per rank. Memory of oneDNN and MPI does not count.
 - naive: stages of equal numbers of layers; a skip goes through all stages between.
 - model-aware: stages of equal memory, as planned; skips go directly.
 - spatial: the image is cut over all ranks.
-- composed: two stages of equal memory, each of which cuts the image over half of the ranks.
+- composed: two stages of equal memory, and each cuts the image over half of the ranks.
 
 Plans are made on an image of 64², as images near the limit fit no single rank.
 

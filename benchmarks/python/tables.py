@@ -69,7 +69,7 @@ FRONTIER = """\
 Edge of the largest image that a 2D U-Net trains on with {limit:g} MiB per rank of activations,
 their gradients and buffers, counted by the allocator's events. Naive: stages of equally many
 layers, with skips through all stages between. Model-aware: stages of equal memory, with direct
-skips. Spatial: the image is cut. Composed: two stages, each of which cuts the image over half of
+skips. Spatial: the image is cut. Composed: two stages, and each cuts the image over half of
 the ranks.
 """
 

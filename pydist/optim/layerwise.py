@@ -15,7 +15,7 @@ from pydist.errors import UsageError
 
 Group = dict[str, Any]
 Sums = Callable[[Sequence[Tensor], Tensor], Tensor]
-"""Completes sums of squares [2, P] of P parameters, of which a rank may have parts."""
+"""Adds the sums of squares [2, P] of P parameters over the ranks that hold parts of them."""
 
 
 def is_vector(parameter: Tensor) -> bool:

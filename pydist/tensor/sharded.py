@@ -305,7 +305,7 @@ class ShardedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if len(types) > 1 and StageTensor in types:  # type: ignore[arg-type]
+        if len(types) > 1 and StageTensor in types:  # type: ignore[arg-type]  # torch: _TensorMeta
             return NotImplemented  # its own override computes the call, on one stage
         handler = HANDLERS.get(func)
         if handler is None:

@@ -448,7 +448,7 @@ def test_running_statistics_that_can_not_be_of_the_batch():
 
 
 class Twice(nn.Module):
-    """Uses a weight in its first and its last call, behind a call without parameters."""
+    """The last call uses a weight; the first uses the same weight, or none."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
