@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,12 @@ from pydist.batches import refuse_pickling
 from pydist.comm.consensus import require_same, together
 from pydist.errors import NotSupported, UsageError
 from pydist.parallel import broadcast_state, entry_of, parallelize
-from pydist.stages.attributes import Attributes
-from pydist.stages.generators import Generators
 from pydist.stages.micro_batch import MicroBatch
 from pydist.stages.parts import Part, checksum_of, parts_of
+from pydist.stages.pass_state import PassState
 from pydist.stages.plan import Plan, make_plan, plan_of_json, plan_to_json
 from pydist.stages.ranks import Stages, device_of
-from pydist.stages.record import copied_buffers, record
+from pydist.stages.record import record
 from pydist.stages.schedule import Pass, Schedule
 from pydist.stages.shapes import Shapes
 from pydist.stages.state import State
@@ -197,14 +196,13 @@ class Pipeline:
         self._transfers, self._shapes = Transfers(stages), Shapes()
         self._state = State(model, stages, uses)
         self._statistics = BatchStatistics(stages) if collects else None
-        self._counters: dict[int, Tensor] = {}  # of norms, before a batch that counts once
         self.running: MicroBatch | None = None
         """The micro-batch whose forward pass runs."""
         self._own = [s for s, mesh in enumerate(stages.order) if mesh == stages.index]
         self._lends = recompute or len(self._own) > 1  # there are several passes over a micro-batch
         self._number = self._next = 0  # of micro-batches before this batch, and with it
         self._batch = 0  # checksum
-        self._first: dict[int, _Start] = {}  # of the batch's micro-batches
+        self._state_of = PassState(model, stages, lends=self._lends, collects=collects)
         self._made: list[MicroBatch] = []  # passes over the batch that may be owed gradients
 
     def step(
@@ -289,7 +287,7 @@ class Pipeline:
         with torch.no_grad(), self._over(inputs, 1):
             for stage in self._own:
                 running = self._micro_batch(stage)
-                with self._begun(running):
+                with self._state_of.begun(running):
                     out = self._forward(running, inputs)
                 for x in leaves((out,)):
                     if isinstance(x, StageTensor):
@@ -344,14 +342,11 @@ class Pipeline:
         """Runs the passes over a batch in the `with` block."""
         self._number, self._next = self._next, self._next + micro_batches
         self._batch = checksum_of(batch)
-        self._first.clear()
+        self._state_of.begin_batch()
         self._made.clear()
         self._transfers.forget()
         if self._statistics is not None:
             self._statistics.forget()
-            found = self.model.named_buffers()
-            counters = (b for name, b in found if name.endswith("num_batches_tracked"))
-            self._counters = {id(b): b.clone() for b in counters}
         try:
             yield
         except BaseException:
@@ -370,7 +365,7 @@ class Pipeline:
     ) -> MicroBatch:
         """Runs the forward pass of a micro-batch through a stage, and its criterion."""
         running = self._micro_batch(stage, part, repeats)
-        with self._begun(running, repeats, criterion):
+        with self._state_of.begun(running, repeats, criterion):
             out = self._forward(running, part.inputs)
             # The criterion may change its target in place.
             target = mapped(_copied, part.target) if self._lends else part.target
@@ -401,54 +396,6 @@ class Pipeline:
                 f"which two meshes would update; possible: {possible}"
             )
         return out
-
-    @contextmanager
-    def _begun(
-        self,
-        running: MicroBatch,
-        repeats: MicroBatch | None = None,
-        criterion: Callable[..., Any] | None = None,
-    ) -> Iterator[None]:
-        """Lets all passes over a micro-batch begin with the same state of modules and generators.
-
-        So what the network itself changes in a forward pass, such as a counter, changes once for a
-        micro-batch. Running statistics change in the pass of their stage.
-        """
-        modules = list(self.model.modules())
-        if isinstance(criterion, nn.Module):
-            modules += criterion.modules()
-        first, device = self._first.get(running.index), device_of(self.stages.mesh)
-        entry_of(self.model).continues = bool(self._first)
-        try:
-            if first is None:
-                counters = {i: b.clone() for i, b in self._counters.items()} if self._first else {}
-                attributes = generators = None
-                if self._lends:
-                    found = _buffers_of(modules)
-                    running.before = {i: counters.get(i, b).clone() for i, b in found.items()}
-                    attributes, generators = Attributes(modules), Generators(device)
-                self._first[running.index] = _Start(
-                    running.before, running.updaters, attributes, generators
-                )
-                with copied_buffers(modules, counters):
-                    yield
-                return
-            assert first.attributes is not None
-            assert first.generators is not None
-            with Attributes(modules).kept(), Generators(device).kept():
-                first.attributes.restore()
-                first.generators.restore()
-                if repeats is not None:
-                    values = repeats.before
-                else:
-                    kept = first.before.items()
-                    values = {i: b.clone() for i, b in kept if i not in first.updaters}
-                    found = _buffers_of(modules)
-                    running.before = {i: values.get(i, b).clone() for i, b in found.items()}
-                with copied_buffers(modules, values):
-                    yield
-        finally:
-            entry_of(self.model).continues = False
 
     def _micro_batch(
         self, stage: int, part: Part | None = None, repeats: MicroBatch | None = None
@@ -491,27 +438,6 @@ class Pipeline:
                     for rank in range(each.sample_size if each is not stages.own else 0):
                         stages.send_bytes(message, each.rank(mine.data_index, rank))
         return torch.stack(totals).sum() if len(totals) > 1 else totals[0]
-
-
-class _Start(NamedTuple):
-    """What the first pass over a micro-batch began with.
-
-    Attributes:
-        before: values of the buffers, by their ids.
-        updaters: the running statistics among them, as of `MicroBatch`.
-        attributes: of the modules, if there are further passes.
-        generators: of random numbers, if there are further passes.
-    """
-
-    before: dict[int, Tensor]
-    updaters: Mapping[int, int]
-    attributes: Attributes | None
-    generators: Generators | None
-
-
-def _buffers_of(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
-    """Returns the buffers of modules, by their ids."""
-    return {id(b): b for m in modules for b in m._buffers.values() if b is not None}
 
 
 def _copied(x: Any) -> Any:

@@ -180,6 +180,13 @@ def _mistakes_in_stages(config: Config) -> Iterator[str]:
             f"{meshes - 1} at least once"
         )
     count = meshes if mesh.order is None else len(mesh.order)
+    if mesh.schedule == "gems":
+        line = tuple(range(meshes))
+        if (mesh.order or line) != line or len({str(each) for each in meshes_of(mesh)}) > 1:
+            yield (
+                'mesh.schedule = "gems" runs one stage on each mesh, and its meshes are equal: '
+                "leave out mesh.order, and give mesh.stages as a number"
+            )
     if mesh.cuts is not None and len(mesh.cuts) != count - 1:
         yield (
             f"mesh.cuts = {_shown(mesh.cuts)}: {count} stages begin at the input and at "

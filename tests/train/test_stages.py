@@ -375,6 +375,13 @@ def test_a_wrong_order_is_refused(universe_run):
             in_stages(config)
 
 
+def test_gems_on_other_meshes_is_refused(universe_run):
+    for mesh in ({"stages": 2, "order": (0, 1, 1, 0)}, {"stages": UNEVEN}):
+        config = change(universe_run, mesh={**mesh, "schedule": "gems"})
+        with pytest.raises(UsageError, match=r"leave out mesh\.order"):
+            check(config)
+
+
 def test_another_number_of_ranks_is_refused(universe_run):
     config = change(universe_run, mesh={"stages": UNEVEN, "data": 2})
     check_ranks(config, 6)
