@@ -58,7 +58,7 @@ def main() -> None:
     if options.worker:
         work()
     elif options.rank is not None:
-        options.rank.write_text(json.dumps(times(options)))
+        times(options)
     elif options.overhead:
         overhead(options)
     else:
@@ -194,8 +194,8 @@ def overhead(options: argparse.Namespace) -> None:
     common.write({"machine": machine, "rows": rows}, "image_overhead", options)
 
 
-def times(options: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
-    """Returns seconds of steps by edge; the second rank waits while the first one is alone."""
+def times(options: argparse.Namespace) -> None:
+    """Writes seconds of steps by edge; the second rank waits while the first one is alone."""
     import pydist
 
     world = pydist.init().world
@@ -211,7 +211,8 @@ def times(options: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
         for step in (*steps.values(), *steps.values()):
             step()
         measured[edge] = common.in_turns(steps, options.rounds, world.barrier)
-    return measured
+    if world.rank == 0:
+        options.rank.write_text(json.dumps(measured))
 
 
 # -- the ranks ------------------------------------------------------------------------------
