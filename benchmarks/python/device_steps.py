@@ -68,13 +68,13 @@ class Plain:
             self.loss = self._work()
         if graph:
             self._graph = torch.cuda.CUDAGraph()
-            rates = [
+            self._rates = [  # which the graph reads
                 torch.tensor(float(group["lr"]), device=inputs.device)
                 for group in self._optimizer.param_groups
             ]
             stream = torch.cuda.current_stream(inputs.device)
             with (
-                capturable(self._optimizer, rates),
+                capturable(self._optimizer, self._rates),
                 torch.cuda.graph(self._graph, stream=stream),
             ):
                 self.loss = self._work()
@@ -114,6 +114,10 @@ class Task:
 class Split:
     """Training step of pydist on one shard: the full sample, or a rank's part of it.
 
+    Attributes:
+        model: the model, after `parallelize`.
+        loss: of the last step.
+
     Args:
         model: a model on the device, in the memory format of `shard`.
         mesh: the mesh.
@@ -142,7 +146,7 @@ class Split:
         self._batch = Batch(
             inputs, targets, torch.ones(count), tuple(range(count)), count, 0, count, 1.0, 0, 0
         )
-        model = pydist.parallelize(model, mesh)
+        self.model = model = pydist.parallelize(model, mesh)
         state = SimpleNamespace(
             mesh=mesh,
             model=model,

@@ -6,6 +6,7 @@ CPU there is one kernel, and nothing to choose or to exchange.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pydist.comm import Transport
 
 _WARM_UP, _REPEATS = 3, 11
+_HEAD_START, _MOST_HEAD_START = 2_000_000, 512_000_000
+"""Clock cycles for which the device is kept busy: about a millisecond, and a quarter of a second."""
 NEVER = 1e9
 """Time of a kernel that refuses a problem, in seconds, so that it is not chosen."""
 
@@ -45,6 +48,7 @@ class SlabSubject:
             "device": self.device,
             "cudnn": torch.backends.cudnn.version(),
             "benchmark": torch.backends.cudnn.benchmark,
+            "clock": "device",  # records of earlier releases hold the host's times
         }
         return key_of("slab", facts)
 
@@ -137,15 +141,25 @@ def operands(problem: SlabProblem, like: Tensor) -> list[Tensor]:
 
 
 def seconds_of(kernel: Callable[[], None]) -> float:
-    """Returns the median seconds of a call on the device."""
+    """Returns the median seconds of a call on the device.
+
+    The device is busy until all calls are queued: otherwise the times would be those of the host,
+    and a candidate of two short launches would lose to one long launch.
+    """
     for _ in range(_WARM_UP):
         kernel()
-    times = []
-    for _ in range(_REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        kernel()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    head_start = _HEAD_START
+    while True:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(head_start)
+        for event in events[:-1]:
+            event.record()
+            kernel()
+        is_ahead = not events[0].query()
+        events[-1].record()
+        events[-1].synchronize()
+        if is_ahead or head_start >= _MOST_HEAD_START:
+            pairs = itertools.pairwise(events)
+            return statistics.median(one.elapsed_time(two) for one, two in pairs) / 1e3
+        head_start *= 4

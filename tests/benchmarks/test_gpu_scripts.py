@@ -142,3 +142,17 @@ def test_input(run):
     rows = run("gpu_input", "--device", "cpu")["rows"]
     assert [row["what"] for row in rows] == ["copy", "log1p", "standardize"]
     assert rows[0]["of_copy"] == 1
+
+
+def test_unet(run):
+    (row,) = run("gpu_unet", "--device", "cpu", "--seconds", "1")["rows"]
+    assert row["steps"].keys() == row["losses"].keys() == {"torch", "pydist"}
+    assert row["losses"]["pydist"] == pytest.approx(row["losses"]["torch"], rel=1e-4)
+    assert row["torch / pydist"] > 0
+
+
+def test_whole(run):
+    result = run("gpu_whole", "--device", "cpu", "--seconds", "20")
+    row = result["rows"][0]
+    assert row["1"]["loss"] == pytest.approx(row["2"]["loss"], rel=1e-4)
+    assert 0 < row["gradient_error"] < 1e-4

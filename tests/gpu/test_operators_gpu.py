@@ -7,7 +7,7 @@ import pytest
 from pydist.comm import LocalTransport
 from pydist.mesh import Mesh
 from support.operators.cases import FAMILIES
-from support.operators.runs import cell, on_one_device
+from support.operators.runs import NARROW, cell, on_one_device
 
 pytestmark = pytest.mark.usefixtures("exact")
 
@@ -15,7 +15,7 @@ TEXTS = [text for family in FAMILIES.values() for text in family.strip().splitli
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["fp64", "bf16"])
+@pytest.mark.parametrize("kind", ["fp64", "bf16", NARROW])
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_call_is_that_of_plain_torch(text, kind):
     """A call is refused on CUDA only if it is refused on the CPU."""

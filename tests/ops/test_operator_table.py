@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pydist.comm import LocalTransport
+from pydist.mesh import Mesh
+from support.operators.cases import FAMILIES
+from support.operators.runs import NARROW, cell, on_one_device
 from support.operators.table import TORCH, all_texts, handled, names_in, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
@@ -27,3 +31,11 @@ def test_every_function_with_a_handler_is_in_it():
     """A new handler needs a call in tests/lib/support/operators/cases.py."""
     texts = [text for family in all_texts().values() for text in family]
     assert handled() - names_in(texts) == set()
+
+
+@pytest.mark.parametrize("family", ["Pooling", "Normalization"])
+def test_narrow_operands_under_autocast_have_torchs_dtypes(family):
+    """tests/gpu/test_operators_gpu.py does this for all calls: autocast's rules vary by device."""
+    for text in FAMILIES[family].strip().splitlines():
+        expected = on_one_device(text, NARROW)
+        assert "refused" not in cell(text, NARROW, expected, Mesh(LocalTransport())), text

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pydist.layout import Layout
+from pydist.ops.dtypes import result_dtype
 from pydist.ops.fusion.handover import hook_on_saved
 from pydist.tensor import ShardedTensor, local_of, wrap, wrap_new
 from pydist.tensor.deferred import Deferred
@@ -181,5 +182,5 @@ def parametric(x: ShardedTensor, slope: Tensor) -> Tensor | None:
     refuse_foreign_graph(x)
     dtype = slope.dtype
     if torch.is_autocast_enabled(shard.device.type):
-        dtype = torch.prelu(shard.new_zeros(1), slope.detach()[:1]).dtype
+        dtype = result_dtype(torch.prelu, ((1,), shard), ((1,), slope))
     return pending.parametric(shard, slope) if dtype == shard.dtype else None

@@ -163,7 +163,7 @@ def group_norm(
     local = source.shard
     if is_for_torch(local, layout.mesh.grid.size(layout.used_axes)):
         return wrap(F.group_norm(local, num_groups, scale, shift, eps), layout, input)
-    dtype = in_full_precision(lambda one: torch.group_norm(one.view(1, 1, -1), 1), input)
+    dtype = in_full_precision(torch.group_norm, input, 1, shape=(1, 1, 2))
     local = dense(local.to(dtype or local.dtype))
     gathering = Gathering(local, plan)
     with torch.no_grad():

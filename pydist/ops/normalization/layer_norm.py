@@ -69,7 +69,7 @@ def _norm(
     dims = range(first, len(layout.shape))
     axes = axes_of(layout, dims)
     local = local_of(input)
-    dtype = in_full_precision(lambda one: function(one, one.shape), input) or local.dtype
+    dtype = in_full_precision(function, input, (2,)) or local.dtype
     if layout.mesh.grid.size(axes) == 1:
         operands = [parameter_for(t, layout) for t in affine]
         normed = function(with_elements(local), normalized, *operands, eps)

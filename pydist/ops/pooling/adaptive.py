@@ -68,7 +68,8 @@ def adaptive_avg_pool(
     if input.dim() == dims + 1:
         return unbatched(adaptive_avg_pool(dims, function, batched(input), output_size))
     refuse_integers(function, input)
-    return adaptive_average(widened(dims, input), _outputs(function, dims, input, output_size))
+    outputs = _outputs(function, dims, input, output_size)
+    return adaptive_average(widened(function, dims, input), outputs)
 
 
 def adaptive_max_pool(
@@ -85,7 +86,7 @@ def adaptive_max_pool(
         )
     refuse_integers(function, input)
     outputs = _outputs(function, dims, input, output_size)
-    result, taps, plan = adaptive_maximum(widened(dims, input), outputs)
+    result, taps, plan = adaptive_maximum(widened(function, dims, input, return_indices), outputs)
     return (result, wrap(plan.indices(taps), result._layout, input)) if return_indices else result
 
 

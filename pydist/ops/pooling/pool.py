@@ -55,7 +55,7 @@ def avg_pool(
         return unbatched(avg_pool(dims, batched(input), *tail))
     function = _AVG[dims]
     refuse_integers(function, input)
-    input = widened(dims, input)
+    input = widened(function, dims, input)
     input, window, plan = _plan(function, dims, input, kernel_size, stride, padding, 1, ceil_mode)
     pads = as_tuple(padding, dims)
     average_plan = _average_plan(plan, window, pads, count_include_pad, divisor_override)
@@ -87,8 +87,9 @@ def max_pool(
         if given not in _EXACT_IN or dims == 1:
             refuse_integers(function, input)
         input = elementwise(torch.Tensor.to, input, _EXACT_IN[given])
+    input = widened(function, dims, input, None, 0, 1, False, return_indices)
     input, window, plan = _plan(
-        function, dims, widened(dims, input), kernel_size, stride, padding, dilation, ceil_mode
+        function, dims, input, kernel_size, stride, padding, dilation, ceil_mode
     )
     max_plan = _max_plan(function, input, plan, window)
     y, taps = maximum(local_of(input), max_plan)

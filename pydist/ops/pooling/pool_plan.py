@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist.exchange.formats import all_channels_last, is_channels_last
+from pydist.ops.dtypes import result_dtype
 from pydist.ops.windows import Exchanges, Window, WindowPlan
 from pydist.partition import Box, Footprint
 from pydist.tensor import ShardedTensor, local_of, refusal, wrap
@@ -101,11 +102,21 @@ def refuse_integers(function: Callable[..., Any], x: ShardedTensor) -> None:
         raise refusal(function, (x,), {}, f"{x.dtype}: convert it to a type of float first")
 
 
-def widened(dims: int, x: ShardedTensor) -> ShardedTensor:
-    """Converts the input to fp32 where autocast does so: in pooling over three dims."""
-    if dims < 3 or x.dtype.itemsize != 2 or not torch.is_autocast_enabled(x.device.type):
+def widened(
+    function: Callable[..., Any], dims: int, x: ShardedTensor, *arguments: Any
+) -> ShardedTensor:
+    """Converts the input to the dtype in which torch pools it under autocast.
+
+    Args:
+        function: the pooling.
+        dims: number of its spatial dims.
+        x: the input.
+        arguments: what `function` gets after a window, or a result, of size 1.
+    """
+    if x.dtype.itemsize != 2 or not torch.is_autocast_enabled(x.device.type):
         return x
-    return wrap(local_of(x).float(), x._layout, x)
+    dtype = result_dtype(function, ((1,) * (dims + 2), x), arguments=(1, *arguments))
+    return x if dtype == x.dtype else wrap(local_of(x).to(dtype), x._layout, x)
 
 
 def with_indices(handler: Callable[..., Any], positional: int, *args: Any, **kwargs: Any) -> Any:

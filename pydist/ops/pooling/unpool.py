@@ -14,6 +14,7 @@ from pydist.errors import UsageError
 from pydist.exchange.adjoints import gather_box, with_true_gradient
 from pydist.exchange.exchanger import Exchanger
 from pydist.layout import Layout, Split
+from pydist.ops.dtypes import result_dtype
 from pydist.ops.windows import Window, as_tuple, symmetric
 from pydist.partition import Box, Partition
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
@@ -62,7 +63,8 @@ def max_unpool(
     layout = _result_layout(input._layout, window, _extents(input, window, output_size))
     values = local_of(input)
     if torch.is_autocast_enabled(values.device.type) and values.dtype.itemsize == 2:
-        values = values.float()  # autocast's rule for torch's own call
+        one = (1,) * values.dim()
+        values = values.to(result_dtype(function, (one, values), (one, indices), arguments=(1,)))
     places = operand_for(indices, input._layout, input.shape)
     reach = torch.tensor([_reach(places, input._layout, layout, window)])
     input.mesh.sample.all_reduce(reach, "min")

@@ -164,7 +164,7 @@ def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Any:
     dims = reduced_dims(input, dim)
     if is_local(input, dims):
         return result_of(torch.logsumexp(local_of(input), dims, keepdim), input, dims, keepdim)
-    rounded = in_full_precision(lambda one: torch.logsumexp(one, 0), input)
+    rounded = in_full_precision(torch.logsumexp, input, 0)
     x = input.to(WIDER[input.dtype]) if rounded else input
     x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
     with torch.no_grad():
@@ -174,6 +174,10 @@ def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Any:
     if rounded:
         total = total.to(rounded)
     return total if keepdim else result_of(local_of(total).squeeze(dims), input, dims, False)
+
+
+def _cosine_with_itself(x: Tensor) -> Tensor:
+    return F.cosine_similarity(x, x, 0)
 
 
 @implements(F.cosine_similarity, torch.cosine_similarity)
@@ -186,7 +190,7 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
     if is_local(one, (d,)):
         cosine = F.cosine_similarity(local_of(one), local_of(two), d, eps)
         return result_of(cosine, one, (d,), False)
-    rounded = in_full_precision(lambda x: F.cosine_similarity(x, x, 0), one)
+    rounded = in_full_precision(_cosine_with_itself, one)
     if rounded:
         one, two = one.to(torch.float32), two.to(torch.float32)  # type: ignore[assignment]
     units = []

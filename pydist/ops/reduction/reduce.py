@@ -16,6 +16,7 @@ from pydist.exchange.function import Function
 from pydist.gradients.members import lead_to
 from pydist.layout import Layout
 from pydist.ops.dims import canonical, canonical_all, numpy_names
+from pydist.ops.dtypes import result_dtype
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
@@ -45,15 +46,23 @@ def is_local(x: ShardedTensor, dims: Sequence[int]) -> bool:
     return x.mesh.grid.size(axes_of(x._layout, dims)) == 1
 
 
-def in_full_precision(func: Callable[..., Tensor], x: ShardedTensor) -> torch.dtype | None:
+def in_full_precision(
+    func: Callable[..., Tensor], x: Tensor, *arguments: Any, shape: tuple[int, ...] = (2,)
+) -> torch.dtype | None:
     """Returns the dtype of `func`'s result if partial sums must be wider, else `None`.
 
     torch sums bf16 and fp16 in fp32; so the ranks' partial sums are in fp32 as well. The dtype of
     the result depends on autocast.
+
+    Args:
+        func: see `result_dtype`.
+        x: the operand.
+        arguments: further arguments of `func`, hashable.
+        shape: that `func` accepts with them.
     """
     if x.dtype not in WIDER:
         return None
-    return func(torch.ones(2, dtype=x.dtype, device=x.device)).dtype
+    return result_dtype(func, (shape, x), arguments=arguments)
 
 
 def result_of(

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.layout import Layout
+from pydist.ops.dtypes import result_dtype
 from pydist.ops.resampling.periodic import circular_pad
 from pydist.ops.resampling.reads import ReadRange, Reads, moved_points, planning, select
 from pydist.partition import Box
@@ -169,5 +170,5 @@ def _as_autocast(local: Tensor, dims: int, mode: str) -> Tensor:
     """Converts the shard to the dtype in which torch pads it under autocast, by number of dims."""
     if not torch.is_autocast_enabled(local.device.type) or not local.is_floating_point():
         return local
-    probe = local.detach().new_zeros((1,) * local.dim())
-    return local.to(F.pad(probe, (0, 0) * dims, mode).dtype)
+    probe = (1,) * local.dim(), local
+    return local.to(result_dtype(F.pad, probe, arguments=((0, 0) * dims, mode)))

@@ -27,7 +27,10 @@ POINTS: dict[int, list[Points]] = {
 TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
 """Dtypes of the table's columns; bf16 is autocast of fp32."""
 
-FAR = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 6e-2}
+NARROW = "narrow"
+"""Autocast of tensors that are bf16 already, as between the layers of a network."""
+
+FAR = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 6e-2, NARROW: 6e-2}
 """Largest allowed distance from one device. (Tighter bounds are in the tests of each call; here,
 differences of kernels between machines must not change the table.)"""
 
@@ -99,8 +102,9 @@ def run(
 
     Each is computed on demand, so that the order of a refused derivative is known.
     """
-    names = Names(TYPES[kind], mesh, device)
-    with torch.autocast(device, torch.bfloat16) if kind == "bf16" else nullcontext():
+    names = Names(TYPES.get(kind, torch.bfloat16), mesh, device)
+    mixed = kind in ("bf16", NARROW)
+    with torch.autocast(device, torch.bfloat16) if mixed else nullcontext():
         result = eval(text, {"torch": torch, "F": F, "assigned": assigned}, names)
     found = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
     yield [_whole(t) for t in found]
@@ -164,6 +168,7 @@ def cell(
             raise AssertionError(f"{text}, {kind}: {order} is missing") from None
         assert len(found) == len(whole), (text, kind, order)
         for mine, theirs in zip(found, whole, strict=True):
+            assert mine.dtype == theirs.dtype, (text, kind, order, mine.dtype, theirs.dtype)
             far = error(mine, theirs)
             assert far <= FAR[kind], f"{text}, {kind}, {order}: {far}"
         said += order

@@ -88,9 +88,9 @@ class Staged(Transport):
             self._host._scatter(given, copy, root)
 
     def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
-        with on_host(*outputs) as copies:
-            self._host._all_to_all_async([each.cpu() for each in inputs], copies).wait()
-        return Work()
+        copies = [each.cpu() for each in outputs]
+        sent = [each.cpu() for each in inputs]
+        return _StagedWork(self._host._all_to_all_async(sent, copies), copies, outputs)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         with on_host(tensor) as (copy,):
@@ -109,6 +109,29 @@ class Staged(Transport):
     def close(self) -> None:
         if self._owns_host:
             self._host.close()
+
+
+class _StagedWork(Work):
+    """Work on the host, whose results are copied to the device when it is waited for.
+
+    Args:
+        work: of the host's transport, which keeps the copies until the messages have arrived.
+        copies: in host memory.
+        outputs: the tensors that were copied.
+    """
+
+    def __init__(self, work: Work, copies: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self._work, self._pairs = work, list(zip(copies, outputs, strict=True))
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def wait(self) -> None:
+        self._work.wait()
+        for copy, output in self._pairs:
+            if copy is not output:
+                output.copy_(copy)
+        self._pairs.clear()
 
 
 @contextmanager
