@@ -142,7 +142,7 @@ def by_nccl(
         path = Path(folder, "rows.json")
         command = [
             sys.executable, "-m", "pydist.launch", "2", "auto", str(Path(__file__).resolve()),
-            "--rounds", str(options.rounds), "--json", str(path),
+            "--rounds", str(options.rounds), "--json", str(path), *["--quick"] * options.quick,
         ]  # fmt: skip
         try:
             if not obstacle:

@@ -1,7 +1,8 @@
 """Overhead of the ability to split: one-rank training steps with pydist and with plain torch.
 
 CosmoFlow as in MLPerf HPC and as in the paper, at 128³, in the same precision and memory format,
-with the same fused optimizer; each directly and as one CUDA graph. Times are of consecutive steps,
+with the same fused optimizer; each directly and as one CUDA graph, which is also made without the
+fusions of activations with norms and pools. Times are of consecutive steps,
 by events, and so include the device's waits for the host. Goals: 1.02 times plain torch, and 200
 samples/s of the MLPerf network in bf16 (published: 207 per GPU on one H100 of a large system).
 A step uses far more memory than the L2 cache.
@@ -22,6 +23,7 @@ import common
 import gpu
 import torch
 from device_steps import Plain, Split, adam, sgd
+from fusions import switches
 
 from pydist.comm import LocalTransport
 from pydist.errors import PydistError
@@ -30,6 +32,7 @@ from pydist.models import CosmoFlow
 from pydist.models.cosmoflow import Variant
 from pydist.train.device import in_format, own_stream
 
+UNFUSED = "pydist unfused, graph"
 GOAL, SAMPLES_GOAL, PUBLISHED = 1.02, 200.0, 207.0
 STEPS = 4
 """Consecutive steps per timing."""
@@ -91,7 +94,15 @@ def contestants(config: Config, width: int, device: torch.device) -> dict[str, A
             ),
             graph,
         )  # fmt: skip
+    if device.type == "cuda":
+        made[UNFUSED] = partial(_unfused, made["pydist, graph"])
     return made
+
+
+def _unfused(make: Callable[[], Plain | Split]) -> Plain | Split:
+    """Makes a contestant without the fusions of `fusions.py`; a graph keeps what it captured."""
+    with common.replaced([patch for patches in switches().values() for patch in patches]):
+        return make()
 
 
 def measure(
@@ -124,6 +135,9 @@ def measure(
             ours, plain = seconds["pydist" + suffix], seconds["torch" + suffix]
             ratios = [one / other for one, other in zip(ours, plain, strict=True)]
             row["ratio" + suffix.replace(", ", "_")] = common.summary(ratios)["median"]
+    if {UNFUSED, "pydist, graph"} <= seconds.keys():
+        pairs = zip(seconds[UNFUSED], seconds["pydist, graph"], strict=True)
+        row["unfused_over_fused"] = common.summary([one / two for one, two in pairs])["median"]
     best = min(
         (row["steps"][name]["median"] for name in row["steps"] if "pydist" in name),
         default=math.inf,
@@ -147,12 +161,13 @@ def main() -> None:
             torch.cuda.empty_cache()
     names = ["torch", "pydist", "torch, graph", "pydist, graph"]
     common.show(
-        ["", *(f"{name} ms" for name in names), "ratio", "graphs", "samples/s"],
+        ["", *(f"{name} ms" for name in names), "ratio", "graphs", "unfused", "samples/s"],
         [
             [
                 str(Config(row["network"], row["precision"], row["batch"])),
                 *(row["steps"][n]["median"] * 1e3 if n in row["steps"] else None for n in names),
-                row.get("ratio"), row.get("ratio_graph"), row["samples_per_s"],
+                row.get("ratio"), row.get("ratio_graph"), row.get("unfused_over_fused"),
+                row["samples_per_s"],
             ]
             for row in rows
         ],

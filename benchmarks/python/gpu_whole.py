@@ -115,7 +115,7 @@ def in_processes(
     """Returns what rank 0 of a job measured, or the reason why there is nothing."""
     result = folder / f"{ranks}.json"
     command = [str(Path(__file__).resolve()), "--case", json.dumps(case), "--result", str(result)]
-    command += ["--device", options.device]
+    command += ["--device", options.device, *["--quick"] * options.quick]
     launcher = ["-m", "pydist.launch", str(ranks), "auto"] if ranks > 1 else []
     try:
         ended = subprocess.run(

@@ -156,3 +156,10 @@ def test_whole(run):
     row = result["rows"][0]
     assert row["1"]["loss"] == pytest.approx(row["2"]["loss"], rel=1e-4)
     assert 0 < row["gradient_error"] < 1e-4
+
+
+def test_transports(run):
+    rows = run("gpu_transports", "--device", "cpu")["rows"]
+    assert [row["what"] for row in rows] == ["halo", "all-reduce"]
+    for row in rows:
+        assert row["seconds"].keys() == {"host", "torch NCCL"}
