@@ -235,16 +235,18 @@ def _about(device: torch.device) -> dict[str, Any]:
         "compute_capability": f"{properties.major}.{properties.minor}",
         "device_memory_gb": round(properties.total_memory / 1e9, 1),
         "l2_mb": round(l2_bytes(device) / 1e6, 1),
-        "driver": _driver(),
+        **_asked("driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw"),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
 
 
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def _asked(*names: str) -> dict[str, str]:
+    """Returns what nvidia-smi says of the first device now, at the end of a benchmark."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return said.stdout.split("\n")[0].strip()
+        return {}
+    values = said.stdout.split("\n")[0].split(",")
+    return {name: value.strip() for name, value in zip(names, values, strict=False)}
