@@ -5,8 +5,9 @@
 #
 #   tools/gpu_check.sh FOLDER        # e.g. benchmarks/results/gpu
 #
-# Tests are in several parts: a broken device context or a hang ends only its own part. A part that
-# is out of time is interrupted and reports its failures and position.
+# Tests are in several parts, which run at the same time: a broken device context or a hang ends only
+# its own part. Benchmarks run after them, alone. A part that is out of time is interrupted and
+# reports its failures and position.
 #
 # FOLDER gets gpu_check.json (device, driver, versions, commit; verdict, counts and seconds of each
 # part), the benchmarks' results and logs/. Python is $PYTHON (python3), with torch for CUDA;
@@ -35,7 +36,6 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4 PYTHONUNBU
 ends=$(($(date +%s) + ${GPU_CHECK_SECONDS:-525}))
 parts=$logs/parts.tsv
 : >"$parts"
-failed=0
 
 # part NAME SECONDS COMMAND...: runs a part within its time limit and the remaining total time.
 part() {
@@ -46,15 +46,15 @@ part() {
   [ "$left" -ge "$limit" ] || limit=$left
   began=$(date +%s)
   if [ "$limit" -lt 5 ]; then
-    verdict='no time' failed=1
+    verdict='no time'
     : >"$logs/$name.log"
   else
     printf '== %s (at most %s s)\n' "$name" "$limit"
     timeout -s INT -k 10 "$limit" "$@" >"$logs/$name.log" 2>&1
     case $? in
       0) verdict=passed ;;
-      124 | 137) verdict='out of time' failed=1 ;;
-      *) verdict=FAILED failed=1 ;;
+      124 | 137) verdict='out of time' ;;
+      *) verdict=FAILED ;;
     esac
   fi
   printf '%s\t%s\t%s\n' "$name" "$verdict" "$(($(date +%s) - began))" >>"$parts"
@@ -74,28 +74,33 @@ tests() {
   part "tests_$name" "$limit" "$python" -m pytest $modules -q --tb=short -W default \
     -p no:cacheprovider -o faulthandler_timeout=40
 }
-tests kernels 70 kernels conv norm
-tests operators 100 format operators
-tests steps 110 graph input profile
-tests ranks 160 split training nccl ipc cuda_mpi split_operators
-# The most important parts come first: after a slow build, the last ones have no time.
 sanitize() {
-  part "$1" 60 "$sanitizer" --tool "$1" --error-exitcode 9 "$native"
+  for tool in "$@"; do
+    part "$tool" 60 "$sanitizer" --tool "$tool" --error-exitcode 9 "$native"
+  done
 }
 benchmark() {
   part "$1" $(($2 + 30)) "$python" "benchmarks/python/$1.py" --seconds "$2" --json "$out/$1.json"
 }
-sanitize memcheck
+tests kernels 70 kernels conv norm &
+tests operators 100 format operators &
+tests steps 110 graph input profile &
+tests ranks 160 split training cuda_mpi &
+tests transports 160 nccl ipc &
+tests split_operators 160 split_operators &
+sanitize memcheck initcheck &
+sanitize racecheck synccheck &
+wait
+# The most important benchmarks come first: after a slow build, the last ones have no time.
 benchmark gpu_step 40
-benchmark gpu_boundary 35
+benchmark gpu_boundary 30
 benchmark gpu_pack 25
-sanitize racecheck
-benchmark gpu_overlap 45
+benchmark gpu_overlap 60
 benchmark gpu_shards 35
-sanitize initcheck
-sanitize synccheck
+benchmark gpu_unet 60
+benchmark gpu_transports 40
+benchmark gpu_whole 60
 benchmark gpu_input 15
 
 DEVICE=$device COMMIT=${COMMIT:-$(git rev-parse HEAD 2>/dev/null)} \
-  "$python" tools/gpu_summary.py "$logs" "$out/gpu_check.json" || failed=1
-exit "$failed"
+  "$python" tools/gpu_summary.py "$logs" "$out/gpu_check.json"

@@ -150,8 +150,9 @@ def main() -> None:
     found: dict[str, Any] = {"rows": [], "lacks": {}}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "rows.json")
-        command = [sys.executable, "-m", "pydist.launch", "2", "auto", str(Path(__file__).resolve())]
-        command += ["--result", str(result), "--rounds", str(options.rounds)]
+        command = [sys.executable, "-m", "pydist.launch", "2", "auto"]
+        command += [str(Path(__file__).resolve()), "--result", str(result)]
+        command += ["--rounds", str(options.rounds)]
         command += ["--device", options.device, *["--quick"] * options.quick]
         try:
             if not obstacle:
