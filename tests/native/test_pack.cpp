@@ -81,8 +81,10 @@ ops::ValueTable<kTable> table_of(const ops::RunTable& runs) {
   return table;
 }
 
-// Small segments, so that small cases have split runs, too.
-ops::RunOptions small_segments(bool fuse) { return {.segment_bytes = 64, .fuse = fuse}; }
+// As on a device. Small segments, so that small cases have split runs, too.
+ops::RunOptions small_segments(unsigned seed, bool fuse, const void* buffer) {
+  return {.segment_bytes = index_t{64} << seed % 4, .fuse = fuse, .pieces = true, .buffer = buffer};
+}
 
 // A grid with few threads loops over the rows; one with many has idle threads.
 std::vector<launch::RunGrid> grids_for(index_t rows) {
@@ -115,7 +117,8 @@ TYPED_TEST(Packing, EmulatedWarpsPackEveryElementOnce) {
       PackCase<TypeParam> test(seed);
       const Regions regions(test.boxes);
       const TensorView buffer = test.buffer_view();
-      const ops::RunTable runs(test.view, regions, {0, test.boxes.size()}, small_segments(true));
+      const ops::RunTable runs(test.view, regions, {0, test.boxes.size()},
+                               small_segments(seed, true, buffer.data));
       const ops::CopyRuns<Direction::kPack, ops::ValueTable<kTable>> body{
           static_cast<char*>(test.view.data), static_cast<char*>(buffer.data), table_of(runs)};
       for (const launch::RunGrid& grid : grids_for(runs.rows())) {
@@ -145,7 +148,8 @@ TYPED_TEST(Packing, EmulatedWarpsAddEveryElementOnce) {
     for (const launch::RunGrid& grid : grids_for(1)) {
       std::fill(test.memory.begin(), test.memory.end(), TypeParam{});
       for (const Regions::Group group : regions.disjoint_groups()) {
-        const ops::RunTable runs(test.view, regions, group, small_segments(false));
+        const ops::RunTable runs(test.view, regions, group,
+                                 small_segments(seed, false, buffer.data));
         const ops::AddRuns<TypeParam, ops::ValueTable<kTable>> body{
             static_cast<char*>(test.view.data), static_cast<const char*>(buffer.data),
             table_of(runs)};
@@ -157,6 +161,113 @@ TYPED_TEST(Packing, EmulatedWarpsAddEveryElementOnce) {
     cpu::unpack_add(buffer, regions, test.view);
     ASSERT_EQ(test.memory, sums);
   }
+}
+
+// Short pieces of a view, `pitch` elements apart, with other elements between them.
+struct Pieces {
+  index_t length, pitch, first, skipped;  // elements; `skipped` ones precede the buffer
+};
+constexpr Pieces kPieces[] = {
+    {32, 64, 0, 0},  // aligned to 16 bytes
+    {32, 64, 0, 1},  // as its buffer is not
+    {32, 64, 3, 0},  // as the view is not
+    {25, 40, 8, 0}, {24, 42, 0, 0}, {17, 17 * 3, 0, 0},
+    {3, 32, 16, 0}, {2, 64, 0, 0},  {63, 70, 1, 3},
+};
+
+TYPED_TEST(Packing, EmulatedWarpsMoveShortPieces) {
+  constexpr index_t kOuter = 3, kCount = 37;
+  for (const Pieces& pieces : kPieces) {
+    const Coords shape{kOuter, kCount + 2, pieces.pitch};
+    const Box box({0, 1, pieces.first}, {kOuter, 1 + kCount, pieces.first + pieces.length});
+    std::vector<TypeParam> memory(static_cast<std::size_t>(volume_of(shape)));
+    std::vector<TypeParam> buffer(static_cast<std::size_t>(pieces.skipped + box.volume()));
+    std::iota(memory.begin(), memory.end(), TypeParam{1});
+    const TensorView view{
+        memory.data(), dtype_of<TypeParam>(), shape, Coords{shape[1] * shape[2], shape[2], 1}, {}};
+    char* const to = reinterpret_cast<char*>(buffer.data() + pieces.skipped);
+    auto expected = buffer;
+    auto at = expected.begin() + pieces.skipped;
+    for_each_index(box, [&](const Coords& index) {
+      *at++ = memory[static_cast<std::size_t>(offset_of(index, view.strides))];
+    });
+    for (const index_t segment : {ops::kCudaSegmentBytes, index_t{1024}}) {
+      const Regions regions({box});
+      const auto table = [&](bool fuse) {
+        return ops::RunTable(
+            view, regions, {0, 1},
+            {.segment_bytes = segment, .fuse = fuse, .pieces = true, .buffer = to});
+      };
+      const ops::RunTable runs = table(true), sums = table(false);
+      const ops::RunBox& plan = runs.boxes().front();
+      EXPECT_EQ(plan.unit(), pieces.length * static_cast<index_t>(sizeof(TypeParam)));
+      if (plan.words.divisor > 1) {
+        EXPECT_LE(plan.segment * plan.unit(), segment);
+      }
+      const ops::CopyRuns<Direction::kPack, ops::ValueTable<kTable>> pack{
+          static_cast<char*>(view.data), to, table_of(runs)};
+      const ops::CopyRuns<Direction::kUnpack, ops::ValueTable<kTable>> unpack{
+          static_cast<char*>(view.data), to, table_of(runs)};
+      const ops::AddRuns<TypeParam, ops::ValueTable<kTable>> add{static_cast<char*>(view.data), to,
+                                                                 table_of(sums)};
+      const std::vector<TypeParam> before = memory;
+      for (const launch::RunGrid& grid : grids_for(runs.rows())) {
+        std::fill(buffer.begin(), buffer.end(), TypeParam{});
+        launch::emulate_runs(pack, grid, ThreadOrder::kStrided);
+        ASSERT_EQ(buffer, expected);
+        for_each_index(box, [&](const Coords& index) {
+          memory[static_cast<std::size_t>(offset_of(index, view.strides))] = TypeParam{};
+        });
+        launch::emulate_runs(unpack, grid, ThreadOrder::kReverse);
+        ASSERT_EQ(memory, before);
+        for_each_index(box, [&](const Coords& index) {
+          memory[static_cast<std::size_t>(offset_of(index, view.strides))] = TypeParam{};
+        });
+        launch::emulate_runs(add, grid, ThreadOrder::kStrided);
+        ASSERT_EQ(memory, before);
+      }
+    }
+  }
+}
+
+TEST(RunTable, MakesShortPiecesIntoRowsOfAnEvenLength) {
+  std::vector<float> memory(4);  // only addresses are used
+  const auto box_of = [&](const Coords& shape, const Coords& strides, const Box& box, bool fuse) {
+    const TensorView view{memory.data(), DType::kFloat32, shape, strides, {}};
+    const Regions regions({box});
+    return ops::RunTable(view, regions, {0, 1},
+                         {.segment_bytes = ops::cuda_segment(regions.elements() * 4),
+                          .fuse = fuse,
+                          .pieces = true,
+                          .buffer = memory.data()})
+        .boxes()
+        .front();
+  };
+  // A W face, channels last: voxels of 128 bytes, 32 in a row.
+  const Coords last{256, 256, 256, 32}, last_strides{1 << 21, 1 << 13, 32, 1};
+  for (const bool fuse : {true, false}) {
+    const ops::RunBox width =
+        box_of(last, last_strides, Box({0, 0, 7, 0}, {256, 256, 8, 32}), fuse);
+    EXPECT_EQ(width.word, 16);
+    EXPECT_EQ(width.words.divisor, 8);
+    EXPECT_EQ(width.segment, 32);
+    EXPECT_EQ(width.outer_rows, 1);
+  }
+  // An H face: rows of W of 1 KB, four of them in a row, across all channels.
+  const Coords first{32, 256, 256, 256}, first_strides{1 << 24, 1 << 16, 1 << 8, 1};
+  const ops::RunBox height =
+      box_of(first, first_strides, Box({0, 0, 9, 0}, {32, 256, 10, 256}), true);
+  EXPECT_EQ(height.unit(), 1024);
+  EXPECT_EQ(height.segment, 4);
+  EXPECT_EQ(height.extent, 32 * 256);
+  EXPECT_EQ(height.outer_rows, 1);
+  // Nine pieces of 128 bytes are three rows of 3, and not two of 4 and one of 1.
+  const ops::RunBox odd = box_of({9, 64}, {64, 1}, Box({0, 0}, {9, 32}), true);
+  EXPECT_EQ(odd.segment, 3);
+  // A small face is spread over the device.
+  EXPECT_EQ(ops::cuda_segment(index_t{8} << 20), ops::kCudaSegmentBytes);
+  EXPECT_EQ(ops::cuda_segment(index_t{2} << 20), 1024);
+  EXPECT_EQ(ops::cuda_segment(1), ops::kCudaShortestSegment);
 }
 
 TEST(RunTable, MakesFacesOfAnArrayIntoLongRuns) {
@@ -175,7 +286,7 @@ TEST(RunTable, MakesFacesOfAnArrayIntoLongRuns) {
             16 << 14);
   const ops::RunTable wide = runs_of(Box({0, 0, 0, 0, 126}, {1, 16, 128, 128, 128}));
   EXPECT_EQ(wide.boxes().front().extent, 16 << 14);
-  EXPECT_EQ(wide.boxes().front().unit, 8);
+  EXPECT_EQ(wide.boxes().front().unit(), 8);
   EXPECT_EQ(runs_of(Box(Coords(5), shape)).rows(), 1);
 }
 

@@ -32,13 +32,30 @@ struct ValueTable {
   PYDIST_HD const RunBox* boxes() const { return data; }
 };
 
+// The address of word j of a run, on one side whose units are `stride` bytes apart.
+//
+// kPieces: units may have several words. Otherwise, as on the CPU, word j is unit j, and a loop
+// over j has no division.
+template <class V, bool kPieces, class Byte>
+PYDIST_HD auto* word_at(Byte* first, index_t stride, const Divisor& words, index_t j) {
+  using Value = std::conditional_t<std::is_const_v<Byte>, const V, V>;
+  if constexpr (kPieces) {
+    const auto at = static_cast<std::int32_t>(j);  // a row has a few KB
+    const std::int32_t unit = words.quotient(at), within = at - unit * words.divisor;
+    first += unit * stride + within * static_cast<std::int32_t>(sizeof(V));
+  } else {
+    first += j * stride;
+  }
+  return reinterpret_cast<Value*>(first);
+}
+
 // Copies boxes of a view to a buffer, or back.
 //
 // Index formula: buffer[offset(box) + C-order index i in the box] <-> view[sum_d (lo_d + i_d)
-//   stride_d], after dims have been coalesced and, for short pieces, elements fused into units.
+//   stride_d], after dims have been coalesced and short pieces joined into units.
 // Threads: CPU, rows over threads, each run a vectorized loop or one memcpy; CUDA, a warp (or less)
 //   per run, lanes over 16-byte words if both sides have the same alignment, else over the widest
-//   word for which they do.
+//   word for which they do; in runs of short pieces, over the widest word that fits all of them.
 // Traffic: 2 bytes moved per byte packed (one read, one written); no arithmetic on elements.
 // Proof: tests/kernels/test_pack.py against NumPy; tests/native/test_pack.cpp emulates the CUDA
 //   decomposition.
@@ -60,26 +77,26 @@ struct CopyRuns {
     const char* from = (kDirection == Direction::kPack ? view + run.view : buffer + run.buffer);
     if (run.contiguous()) {
       if constexpr (launch::BulkLoop<Loop>) {
-        loop.copy(to, from, run.length * run.unit);
+        loop.copy(to, from, run.length * run.unit());
       } else {
-        contiguous(to, from, run.length * run.unit, loop);
+        contiguous(to, from, run.length * run.unit(), loop);
       }
       return;
     }
     const index_t to_stride = kDirection == Direction::kPack ? run.buffer_stride : run.view_stride;
     const index_t from_stride =
         kDirection == Direction::kPack ? run.view_stride : run.buffer_stride;
-    switch (run.unit) {
+    switch (run.word) {
       case 1:
-        return strided<1>(to, to_stride, from, from_stride, run.length, loop);
+        return strided<1>(to, to_stride, from, from_stride, run, loop);
       case 2:
-        return strided<2>(to, to_stride, from, from_stride, run.length, loop);
+        return strided<2>(to, to_stride, from, from_stride, run, loop);
       case 4:
-        return strided<4>(to, to_stride, from, from_stride, run.length, loop);
+        return strided<4>(to, to_stride, from, from_stride, run, loop);
       case 8:
-        return strided<8>(to, to_stride, from, from_stride, run.length, loop);
+        return strided<8>(to, to_stride, from, from_stride, run, loop);
       default:
-        return strided<16>(to, to_stride, from, from_stride, run.length, loop);
+        return strided<16>(to, to_stride, from, from_stride, run, loop);
     }
   }
 
@@ -124,13 +141,15 @@ struct CopyRuns {
 
   template <int N, class Loop>
   static PYDIST_HD void strided(char* to, index_t to_stride, const char* from, index_t from_stride,
-                                index_t count, const Loop& loop) {
-    loop(count, launch::Move{[=](index_t j) {
-                               return *reinterpret_cast<const Word<N>*>(from + j * from_stride);
-                             },
-                             [=](index_t j, const Word<N>& word) {
-                               *reinterpret_cast<Word<N>*>(to + j * to_stride) = word;
-                             }});
+                                const Run& run, const Loop& loop) {
+    constexpr bool kPieces = !launch::BulkLoop<Loop>;
+    const Divisor words = run.words;
+    loop(run.length * words.divisor,
+         launch::Move{
+             [=](index_t j) { return *word_at<Word<N>, kPieces>(from, from_stride, words, j); },
+             [=](index_t j, const Word<N>& word) {
+               *word_at<Word<N>, kPieces>(to, to_stride, words, j) = word;
+             }});
   }
 };
 
@@ -147,18 +166,21 @@ PYDIST_HD T add_values(T a, T b) {
   }
 }
 
-// 16 bytes of elements.
 template <class T>
-struct alignas(16) [[gnu::may_alias]] Vector {
-  T values[16 / sizeof(T)];
-};
+PYDIST_HD Vector<T> add_values(Vector<T> a, const Vector<T>& b) {
+  PYDIST_UNROLLED
+  for (int i = 0; i < static_cast<int>(16 / sizeof(T)); ++i) {
+    a.values[i] = add_values(a.values[i], b.values[i]);
+  }
+  return a;
+}
 
 // view[box] += buffer: the adjoint of pack.
 //
-// Index formula, threads and proof as CopyRuns; units are single elements, or 16 bytes of them in
-// contiguous runs where both sides have the same alignment. The boxes of one launch must be
-// disjoint (Regions::disjoint_groups), so that no two threads add to one element.
-// Traffic: 3 bytes moved per byte added (two read, one written).
+// Index formula, threads and proof as CopyRuns; words are single elements, or 16 bytes of them in
+// contiguous runs where both sides have the same alignment and in pieces that are all aligned to
+// that. The boxes of one launch must be disjoint (Regions::disjoint_groups), so that no two threads
+// add to one element. Traffic: 3 bytes moved per byte added (two read, one written).
 template <class T, class Table>
 struct AddRuns {
   static constexpr int kRunBlocks = 3;
@@ -172,21 +194,28 @@ struct AddRuns {
 
   template <class Loop>
   PYDIST_HD void each(const Run& run, const Loop& loop) const {
-    auto* const to = reinterpret_cast<T*>(view + run.view);
-    const auto* const from = reinterpret_cast<const T*>(buffer + run.buffer);
-    if (run.contiguous()) return contiguous(to, from, run.length, loop);
-    strided(to, run.view_stride / static_cast<index_t>(sizeof(T)), from,
-            run.buffer_stride / static_cast<index_t>(sizeof(T)), run.length, loop);
+    char* const to = view + run.view;
+    const char* const from = buffer + run.buffer;
+    if (run.contiguous()) {
+      return contiguous(reinterpret_cast<T*>(to), reinterpret_cast<const T*>(from),
+                        run.length * run.unit() / static_cast<index_t>(sizeof(T)), loop);
+    }
+    if constexpr (kVectors<Loop>) {
+      if (run.word == 16) return strided<Vector<T>>(to, from, run, loop);
+    }
+    strided<T>(to, from, run, loop);
   }
 
  private:
+  // On CPUs the compiler vectorizes; vectors of single bytes would need too many registers.
+  template <class Loop>
+  static constexpr bool kVectors = !launch::BulkLoop<Loop> && sizeof(T) > 1;
   static constexpr index_t kVector = 16 / sizeof(T);
 
   // Elements up to the first aligned vector, the vectors, the remaining elements.
   template <class Loop>
   static PYDIST_HD void contiguous(T* to, const T* from, index_t count, const Loop& loop) {
-    // On CPUs the compiler vectorizes; vectors of single bytes would need too many registers.
-    if constexpr (!launch::BulkLoop<Loop> && sizeof(T) > 1) {
+    if constexpr (kVectors<Loop>) {
       const auto address = reinterpret_cast<std::uintptr_t>(to);
       const index_t beyond = static_cast<index_t>(address % 16 / sizeof(T));
       const index_t head = beyond == 0 ? 0 : kVector - beyond;
@@ -194,13 +223,13 @@ struct AddRuns {
       if (alike && head < count) {
         const index_t middle = (count - head) / kVector, done = head + middle * kVector;
         if (head > 0) few(to, from, head, loop);
-        vectors(reinterpret_cast<Vector<T>*>(to + head),
-                reinterpret_cast<const Vector<T>*>(from + head), middle, loop);
+        unit_stride(reinterpret_cast<Vector<T>*>(to + head),
+                    reinterpret_cast<const Vector<T>*>(from + head), middle, loop);
         if (done < count) few(to + done, from + done, count - done, loop);
         return;
       }
     }
-    strided(to, 1, from, 1, count, loop);
+    unit_stride(to, from, count, loop);
   }
 
   template <class Loop>
@@ -208,33 +237,32 @@ struct AddRuns {
     loop(count, [=](index_t j) { to[j] = add_values(to[j], from[j]); });
   }
 
-  template <class Loop>
-  static PYDIST_HD void vectors(Vector<T>* to, const Vector<T>* from, index_t count,
-                                const Loop& loop) {
-    struct Pair {
-      Vector<T> to, from;
-    };
-    loop(count, launch::Move{[=](index_t j) { return Pair{to[j], from[j]}; },
-                             [=](index_t j, Pair pair) {
-                               PYDIST_UNROLLED
-                               for (index_t i = 0; i < kVector; ++i) {
-                                 pair.to.values[i] =
-                                     add_values(pair.to.values[i], pair.from.values[i]);
-                               }
-                               to[j] = pair.to;
+  template <class V>
+  struct Pair {
+    V to, from;
+  };
+
+  template <class V, class Loop>
+  static PYDIST_HD void unit_stride(V* to, const V* from, index_t count, const Loop& loop) {
+    loop(count, launch::Move{[=](index_t j) { return Pair<V>{to[j], from[j]}; },
+                             [=](index_t j, const Pair<V>& pair) {
+                               to[j] = add_values(pair.to, pair.from);
                              }});
   }
 
-  template <class Loop>
-  static PYDIST_HD void strided(T* to, index_t to_stride, const T* from, index_t from_stride,
-                                index_t count, const Loop& loop) {
-    struct Pair {
-      T to, from;
-    };
-    loop(count,
-         launch::Move{[=](index_t j) { return Pair{to[j * to_stride], from[j * from_stride]}; },
-                      [=](index_t j, const Pair& pair) {
-                        to[j * to_stride] = add_values(pair.to, pair.from);
+  template <class V, class Loop>
+  static PYDIST_HD void strided(char* to, const char* from, const Run& run, const Loop& loop) {
+    constexpr bool kPieces = !launch::BulkLoop<Loop>;
+    const Divisor words = run.words;
+    const index_t to_stride = run.view_stride, from_stride = run.buffer_stride;
+    loop(run.length * words.divisor,
+         launch::Move{[=](index_t j) {
+                        return Pair<V>{*word_at<V, kPieces>(to, to_stride, words, j),
+                                       *word_at<V, kPieces>(from, from_stride, words, j)};
+                      },
+                      [=](index_t j, const Pair<V>& pair) {
+                        *word_at<V, kPieces>(to, to_stride, words, j) =
+                            add_values(pair.to, pair.from);
                       }});
   }
 };

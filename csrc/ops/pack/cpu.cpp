@@ -41,7 +41,7 @@ HostTable host_table(const RunTable& runs) {
 bool follows_by_strides(const RunTable& runs) {
   if (launch::num_threads() > 1 && runs.bytes() >= launch::kBytesPerThread) return false;
   return std::ranges::all_of(runs.boxes(), [](const RunBox& box) {
-    return box.view_stride == box.unit && box.buffer_stride == box.unit &&
+    return box.view_stride == box.unit() && box.buffer_stride == box.unit() &&
            box.extent <= box.segment;
   });
 }
@@ -65,7 +65,7 @@ void copy_line(char* view, index_t view_stride, char* buffer, index_t buffer_str
 // line.
 template <Direction kDirection>
 void copy_rows(const TensorView& view, const RunBox& box, const TensorView& buffer) {
-  const auto bytes = static_cast<std::size_t>(box.extent * box.unit);
+  const auto bytes = static_cast<std::size_t>(box.extent * box.unit());
   const int inner = box.outer_dims - 1;
   const index_t rows = inner < 0 ? 1 : box.outer_extent[inner];
   const index_t view_stride = inner < 0 ? 0 : box.outer_view_stride[inner];

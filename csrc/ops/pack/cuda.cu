@@ -20,7 +20,7 @@ using ops::RunTable;
 using ops::ValueTable;
 
 // Boxes of a launch. Up to 4 KB of parameters cost nothing, up to 32 KB are possible: a RunBox has
-// 240 bytes.
+// 248 bytes.
 constexpr int kFewBoxes = 16;
 constexpr int kManyBoxes = 128;
 
@@ -44,7 +44,7 @@ void launch_tables(const RunTable& runs, const Launch& launch) {
     const index_t first_row = part.front().first_row;
     const index_t rows = (end < boxes.size() ? boxes[end].first_row : runs.rows()) - first_row;
     for (RunBox& box : part) box.first_row -= first_row;
-    const index_t words = runs.bytes() / std::max<index_t>(runs.rows(), 1) / 16 + 1;
+    const index_t words = ceil_div(runs.bytes(), std::max<index_t>(runs.rows(), 1) * 16);
     if (part.size() <= kFewBoxes) {
       launch(value_table<kFewBoxes>(part, rows), words);
     } else {
@@ -53,12 +53,18 @@ void launch_tables(const RunTable& runs, const Launch& launch) {
   }
 }
 
+RunOptions options_of(const TensorView& view, const Regions& regions, const TensorView& buffer,
+                      bool fuse) {
+  return {.segment_bytes = ops::cuda_segment(regions.elements() * size_of(view.dtype)),
+          .fuse = fuse,
+          .pieces = true,
+          .buffer = buffer.data};
+}
+
 template <Direction kDirection>
 void copy(const TensorView& view, const Regions& regions, Regions::Group group,
           const TensorView& buffer, const Queue& queue) {
-  const RunTable runs(
-      view, regions, group,
-      RunOptions{.segment_bytes = ops::kCudaSegmentBytes, .fuse = true, .buffer = buffer.data});
+  const RunTable runs(view, regions, group, options_of(view, regions, buffer, true));
   launch_tables(runs, [&]<class Table>(const Table& table, index_t words) {
     const ops::CopyRuns<kDirection, Table> body{static_cast<char*>(view.data),
                                                 static_cast<char*>(buffer.data), table};
@@ -85,7 +91,7 @@ void unpack(const TensorView& buffer, const Regions& regions, const TensorView& 
 void unpack_add(const TensorView& buffer, const Regions& regions, const TensorView& dst,
                 const Queue& queue) {
   const DeviceGuard guard(queue.device);
-  const RunOptions options{.segment_bytes = ops::kCudaSegmentBytes, .fuse = false};
+  const RunOptions options = options_of(dst, regions, buffer, false);
   for (const Regions::Group group : regions.disjoint_groups()) {
     const RunTable runs(dst, regions, group, options);
     ops::dispatch(dst.dtype, [&]<class T>(std::type_identity<T>) {
