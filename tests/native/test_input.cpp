@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "launch/emulate.hpp"
@@ -83,6 +84,55 @@ TEST_P(Convert, LooksUpBytes) {
   });
   c.check([&] { cpu::look_up(c.from, view, 7, c.to, c.found_view()); },
           [&](const auto& run) { ops::look_up_body(c.from, view, 7, c.to, c.found_view(), run); });
+}
+
+// Rows that are contiguous on both sides, which begin at any element.
+template <class From, class To>
+void look_up_in_vectors(DType from_dtype, DType to_dtype) {
+  constexpr index_t kEntries = index_t{1} << 8 * sizeof(From);
+  std::vector<To> table(2 * static_cast<std::size_t>(kEntries));
+  for (std::size_t i = 0; i < table.size(); ++i) table[i] = static_cast<To>(i) / 3;
+  const TensorView entries{table.data(), to_dtype, Coords{2, kEntries}, Coords{kEntries, 1}, {}};
+  for (const index_t width : {1, 3, 4, 31, 64, 129, 600}) {
+    for (const index_t pad : {0, 1, 4}) {
+      for (const auto& [skipped, skipped_to] : {std::pair{0, 0}, {1, 1}, {3, 7}, {0, 1}, {2, 0}}) {
+        const Coords shape{2, 2, 3, width};
+        const index_t pitch = width + pad;
+        const Coords strides{6 * pitch, 3 * pitch, pitch, 1};
+        std::vector<From> stored(static_cast<std::size_t>(skipped + 12 * pitch));
+        for (std::size_t i = 0; i < stored.size(); ++i) stored[i] = static_cast<From>(i * 37);
+        std::vector<To> room(static_cast<std::size_t>(skipped_to + 12 * pitch), To{-1});
+        auto expected = room;
+        std::int32_t found = 0;
+        const TensorView from{stored.data() + skipped, from_dtype, shape, strides, {}};
+        const TensorView to{room.data() + skipped_to, to_dtype, shape, strides, {}};
+        const TensorView flag{&found, DType::kInt32, Coords{1}, Coords{1}, {}};
+        for (const double divisor : {1.0, 7.0}) {
+          for_each_index(Box(Coords(4), shape), [&](const Coords& at) {
+            const auto offset = static_cast<std::size_t>(offset_of(at, strides));
+            const auto entry = static_cast<std::size_t>(
+                at[0] * kEntries + stored[static_cast<std::size_t>(skipped) + offset]);
+            expected[static_cast<std::size_t>(skipped_to) + offset] =
+                table[entry] / static_cast<To>(divisor);
+          });
+          for (const int lanes : {1, 4, 32}) {
+            std::ranges::fill(room, To{-1});
+            ops::look_up_body(from, entries, divisor, to, flag, [&](const auto& body) {
+              launch::emulate_runs(body, {1, lanes}, launch::ThreadOrder::kStrided);
+            });
+            ASSERT_EQ(room, expected) << width << " " << pad << " " << skipped << " " << lanes;
+          }
+        }
+        EXPECT_EQ(found, 0);
+      }
+    }
+  }
+}
+
+TEST(LookUp, ReadsAndWritesVectors) {
+  look_up_in_vectors<std::uint8_t, float>(DType::kUInt8, DType::kFloat32);
+  look_up_in_vectors<std::uint16_t, float>(DType::kInt16, DType::kFloat32);
+  look_up_in_vectors<std::uint16_t, double>(DType::kInt16, DType::kFloat64);
 }
 
 TEST_P(Convert, Rescales) {

@@ -8,6 +8,9 @@
 
 #include "core/view.hpp"
 #include "launch/host_device.hpp"
+#include "launch/run_body.hpp"
+#include "ops/common/half.hpp"
+#include "ops/common/word.hpp"
 #include "ops/input/rescaled.hpp"
 
 namespace pydist::ops {
@@ -67,13 +70,15 @@ PYDIST_HD void report(std::int32_t* found, std::uint32_t is_bad) {
 // to[c, i] = table[c, bits of from[c, i]] / divisor: any map of 8 and 16 bit integers.
 //
 // Bits: the table's, on every device; the table is made once, on the host.
-// Threads: CPU, rows (the last dim) over threads; CUDA, a warp per row, lanes along it.
+// Threads: CPU, rows (the last dim) over threads; CUDA, a warp (or less) per row, lanes along it;
+//   they write 16 bytes each if rows are contiguous on both sides and begin at the same alignment.
 // Traffic: 1 or 2 bytes read and 4 or 8 written per element; the used entries of the table (at most
 //   256 KB of floats) stay in the caches.
 // Proof: tests/native/test_input.cpp, tests/kernels/test_convert.py (against NumPy).
 template <class From, class To>
 struct LookUp {
-  static constexpr int kRunBlocks = sizeof(To) == 4 ? 4 : 2;  // divisions in double use registers
+  // What is read ahead takes registers, and so do divisions in double.
+  static constexpr int kRunBlocks = sizeof(To) == 4 ? 3 : 2;
 
   const From* from;  // unsigned, as wide as the stored type
   To* to;
@@ -85,6 +90,9 @@ struct LookUp {
 
   PYDIST_HD index_t rows() const { return grid.rows(); }
   PYDIST_HD ConvertRun row(index_t r) const { return find_convert_run(grid, r); }
+  index_t accesses() const {  // of a row
+    return unit_steps() ? ceil_div(grid.extent[3], index_t{kVector}) : grid.extent[3];
+  }
 
   template <class Loop>
   PYDIST_HD void each(const ConvertRun& run, const Loop& loop) const {
@@ -95,13 +103,60 @@ struct LookUp {
     const To by = divisor;
     const bool divides = by != To{1};  // a separate loop if not: divisions take half the time
     std::uint32_t bad = 0;
-    loop(grid.extent[3], [=, &bad](index_t j) {
-      const To entry = entries[source[j * step]];
+    const auto value_of = [=, &bad](From stored) {
+      const To entry = entries[stored];
       const To value = divides ? entry / by : entry;
-      target[j * target_step] = value;
       bad |= not_finite(value);
-    });
+      return value;
+    };
+    // A Move: the first access is to memory, look-ups are in the caches.
+    const auto elements = [&](index_t first, index_t count) {
+      loop(count, launch::Move{[=](index_t j) { return source[(first + j) * step]; },
+                               [=](index_t j, From stored) {
+                                 target[(first + j) * target_step] = value_of(stored);
+                               }});
+    };
+    index_t head = 0, vectors = 0;
+    if constexpr (!launch::BulkLoop<Loop>) {  // a CPU's loads do not wait for look-ups
+      if (unit_steps()) find_vectors(source, target, head, vectors);
+      if (vectors > 0) {
+        const auto* const words = reinterpret_cast<const Stored*>(source + head);
+        auto* const values = reinterpret_cast<Vector<To>*>(target + head);
+        loop(vectors, launch::Move{[=](index_t j) { return words[j]; },
+                                   [=](index_t j, const Stored& word) {
+                                     const auto stored = bits_as<Vector<From, kVector>>(word);
+                                     Vector<To> made;
+                                     PYDIST_UNROLLED
+                                     for (int i = 0; i < kVector; ++i) {
+                                       made.values[i] = value_of(stored.values[i]);
+                                     }
+                                     values[j] = made;
+                                   }});
+        if (head > 0) elements(0, head);
+        head += vectors * kVector;
+      }
+    }
+    if (head < grid.extent[3]) elements(head, grid.extent[3] - head);
     report(found, bad);
+  }
+
+ private:
+  static constexpr int kVector = static_cast<int>(16 / sizeof(To));
+  using Stored = Word<kVector * sizeof(From)>;  // of as many elements
+
+  PYDIST_HD bool unit_steps() const { return grid.from_stride[3] == 1 && grid.to_stride[3] == 1; }
+
+  // Where the vectors of a row begin and how many it has: none if its two sides are aligned at
+  // different elements.
+  PYDIST_HD void find_vectors(const From* source, const To* target, index_t& head,
+                              index_t& vectors) const {
+    const auto address = reinterpret_cast<std::uintptr_t>(target);
+    const auto beyond = static_cast<index_t>(address % 16 / sizeof(To));
+    const index_t first = beyond == 0 ? 0 : kVector - beyond;
+    if (reinterpret_cast<std::uintptr_t>(source + first) % sizeof(Stored) != 0) return;
+    if (grid.extent[3] - first < kVector) return;
+    head = first;
+    vectors = (grid.extent[3] - first) / kVector;
   }
 };
 
@@ -127,6 +182,7 @@ struct Rescale {
 
   PYDIST_HD index_t rows() const { return grid.rows(); }
   PYDIST_HD ConvertRun row(index_t r) const { return find_convert_run(grid, r); }
+  index_t accesses() const { return grid.extent[3]; }
 
   template <class Loop>
   PYDIST_HD void each(const ConvertRun& run, const Loop& loop) const {

@@ -8,10 +8,10 @@ namespace pydist::cuda {
 namespace {
 
 // Launches a body: dispatch by dtype is in body_of_views.hpp, for both backends.
-auto on_device(const TensorView& out, const Queue& queue, const char* what) {
-  return [&out, &queue, what](const auto& body) {
+auto on_device(const Queue& queue, const char* what) {
+  return [&queue, what](const auto& body) {
     const DeviceGuard guard(queue.device);
-    check(launch::run_on_cuda(body, out.shape[ops::kBlockDims - 1], stream_of(queue)), what);
+    check(launch::run_on_cuda(body, body.accesses(), stream_of(queue)), what);
   };
 }
 
@@ -19,13 +19,12 @@ auto on_device(const TensorView& out, const Queue& queue, const char* what) {
 
 void look_up(const TensorView& stored, const TensorView& table, double divisor,
              const TensorView& out, const TensorView& found, const Queue& queue) {
-  ops::look_up_body(stored, table, divisor, out, found, on_device(out, queue, "launch of look_up"));
+  ops::look_up_body(stored, table, divisor, out, found, on_device(queue, "launch of look_up"));
 }
 
 void rescale(const TensorView& stored, const TensorView& maps, bool log, double divisor,
              const TensorView& out, const TensorView& found, const Queue& queue) {
-  ops::rescale_body(stored, maps, log, divisor, out, found,
-                    on_device(out, queue, "launch of rescale"));
+  ops::rescale_body(stored, maps, log, divisor, out, found, on_device(queue, "launch of rescale"));
 }
 
 }  // namespace pydist::cuda
