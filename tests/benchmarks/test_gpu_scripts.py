@@ -65,7 +65,8 @@ def test_pack(run, capsys):
     }
     goals = {(r["face"], r["format"]): r["goal"] for r in rows if r["face"]}
     assert goals["depth", "contiguous"] == goals["height", "channels-last"] == 0.85
-    assert (goals["width", "contiguous"], goals["width", "channels-last"]) == (0.4, 0.8)
+    assert goals["width", "contiguous"] is None  # pieces of 4 bytes
+    assert goals["width", "channels-last"] is None  # of 16, at this size
     (copy,) = (r for r in rows if not r["face"])
     for row in rows:
         for source in ("memory", "cache"):
@@ -73,6 +74,10 @@ def test_pack(run, capsys):
             arrays = 3 if row["kernel"] == "unpack_add" else 2
             expected = arrays / 2 * one["seconds"] / taken["seconds"]
             assert taken["of_copy"] == pytest.approx(expected)
+            assert taken["of_torch"] == taken["torch_seconds"] / taken["seconds"]
+            useful, all_bytes = taken["bytes_per_s"], taken["granule_bytes_per_s"]
+            granules = 64 // row.get("piece_bytes", 64) if row["face"] == "width" else 1
+            assert all_bytes * arrays == pytest.approx(useful * (1 + (arrays - 1) * granules))
     assert "unpack_add width, channels-last" in capsys.readouterr().out
 
 

@@ -49,6 +49,22 @@ def test_tables_give_the_bits_of_the_cpu(dtype, out_dtype, order):
 
 
 @pytest.mark.parametrize("out_dtype", INPUTS)
+@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize("width", [5, 64, 131])
+@pytest.mark.parametrize(("skipped", "skipped_to"), [(0, 0), (1, 1), (1, 2), (3, 3)])
+def test_rows_may_begin_anywhere(dtype, out_dtype, width, skipped, skipped_to):
+    """Rows in vectors, their heads and tails, and rows whose sides are aligned differently."""
+    stored = block(dtype, (3, 2, 5, width + skipped))
+    entries = table(stored, out_dtype)
+    expected = np.full((3, 2, 5, width + skipped_to), np.nan, out_dtype)
+    out, found = on_device(expected), flag()
+    native.look_up(stored[..., skipped:], entries, 1.0, expected[..., skipped_to:], found)
+    there = on_device(stored)[..., skipped:]
+    native.look_up(there, on_device(entries), 1.0, out[..., skipped_to:], on_device(found))
+    np.testing.assert_array_equal(out.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("out_dtype", INPUTS)
 @pytest.mark.parametrize("dtype", SMALL + WIDE)
 @pytest.mark.parametrize("log", [False, True])
 def test_rescaling_is_that_of_the_cpu(dtype, out_dtype, log):

@@ -61,6 +61,32 @@ def test_packing_equals_the_cpu(dtype, order, misaligned):
         assert torch.equal(device.cpu(), x)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [3, 25, 32])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_packing_voxels_equals_the_cpu(dtype, channels, skipped):
+    """Faces with channels last: short pieces, aligned to 16 bytes or to one element."""
+    x = values((2, 33, 35, 9, channels + skipped), dtype)
+    boxes = [
+        ((0, 0, 0, 8, 0), (2, 33, 35, 9, channels)),
+        ((0, 0, 34, 0, 0), (2, 33, 35, 8, channels)),
+        ((1, 2, 3, 4, 1), (2, 31, 34, 5, channels - 1)),
+    ]
+    regions = regions_of(boxes)
+    device = x.cuda()
+    on_cpu = torch.zeros(regions.elements, dtype=dtype)
+    native.pack(x[..., skipped:], regions, on_cpu)
+    buffer = torch.zeros(regions.elements + skipped, dtype=dtype, device="cuda")[skipped:]
+    native.pack(device[..., skipped:], regions, buffer)
+    assert torch.equal(buffer.cpu(), on_cpu)
+    other = values((regions.elements + skipped,), dtype)[skipped:]
+    buffer.copy_(other)
+    for kernel in (native.unpack, native.unpack_add):
+        kernel(other, regions, x[..., skipped:])
+        kernel(buffer, regions, device[..., skipped:])
+        assert torch.equal(device.cpu(), x)
+
+
 def test_more_boxes_than_fit_into_one_launch():
     x = torch.arange(300.0 * 7).reshape(300, 7)
     boxes = [((i, i % 3), (i + 1, 4 + i % 4)) for i in range(300)]

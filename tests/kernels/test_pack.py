@@ -164,6 +164,33 @@ def test_faces_that_fill_several_runs_and_threads(
     np.testing.assert_array_equal(y.numpy(), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("channels", [3, 16, 25, 32])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_voxels_are_short_pieces(packing, dtype, channels, skipped):
+    """A face with channels last: contiguous voxels of `channels` elements, far apart."""
+    generator = np.random.default_rng(channels)
+    whole = random_tensor((3, 41, 5, channels + skipped), dtype, generator)
+    x = whole[..., skipped:]
+    boxes = [((0, 1, 2, 0), (3, 40, 3, channels)), ((1, 0, 4, 0), (3, 41, 5, channels - 1))]
+    regions = regions_of(boxes)
+    buffer = random_tensor((skipped + regions.elements,), dtype, generator)
+    first = buffer[:skipped].clone()
+    native.pack(x, regions, buffer[skipped:])
+    expected = packing.pack(as_numpy(x), boxes)
+    np.testing.assert_array_equal(as_numpy(buffer[skipped:]), expected)
+    assert torch.equal(buffer[:skipped], first)
+    y = random_tensor(whole.shape, dtype, generator)
+    z = y.clone()
+    packing.unpack(expected, boxes, as_numpy(z[..., skipped:]))
+    native.unpack(buffer[skipped:], regions, y[..., skipped:])
+    assert torch.equal(y, z)
+    for lo, hi in boxes:  # disjoint: each element is doubled
+        z[..., skipped:][tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))] *= 2
+    native.unpack_add(buffer[skipped:], regions, y[..., skipped:])
+    assert torch.equal(y, z)
+
+
 def test_sums_of_overlapping_boxes_are_in_box_order_for_any_number_of_threads():
     torch.manual_seed(0)
     # In fp32 the order matters: 1e8 + 1 - 1e8 is 0, 1e8 - 1e8 + 1 is 1.

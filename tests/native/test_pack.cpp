@@ -204,6 +204,14 @@ TYPED_TEST(Packing, EmulatedWarpsMoveShortPieces) {
       if (plan.words.divisor > 1) {
         EXPECT_LE(plan.segment * plan.unit(), segment);
       }
+      // The host reads words at any address, a device does not.
+      for (const ops::RunBox& each : {plan, sums.boxes().front()}) {
+        for (const index_t bytes : {reinterpret_cast<index_t>(view.data) + each.view_offset,
+                                    reinterpret_cast<index_t>(to), each.view_stride, each.unit(),
+                                    each.buffer_stride, each.outer_view_stride[0]}) {
+          EXPECT_EQ(bytes % each.word, 0);
+        }
+      }
       const ops::CopyRuns<Direction::kPack, ops::ValueTable<kTable>> pack{
           static_cast<char*>(view.data), to, table_of(runs)};
       const ops::CopyRuns<Direction::kUnpack, ops::ValueTable<kTable>> unpack{
