@@ -178,8 +178,8 @@ constexpr Pieces kPieces[] = {
 TYPED_TEST(Packing, EmulatedWarpsMoveShortPieces) {
   constexpr index_t kOuter = 3, kCount = 37;
   for (const Pieces& pieces : kPieces) {
-    const Coords shape{kOuter, kCount + 2, pieces.pitch};
-    const Box box({0, 1, pieces.first}, {kOuter, 1 + kCount, pieces.first + pieces.length});
+    const Coords shape{kOuter, kCount + 5, pieces.pitch};
+    const Box box({0, 4, pieces.first}, {kOuter, 4 + kCount, pieces.first + pieces.length});
     std::vector<TypeParam> memory(static_cast<std::size_t>(volume_of(shape)));
     std::vector<TypeParam> buffer(static_cast<std::size_t>(pieces.skipped + box.volume()));
     std::iota(memory.begin(), memory.end(), TypeParam{1});
