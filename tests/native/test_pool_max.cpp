@@ -17,19 +17,24 @@ using ops::MaxProblem;
 using testing::Array;
 using testing::for_each_index;
 using testing::Random;
-using testing::some_strides;
+using testing::Storing;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-template <class Tap>
+template <class Storage, class Tap>
 struct MaxCase {
-  Array<double> in, out;
+  Array<Storage> in, out;
   Array<Tap> taps;
   ops::PoolAttributes attributes;
   bool accumulate;
 
   MaxProblem problem() const {
     return ops::max_problem(in.view, out.view, taps.view, attributes, accumulate);
+  }
+
+  static MaxCase from(const MaxCase<double, Tap>& other) {
+    return {Array<Storage>(other.in), Array<Storage>(other.out), other.taps, other.attributes,
+            other.accumulate};
   }
 
   // Calls f(i, number) for the inputs of an output's window that are in the array.
@@ -59,8 +64,9 @@ struct MaxCase {
   static MaxCase make(unsigned seed, bool forward) {
     Random random(seed);
     Coords in{2, 1, 0, 0, 0}, out{2, 1, 0, 0, 0}, in_lo(3), out_lo(3);
-    in[1] = out[1] = random.chance(0.3) ? 1 : random.between(2, 21);
-    const bool adaptive = random.chance(0.3);
+    Storing storing(random);
+    in[1] = out[1] = storing.channels();
+    const bool adaptive = random.chance(0.2), disjoint = random.chance(0.5);
     std::vector<Footprint> footprints;
     for (int dim = 0; dim < 3; ++dim) {
       const bool wide = dim == 2 && random.chance(0.5);
@@ -74,20 +80,20 @@ struct MaxCase {
                                 out_lo[dim] + out[2 + dim] + random.between(1, 3)));
       } else {
         const index_t stride = random.between(1, 3), padding = random.between(0, 2);
-        footprints.emplace_back(random.between(1, 5), stride, random.between(1, 2), padding,
-                                padding);
+        footprints.emplace_back(random.between(1, disjoint ? stride : 5), stride,
+                                disjoint ? 1 : random.between(1, 2), padding, padding);
         in_lo[dim] = random.between(-4, 6);
         out_lo[dim] = in_lo[dim] / stride + random.between(-1, 2);
       }
     }
-    Array<double> in_array(random, in, some_strides(random, in));
+    auto in_array = storing.array<Storage>(in);
     for (double& value : in_array.memory) {
       if (random.chance(0.02)) value = std::nan("");
       if (random.chance(0.3)) value = -kInfinity;
     }
     MaxCase test{in_array,
-                 Array<double>(random, out, some_strides(random, out)),
-                 Array<Tap>(random, out, some_strides(random, out)),
+                 storing.array<Storage>(out),
+                 storing.array<Tap>(out),
                  {in_lo, out_lo, footprints},
                  false};
     test.find();
@@ -126,7 +132,7 @@ struct MaxCase {
   }
 
   void spread() {
-    in.memory.assign(in.memory.size(), 0);
+    in.fill(0);
     for_each_index(Box(Coords(5), out.view.shape), [&](const Coords& o) {
       for_taps(o, [&](const Coords& i, index_t number) {
         if (number == taps.at(o)) in.at(i) += out.at(o);
@@ -144,58 +150,73 @@ struct MaxCase {
   }
 };
 
-// NaN equals NaN.
-std::vector<double> comparable(std::vector<double> values) {
-  for (double& value : values) {
-    if (std::isnan(value)) value = 12345;
-  }
-  return values;
-}
-
-template <MaxOp kOp, class Tap>
+template <MaxOp kOp, class Storage, class Tap>
 void check_case(unsigned seed) {
-  const auto given = MaxCase<Tap>::make(seed, kOp == MaxOp::kForward);
-  MaxCase<Tap> wanted = given;
+  const auto exact = MaxCase<double, Tap>::make(seed, kOp == MaxOp::kForward);
+  MaxCase<double, Tap> wanted = exact;
   if constexpr (kOp == MaxOp::kForward) wanted.find();
   if constexpr (kOp == MaxOp::kBackward) wanted.spread();
   if constexpr (kOp == MaxOp::kPick) wanted.pick();
-  const auto expect_equal = [&](const MaxCase<Tap>& found, const std::string& where) {
-    ASSERT_EQ(comparable(found.in.memory), comparable(wanted.in.memory)) << where;
-    ASSERT_EQ(comparable(found.out.memory), comparable(wanted.out.memory)) << where;
-    ASSERT_EQ(found.taps.memory, wanted.taps.memory) << where;
+  using Case = MaxCase<Storage, Tap>;
+  const Case given = Case::from(exact), rounded = Case::from(wanted);
+  const auto expect_equal = [&](const Case& found, const std::string& where) {
+    ASSERT_EQ(found.in.numbers(), rounded.in.numbers()) << where;
+    ASSERT_EQ(found.out.numbers(), rounded.out.numbers()) << where;
+    ASSERT_EQ(found.taps.memory, rounded.taps.memory) << where;
   };
-  MaxCase<Tap> on_cpu = given;
+  Case on_cpu = given;
   (kOp == MaxOp::kForward    ? cpu::pool_max_forward
    : kOp == MaxOp::kBackward ? cpu::pool_max_backward
                              : cpu::pool_max_pick)(on_cpu.problem());
   expect_equal(on_cpu, "cpu, seed " + std::to_string(seed));
   for (const launch::ThreadOrder order : launch::kThreadOrders) {
-    MaxCase<Tap> emulated = given;
-    const auto body = ops::MaxBody<kOp, double, Tap>::make(emulated.problem());
-    if (body.rows() > 0) {
-      launch::emulate_runs(body, launch::run_grid(body.rows(), body.run_length()), order);
-    }
+    Case emulated = given;
+    ops::with_max_body<kOp, Storage, Tap>(emulated.problem(), [&](const auto& body) {
+      if (body.rows() > 0) {
+        launch::emulate_runs(body, launch::run_grid(body.rows(), body.run_length()), order);
+      }
+    });
     expect_equal(emulated, "emulated in order " + std::to_string(static_cast<int>(order)) +
                                ", seed " + std::to_string(seed));
   }
 }
 
+// uint8 taps with all types, int32 taps with the longest and the shortest vectors.
+template <MaxOp kOp>
+void check_types(unsigned seed) {
+  check_case<kOp, double, std::uint8_t>(seed);
+  check_case<kOp, double, std::int32_t>(seed);
+  check_case<kOp, float, std::uint8_t>(seed);
+  check_case<kOp, ops::Float16, std::uint8_t>(seed);
+  check_case<kOp, ops::BFloat16, std::uint8_t>(seed);
+  check_case<kOp, ops::BFloat16, std::int32_t>(seed);
+}
+
 class PoolMax : public ::testing::TestWithParam<unsigned> {};
 
-TEST_P(PoolMax, ForwardIsTheDefinition) {
-  check_case<MaxOp::kForward, std::uint8_t>(GetParam());
-  check_case<MaxOp::kForward, std::int32_t>(GetParam());
-}
-TEST_P(PoolMax, BackwardIsTheDefinition) {
-  check_case<MaxOp::kBackward, std::uint8_t>(GetParam());
-  check_case<MaxOp::kBackward, std::int32_t>(GetParam());
-}
-TEST_P(PoolMax, PickIsTheDefinition) {
-  check_case<MaxOp::kPick, std::uint8_t>(GetParam());
-  check_case<MaxOp::kPick, std::int32_t>(GetParam());
-}
+TEST_P(PoolMax, ForwardIsTheDefinition) { check_types<MaxOp::kForward>(GetParam()); }
+TEST_P(PoolMax, BackwardIsTheDefinition) { check_types<MaxOp::kBackward>(GetParam()); }
+TEST_P(PoolMax, PickIsTheDefinition) { check_types<MaxOp::kPick>(GetParam()); }
 
-INSTANTIATE_TEST_SUITE_P(Random, PoolMax, ::testing::Range(0u, 40u));
+INSTANTIATE_TEST_SUITE_P(Random, PoolMax, ::testing::Range(0u, 60u));
+
+// How many of the random cases use vectors, and how many scatter.
+TEST(PoolMaxBodies, AreAllReached) {
+  int wide = 0, scattered = 0, wide_scattered = 0;
+  for (unsigned seed = 0; seed < 60; ++seed) {
+    const auto exact = MaxCase<double, std::uint8_t>::make(seed, false);
+    auto test = MaxCase<ops::BFloat16, std::uint8_t>::from(exact);
+    const MaxProblem problem = test.problem();
+    const bool vectors = problem.has_vectors(8, 2, 1), scatters = problem.has_disjoint_windows();
+    wide += vectors;
+    scattered += scatters;
+    wide_scattered += vectors && scatters;
+  }
+  EXPECT_GE(wide_scattered, 5);
+  EXPECT_GE(wide - wide_scattered, 5);
+  EXPECT_GE(scattered - wide_scattered, 5);
+  EXPECT_LE(wide + scattered - wide_scattered, 55);
+}
 
 }  // namespace
 }  // namespace pydist

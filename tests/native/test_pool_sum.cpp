@@ -14,26 +14,34 @@ namespace {
 using ops::PoolAttributes;
 using ops::PoolOp;
 using ops::PoolProblem;
+using testing::Array;
 using testing::for_each_index;
 using testing::Random;
-using testing::some_strides;
-using Array = testing::Array<double>;
+using testing::Storing;
 
+template <class Storage>
 struct PoolCase {
-  Array in, out;
+  Array<Storage> in, out;
   PoolAttributes attributes;
   std::vector<double> scales[3];
   bool accumulate;
-  double slope;  // of a ReLU before the pooling
-  Array gate;    // like `in`
+  double slope;         // of a ReLU before the pooling
+  Array<Storage> gate;  // like `in`
 
   PoolProblem problem() const {
     PoolProblem problem =
         ops::pool_problem(in.view, out.view, attributes,
                           {scales[0].data(), scales[1].data(), scales[2].data()}, accumulate);
     problem.slope = slope;
-    if (slope != 1) problem.gate = gate.memory.data();
+    if (slope != 1) problem.gate = gate.view.data;
     return problem;
+  }
+
+  static PoolCase from(const PoolCase<double>& other) {
+    return {Array<Storage>(other.in),  Array<Storage>(other.out),
+            other.attributes,          {other.scales[0], other.scales[1], other.scales[2]},
+            other.accumulate,          other.slope,
+            Array<Storage>(other.gate)};
   }
 
   static PoolCase make(unsigned seed) {
@@ -41,7 +49,8 @@ struct PoolCase {
     Coords in{2, 1, 0, 0, 0}, out{2, 1, 0, 0, 0}, in_lo(3), out_lo(3);
     std::vector<Footprint> footprints;
     const bool adaptive = random.chance(0.2);
-    in[1] = out[1] = random.chance(0.3) ? 1 : random.between(2, 21);
+    Storing storing(random);
+    in[1] = out[1] = storing.channels();
     std::vector<double> scales[3];
     for (int dim = 0; dim < 3; ++dim) {
       const bool wide = dim == 2 && random.chance(0.5);
@@ -63,8 +72,7 @@ struct PoolCase {
         scales[dim].push_back(dim == 2 && seed % 2 == 0 ? 1 : random.chance(0.5) ? 0.5 : 2);
       }
     }
-    Array in_array(random, in, some_strides(random, in));
-    Array out_array(random, out, some_strides(random, out));
+    const auto in_array = storing.array<Storage>(in), out_array = storing.array<Storage>(out);
     const double slopes[] = {1, 0, 0.125};
     return {in_array,
             out_array,
@@ -72,21 +80,20 @@ struct PoolCase {
             {scales[0], scales[1], scales[2]},
             random.chance(0.5),
             slopes[random.between(0, 2)],
-            Array(random, in, in_array.view.strides)};
+            Array<Storage>(random, in, in_array.view.strides, in_array.begin)};
   }
 };
 
-template <PoolOp kOp>
-Array& target_of(PoolCase& test) {
+template <PoolOp kOp, class Storage>
+Array<Storage>& target_of(PoolCase<Storage>& test) {
   return kOp == PoolOp::kForward ? test.out : test.in;
 }
 
 template <PoolOp kOp>
-std::vector<double> expected(const PoolCase& given) {
-  PoolCase sums = given, operands = given;
+PoolCase<double> expected(const PoolCase<double>& given) {
+  PoolCase<double> sums = given, operands = given;
   const auto& [in_lo, out_lo, footprints] = given.attributes;
-  std::vector<double>& target = target_of<kOp>(sums).memory;
-  if (!given.accumulate) target.assign(target.size(), 0);
+  if (!given.accumulate) target_of<kOp>(sums).fill(0);
   for_each_index(Box(Coords(5), given.out.view.shape), [&](const Coords& o) {
     const double scale = given.scales[0][static_cast<std::size_t>(o[2])] *
                          given.scales[1][static_cast<std::size_t>(o[3])] *
@@ -111,50 +118,73 @@ std::vector<double> expected(const PoolCase& given) {
       }
     });
   });
-  return target;
+  return sums;
 }
 
-// Values are multiples of 1/8, scales powers of two: sums are exact in any order.
-template <PoolOp kOp>
+// Values are multiples of 1/8, scales powers of two: sums are exact in any order, and rounded once.
+template <PoolOp kOp, class Storage>
 void check_case(unsigned seed) {
-  const PoolCase given = PoolCase::make(seed);
-  const std::vector<double> wanted = expected<kOp>(given);
-  PoolCase on_cpu = given;
+  const auto exact = PoolCase<double>::make(seed);
+  using Case = PoolCase<Storage>;
+  const Case given = Case::from(exact);
+  Case wanted = Case::from(expected<kOp>(exact));
+  const std::vector<double> numbers = target_of<kOp>(wanted).numbers();
+  Case on_cpu = given;
   (kOp == PoolOp::kForward ? cpu::pool_sum_forward : cpu::pool_sum_backward)(on_cpu.problem());
-  ASSERT_EQ(target_of<kOp>(on_cpu).memory, wanted) << "cpu, seed " << seed;
+  ASSERT_EQ(target_of<kOp>(on_cpu).numbers(), numbers) << "cpu, seed " << seed;
   for (const launch::ThreadOrder order : launch::kThreadOrders) {
-    PoolCase emulated = given;
+    Case emulated = given;
     ops::dispatch_rectifier(given.slope, [&](auto activation) {
-      const auto body = ops::PoolBody<kOp, double, activation()>::make(emulated.problem());
-      if (body.rows() > 0) {
-        launch::emulate_runs(body, launch::run_grid(body.rows(), body.run_length()), order);
-      }
+      ops::with_pool_body<kOp, Storage, activation()>(emulated.problem(), [&](const auto& body) {
+        if (body.rows() > 0) {
+          launch::emulate_runs(body, launch::run_grid(body.rows(), body.run_length()), order);
+        }
+      });
     });
-    ASSERT_EQ(target_of<kOp>(emulated).memory, wanted)
+    ASSERT_EQ(target_of<kOp>(emulated).numbers(), numbers)
         << "emulated in order " << static_cast<int>(order) << ", seed " << seed;
   }
 }
 
+template <PoolOp kOp>
+void check_types(unsigned seed) {
+  check_case<kOp, double>(seed);
+  check_case<kOp, float>(seed);
+  check_case<kOp, ops::Float16>(seed);
+  check_case<kOp, ops::BFloat16>(seed);
+}
+
 class PoolSum : public ::testing::TestWithParam<unsigned> {};
 
-TEST_P(PoolSum, ForwardIsTheDefinition) { check_case<PoolOp::kForward>(GetParam()); }
-TEST_P(PoolSum, BackwardIsTheDefinition) { check_case<PoolOp::kBackward>(GetParam()); }
+TEST_P(PoolSum, ForwardIsTheDefinition) { check_types<PoolOp::kForward>(GetParam()); }
+TEST_P(PoolSum, BackwardIsTheDefinition) { check_types<PoolOp::kBackward>(GetParam()); }
 
 INSTANTIATE_TEST_SUITE_P(Random, PoolSum, ::testing::Range(0u, 60u));
 
+// How many of the random cases use vectors.
+TEST(PoolBody, IsReachedWithAndWithoutVectors) {
+  int wide = 0;
+  for (unsigned seed = 0; seed < 60; ++seed) {
+    auto test = PoolCase<ops::BFloat16>::from(PoolCase<double>::make(seed));
+    wide += test.problem().has_vectors(8, 2);
+  }
+  EXPECT_GE(wide, 10);
+  EXPECT_LE(wide, 50);
+}
+
 TEST(PoolBody, HasNothingToAddWhereTheSourceReachesNothing) {
-  PoolCase far = PoolCase::make(3);
+  auto far = PoolCase<double>::make(3);
   far.attributes.in_lo = {1000, 0, 0};
   far.attributes.footprints.assign(3, Footprint(3, 2, 1, 1, 1));
   far.accumulate = true;
-  using Forward = ops::PoolBody<PoolOp::kForward, double>;
-  using Backward = ops::PoolBody<PoolOp::kBackward, double>;
+  using Forward = ops::PoolBody<PoolOp::kForward, double, 1>;
+  using Backward = ops::PoolBody<PoolOp::kBackward, double, 1>;
   EXPECT_EQ(Forward::make(far.problem()).rows(), 0);
   EXPECT_EQ(Backward::make(far.problem()).rows(), 0);
 }
 
 TEST(PoolProblem, RefusesIndicesThatOverflow) {
-  PoolCase test = PoolCase::make(4);
+  auto test = PoolCase<double>::make(4);
   test.attributes.out_lo = {index_t{1} << 62, 0, 0};
   test.attributes.footprints.assign(3, Footprint(3, 4, 1, 1, 1));
   EXPECT_THROW(test.problem(), UsageError);

@@ -366,7 +366,7 @@ void pool_max_backward(const MaxProblem& problem) {
 void pool_max_pick(const MaxProblem& problem) {
   dispatch(problem,
            [&]<class Storage, class Tap>(std::type_identity<Storage>, std::type_identity<Tap>) {
-             const auto body = ops::MaxBody<MaxOp::kPick, Storage, Tap>::make(problem);
+             const auto body = ops::MaxBody<MaxOp::kPick, Storage, Tap, 1>::make(problem);
              launch::run_on_cpu(
                  body, body.rows() * body.run_length() * static_cast<index_t>(sizeof(Storage)));
            });

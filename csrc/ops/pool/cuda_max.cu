@@ -16,8 +16,9 @@ void pool(const MaxProblem& problem, const Queue& queue, const char* what) {
   const DeviceGuard guard(queue.device);
   ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
     const auto run = [&]<class Tap>(std::type_identity<Tap>) {
-      const auto body = ops::MaxBody<kOp, Storage, Tap>::make(problem);
-      check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
+      ops::with_max_body<kOp, Storage, Tap>(problem, [&](const auto& body) {
+        check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
+      });
     };
     if (problem.tap_dtype == DType::kUInt8) {
       run(std::type_identity<std::uint8_t>{});

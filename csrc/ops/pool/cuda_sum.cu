@@ -16,8 +16,9 @@ void pool(const PoolProblem& problem, const Queue& queue, const char* what) {
   const DeviceGuard guard(queue.device);
   ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
     ops::dispatch_rectifier(problem.slope, [&](auto activation) {
-      const auto body = ops::PoolBody<kOp, Storage, activation()>::make(problem);
-      check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
+      ops::with_pool_body<kOp, Storage, activation()>(problem, [&](const auto& body) {
+        check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
+      });
     });
   });
 }

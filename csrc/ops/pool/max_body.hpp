@@ -1,12 +1,15 @@
 // Maxima over pooling windows and their taps: the definition, and the bodies for devices.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "core/view.hpp"
 #include "launch/run_body.hpp"
 #include "ops/common/half.hpp"
+#include "ops/common/vector.hpp"
 #include "ops/pool/windows.hpp"
 
 namespace pydist::ops {
@@ -34,6 +37,24 @@ struct MaxProblem {
     const PoolDim& along = dims[dim];
     if constexpr (kOp == MaxOp::kBackward) return {0, along.in_extent};
     return accumulate ? along.reached<PoolOp::kForward>() : Span{0, along.out_extent};
+  }
+
+  // Whether all arrays can be accessed as vectors of adjacent channels.
+  bool has_vectors(int elements, index_t size, index_t tap_size) const {
+    VectorFit fit{elements};
+    fit_channels(fit, in, size,
+                 {batch, channels, dims[0].in_extent, dims[1].in_extent, dims[2].in_extent});
+    const index_t outputs[] = {batch, channels, dims[0].out_extent, dims[1].out_extent,
+                               dims[2].out_extent};
+    fit_channels(fit, out, size, outputs);
+    fit_channels(fit, taps, tap_size, outputs);
+    return fit.fits;
+  }
+  // Whether no input is in two windows: MaxScatterBody.
+  bool has_disjoint_windows() const {
+    return std::all_of(dims, dims + kSpatialDims, [](const PoolDim& dim) {
+      return !dim.is_adaptive() && dim.dilation == 1 && dim.kernel <= dim.stride;
+    });
   }
 };
 
@@ -72,19 +93,30 @@ struct Maximum {
   }
 };
 
-// One target of MaxProblem per thread, in a fixed order.
+// The element of an array at a position; `Element` is const for a source.
+template <class Element>
+PYDIST_HD Element* element_at(const SpatialArray& array, const PoolLanes::Position& at) {
+  return static_cast<Element*>(array.data) + at.sample * array.strides[0] +
+         at.channel * array.strides[1] + at.z * array.strides[2] + at.y * array.strides[3] +
+         at.x * array.strides[4];
+}
+
+// A vector of targets of MaxProblem per lane, each in a fixed order.
 //
 // Index formula: forward, of MaxProblem. Backward, in[i] = sum of out[o] over the outputs o whose
 //   window contains i and whose tap is i: a gather, without atomics. Pick, out[o] =
 //   in[tap of o].
-// Threads: rows and lanes as in PoolLanes.
+// Threads: rows and lanes as in PoolLanes, N adjacent channels per lane (1 for pick). What depends
+//   on depth and height only is computed once per row.
 // Traffic: forward reads each source kernel volume / stride volume times (mostly from caches),
 //   backward as often a gradient and its tap; each target is written once.
 // Proof: tests/native/test_pool_max.cpp emulates it against a plain loop, in three thread orders.
 // CPU code: this body for pick; forward goes tap by tap over whole lines (cpu_max.cpp), backward
 //   scatters (cpu_max_spread.hpp).
-template <MaxOp kOp, class Storage, class Tap>
+template <MaxOp kOp, class Storage, class Tap, int N>
 struct MaxBody {
+  // Maxima, taps and values that are read ahead need registers, and so do loops over two arrays.
+  static constexpr int kRunBlocks = N > 1 || kOp == MaxOp::kBackward ? 3 : 4;
   using T = accumulator_t<Storage>;
   using Position = PoolLanes::Position;
   BasicPoolDim<std::int32_t> dims[kSpatialDims];
@@ -104,7 +136,7 @@ struct MaxBody {
       targets[dim] = problem.targets<kOp>(dim);
     }
     const SpatialArray& target = kOp == MaxOp::kBackward ? problem.in : problem.out;
-    body.lanes = PoolLanes::make(problem.batch, problem.channels, targets, target);
+    body.lanes = PoolLanes::make(problem.batch, problem.channels, targets, target, N);
     return body;
   }
 
@@ -114,54 +146,114 @@ struct MaxBody {
 
   template <class Loop>
   PYDIST_HD void each(const Position& run, const Loop& loop) const {
-    loop(run_length(), [this, run](index_t j) {
-      Position at = run;
-      (lanes.along_channels ? at.channel : at.x) += static_cast<std::int32_t>(j);
-      if constexpr (kOp == MaxOp::kForward) forward(at);
-      if constexpr (kOp == MaxOp::kBackward) backward(at);
-      if constexpr (kOp == MaxOp::kPick) pick(at);
-    });
+    if constexpr (kOp == MaxOp::kForward) forward(run, loop);
+    if constexpr (kOp == MaxOp::kBackward) backward(run, loop);
+    if constexpr (kOp == MaxOp::kPick) {
+      loop(run_length(), [this, run](index_t j) {
+        const auto [x, channel] = lanes.place(j);
+        pick({run.sample, run.channel + channel, run.z, run.y, x});
+      });
+    }
   }
 
  private:
   using Taps = TapSpan<std::int32_t>;
+  using Values = Vector<Storage, N>;
+  using Numbers = Vector<Tap, N>;
 
-  template <class Element>
-  static PYDIST_HD Element* element(const SpatialArray& array, const Position& at) {
-    return static_cast<Element*>(array.data) + at.sample * array.strides[0] +
-           at.channel * array.strides[1] + at.z * array.strides[2] + at.y * array.strides[3] +
-           at.x * array.strides[4];
+  // The maxima so far of taps that are visited in ascending order: the first of equal ones stays,
+  // and a NaN gives way only to a later NaN.
+  struct Best {
+    T value[N];
+    std::int32_t tap[N];
+
+    PYDIST_HD void take(const Values& values, std::int32_t number) {
+      PYDIST_UNROLLED
+      for (int e = 0; e < N; ++e) {
+        const T other = load_as(values.element[e]);
+        const bool taken = other > value[e] || other != other;
+        value[e] = taken ? other : value[e];
+        tap[e] = taken ? number : tap[e];
+      }
+    }
+  };
+
+  PYDIST_HD std::int32_t number_of(std::int32_t i, std::int32_t j, std::int32_t k) const {
+    return (i * dims[1].kernel + j) * dims[2].kernel + k;
   }
 
-  PYDIST_HD void forward(const Position& at) const {
-    const Taps depth = dims[0].taps_of(at.z), height = dims[1].taps_of(at.y);
-    const Taps width = dims[2].taps_of(at.x);
-    Maximum<T, Tap> best{-std::numeric_limits<T>::infinity(), kNoTap<Tap>};
-    const auto first = [this](const Taps& taps, int dim) {
-      return taps.first + taps.begin * dims[dim].dilation;
-    };
+  template <class Loop>
+  PYDIST_HD void forward(const Position& run, const Loop& loop) const {
+    const Taps depth = dims[0].taps_of(run.z), height = dims[1].taps_of(run.y);
+    const Storage* const source = element_at<const Storage>(
+        in, {run.sample, run.channel, first_input(depth, 0), first_input(height, 1), 0});
+    const Position line{run.sample, run.channel, run.z, run.y, 0};
+    Storage* const values = element_at<Storage>(out, line);
+    Tap* const numbers = element_at<Tap>(taps, line);
+    loop(run_length(), [=, this](index_t j) {
+      const auto [x, channel] = lanes.place(j);
+      const Best best = best_of(source + channel * in.strides[1], depth, height, x);
+      merge(best, values + channel * out.strides[1] + x * out.strides[4],
+            numbers + channel * taps.strides[1] + x * taps.strides[4]);
+    });
+  }
+
+  PYDIST_HD std::int32_t first_input(const Taps& along, int dim) const {
+    return along.first + along.begin * dims[dim].dilation;
+  }
+
+  // `plane`: the first input along depth and height, at the width's index 0.
+  PYDIST_HD Best best_of(const Storage* plane, const Taps& depth, const Taps& height,
+                         std::int32_t x) const {
+    const Taps width = dims[2].taps_of(x);
     const auto step = [this](int dim) { return dims[dim].dilation * in.strides[2 + dim]; };
-    const Storage* plane = element<const Storage>(
-        in, {at.sample, at.channel, first(depth, 0), first(height, 1), first(width, 2)});
+    const bool any =
+        depth.begin < depth.end && height.begin < height.end && width.begin < width.end;
+    Best best;
+    PYDIST_UNROLLED
+    for (int e = 0; e < N; ++e) {
+      best.value[e] = -std::numeric_limits<T>::infinity();
+      best.tap[e] = any ? number_of(depth.begin, height.begin, width.begin)
+                        : static_cast<std::int32_t>(kNoTap<Tap>);
+    }
+    plane += first_input(width, 2) * in.strides[4];
     PYDIST_ROLLED
     for (std::int32_t i = depth.begin; i < depth.end; ++i, plane += step(0)) {
       const Storage* line = plane;
       PYDIST_ROLLED
       for (std::int32_t j = height.begin; j < height.end; ++j, line += step(1)) {
         const Storage* from = line;
+        std::int32_t k = width.begin, number = number_of(i, j, k);
         PYDIST_ROLLED
-        for (std::int32_t k = width.begin; k < width.end; ++k, from += step(2)) {
-          const T value = load_as(*from);
-          const auto tap = static_cast<Tap>((i * dims[1].kernel + j) * dims[2].kernel + k);
-          if (best.yields_to({value, tap})) best = {value, tap};
+        for (; k + 1 < width.end; k += 2, number += 2) {  // two loads are in flight
+          const Values one = Values::load(from), two = Values::load(from + step(2));
+          best.take(one, number);
+          best.take(two, number + 1);
+          from += 2 * step(2);
         }
+        if (k < width.end) best.take(Values::load(from), number);
       }
     }
-    Storage& value = *element<Storage>(out, at);
-    Tap& tap = *element<Tap>(taps, at);
-    if (accumulate && !Maximum<T, Tap>{load_as(value), tap}.yields_to(best)) return;
-    value = store_as<Storage>(best.value);
-    tap = best.tap;
+    return best;
+  }
+
+  PYDIST_HD void merge(const Best& best, Storage* to, Tap* to_numbers) const {
+    Values values{};
+    Numbers numbers{};
+    if (accumulate) {
+      values = Values::load(to);
+      numbers = Numbers::load(to_numbers);
+    }
+    PYDIST_UNROLLED
+    for (int e = 0; e < N; ++e) {
+      const Maximum<T, Tap> found{best.value[e], static_cast<Tap>(best.tap[e])};
+      const Maximum<T, Tap> before{load_as(values.element[e]), numbers.element[e]};
+      if (accumulate && !before.yields_to(found)) continue;
+      values.element[e] = store_as<Storage>(found.value);
+      numbers.element[e] = found.tap;
+    }
+    values.store(to);
+    numbers.store(to_numbers);
   }
 
   // The number of the tap along a dim through which output o reads input i, or -1.
@@ -172,33 +264,61 @@ struct MaxBody {
     return distance % dim.dilation == 0 ? distance / dim.dilation : -1;
   }
 
-  PYDIST_HD void backward(const Position& at) const {
-    const auto depth = dims[0].outputs_of(at.z), height = dims[1].outputs_of(at.y);
-    const auto width = dims[2].outputs_of(at.x);
-    T sum{};
-    PYDIST_ROLLED
-    for (std::int32_t z = depth.begin; z < depth.end; ++z) {
-      const std::int32_t i = tap_of(dims[0], z, at.z);
+  template <class Loop>
+  PYDIST_HD void backward(const Position& run, const Loop& loop) const {
+    const auto depth = dims[0].outputs_of(run.z), height = dims[1].outputs_of(run.y);
+    const Position first{run.sample, run.channel, depth.begin, height.begin, 0};
+    const Storage* const grads = element_at<const Storage>(out, first);
+    const Tap* const numbers = element_at<const Tap>(taps, first);
+    Storage* const target = element_at<Storage>(in, {run.sample, run.channel, run.z, run.y, 0});
+    loop(run_length(), [=, this](index_t at) {
+      const auto [x, channel] = lanes.place(at);
+      const auto width = dims[2].outputs_of(x);
+      const Storage* plane = grads + channel * out.strides[1] + width.begin * out.strides[4];
+      const Tap* tap_plane = numbers + channel * taps.strides[1] + width.begin * taps.strides[4];
+      T sum[N]{};
       PYDIST_ROLLED
-      for (std::int32_t y = height.begin; y < height.end; ++y) {
-        const std::int32_t j = tap_of(dims[1], y, at.y);
+      for (std::int32_t z = depth.begin; z < depth.end; ++z) {
+        const std::int32_t i = tap_of(dims[0], z, run.z);
+        const Storage* line = plane;
+        const Tap* tap_line = tap_plane;
         PYDIST_ROLLED
-        for (std::int32_t x = width.begin; x < width.end; ++x) {
-          const std::int32_t k = tap_of(dims[2], x, at.x);
-          if (i < 0 || j < 0 || k < 0) continue;
-          const Position from{at.sample, at.channel, z, y, x};
-          const std::int32_t tap = (i * dims[1].kernel + j) * dims[2].kernel + k;
-          if (*element<const Tap>(taps, from) == tap) {
-            sum += load_as(*element<const Storage>(out, from));
+        for (std::int32_t y = height.begin; y < height.end; ++y) {
+          const std::int32_t j = tap_of(dims[1], y, run.y);
+          const Storage* from = line;
+          const Tap* tap_from = tap_line;
+          PYDIST_ROLLED
+          for (std::int32_t o = width.begin; o < width.end; ++o) {
+            const std::int32_t k = tap_of(dims[2], o, x);
+            if (i >= 0 && j >= 0 && k >= 0) add_taken(from, tap_from, number_of(i, j, k), sum);
+            from += out.strides[4];
+            tap_from += taps.strides[4];
           }
+          line += out.strides[3];
+          tap_line += taps.strides[3];
         }
+        plane += out.strides[2];
+        tap_plane += taps.strides[2];
       }
+      Values values;
+      PYDIST_UNROLLED
+      for (int e = 0; e < N; ++e) values.element[e] = store_as<Storage>(sum[e]);
+      values.store(target + channel * in.strides[1] + x * in.strides[4]);
+    });
+  }
+
+  static PYDIST_HD void add_taken(const Storage* from, const Tap* tap_from, std::int32_t number,
+                                  T (&sum)[N]) {
+    const Values grads = Values::load(from);
+    const Numbers numbers = Numbers::load(tap_from);
+    PYDIST_UNROLLED
+    for (int e = 0; e < N; ++e) {
+      if (numbers.element[e] == number) sum[e] += load_as(grads.element[e]);
     }
-    *element<Storage>(in, at) = store_as<Storage>(sum);
   }
 
   PYDIST_HD void pick(const Position& at) const {
-    const Tap taken = *element<const Tap>(taps, at);
+    const Tap taken = *element_at<const Tap>(taps, at);
     const bool any = taken != kNoTap<Tap>;
     const auto tap = static_cast<std::int32_t>(any ? taken : Tap{});
     const std::int32_t row = tap / dims[2].kernel;
@@ -209,11 +329,156 @@ struct MaxBody {
     const bool held = any && from.z >= 0 && from.z < dims[0].in_extent && from.y >= 0 &&
                       from.y < dims[1].in_extent && from.x >= 0 && from.x < dims[2].in_extent;
     if (held) {
-      *element<Storage>(out, at) = *element<const Storage>(in, from);
+      *element_at<Storage>(out, at) = *element_at<const Storage>(in, from);
     } else if (!accumulate) {
-      *element<Storage>(out, at) = store_as<Storage>(T{});
+      *element_at<Storage>(out, at) = store_as<Storage>(T{});
     }
   }
 };
+
+// Backward where no input is in two windows. Reads each gradient and its tap once, where MaxBody
+// reads them for every input of the window.
+//
+// Index formula: in[i] = out[o] if the tap of o is i, else 0, for the inputs i of the cell of o:
+//   o * stride + base <= i < (o + 1) * stride + base, along each dim. Cells cover all inputs: there
+//   is also one for each o outside the array of outputs whose cell has inputs in the array.
+// Threads: as in PoolLanes, over cells; a lane writes the inputs of a cell, N channels at a time.
+// Traffic: reads each gradient and tap once, writes each input once.
+// Proof, CPU code: as of MaxBody.
+template <class Storage, class Tap, int N>
+struct MaxScatterBody {
+  static constexpr int kRunBlocks = 3;  // as in MaxBody
+  using T = accumulator_t<Storage>;
+  using Position = PoolLanes::Position;
+  BasicPoolDim<std::int32_t> dims[kSpatialDims];
+  PoolLanes lanes;
+  SpatialArray in, out, taps;
+
+  static MaxScatterBody make(const MaxProblem& problem) {
+    MaxScatterBody body{};
+    body.in = problem.in;
+    body.out = problem.out;
+    body.taps = problem.taps;
+    Span cells[kSpatialDims]{};  // none without inputs
+    for (int dim = 0; dim < kSpatialDims; ++dim) {
+      const PoolDim& along = problem.dims[dim];
+      body.dims[dim] = shorten(along);
+      if (along.in_extent == 0) continue;
+      cells[dim] = {floor_div(-along.base, along.stride),
+                    floor_div(along.in_extent - 1 - along.base, along.stride) + 1};
+    }
+    body.lanes = PoolLanes::make(problem.batch, problem.channels, cells, problem.in, N);
+    return body;
+  }
+
+  PYDIST_HD index_t run_length() const { return lanes.run_length(); }
+  PYDIST_HD index_t rows() const { return lanes.row_count; }
+  PYDIST_HD Position row(index_t r) const { return lanes.position(r); }
+
+  template <class Loop>
+  PYDIST_HD void each(const Position& run, const Loop& loop) const {
+    const bool held = holds(0, run.z) && holds(1, run.y);
+    const Position line{run.sample, run.channel, run.z, run.y, 0};
+    const index_t grads = offset_of(out, line), numbers = offset_of(taps, line);
+    const Cell depth = cell(0, run.z), height = cell(1, run.y);
+    Storage* const target = element_at<Storage>(
+        in, {run.sample, run.channel, depth.first + depth.begin, height.first + height.begin, 0});
+    loop(run_length(),
+         launch::Move{[=, this](index_t j) {
+                        const auto [x, channel] = lanes.place(j);
+                        if (!held || !holds(2, x)) return Given::none();
+                        return Given{
+                            Vector<Storage, N>::load(static_cast<const Storage*>(out.data) + grads +
+                                                     channel * out.strides[1] + x * out.strides[4]),
+                            Vector<Tap, N>::load(static_cast<const Tap*>(taps.data) + numbers +
+                                                 channel * taps.strides[1] + x * taps.strides[4])};
+                      },
+                      [=, this](index_t j, const Given& given) {
+                        const auto [x, channel] = lanes.place(j);
+                        scatter(given, depth, height, cell(2, x), target + channel * in.strides[1]);
+                      }});
+  }
+
+ private:
+  // The gradients and taps of the outputs of a lane.
+  struct Given {
+    Vector<Storage, N> grads;
+    Vector<Tap, N> taps;
+
+    static PYDIST_HD Given none() {
+      Given given{};
+      PYDIST_UNROLLED
+      for (int e = 0; e < N; ++e) given.taps.element[e] = kNoTap<Tap>;
+      return given;
+    }
+  };
+
+  // The inputs first + k of a cell, begin <= k < end: those inside the array.
+  struct Cell {
+    std::int32_t first, begin, end;
+  };
+  PYDIST_HD Cell cell(int dim, std::int32_t o) const {
+    const BasicPoolDim<std::int32_t>& along = dims[dim];
+    const std::int32_t first = o * along.stride + along.base, left = along.in_extent - first;
+    return {first, first < 0 ? -first : 0, left < along.stride ? left : along.stride};
+  }
+  PYDIST_HD bool holds(int dim, std::int32_t o) const { return o >= 0 && o < dims[dim].out_extent; }
+
+  static PYDIST_HD index_t offset_of(const SpatialArray& array, const Position& at) {
+    return at.sample * array.strides[0] + at.channel * array.strides[1] + at.z * array.strides[2] +
+           at.y * array.strides[3];
+  }
+
+  // `plane`: the cell's first input along depth and height, at the width's index 0.
+  PYDIST_HD void scatter(const Given& given, const Cell& depth, const Cell& height,
+                         const Cell& width, Storage* plane) const {
+    Vector<Storage, N> values;
+    PYDIST_UNROLLED
+    for (int e = 0; e < N; ++e) {  // the sum of one term, as in MaxBody: of -0 it is 0
+      values.element[e] = store_as<Storage>(T{} + load_as(given.grads.element[e]));
+    }
+    plane += (width.first + width.begin) * in.strides[4];
+    PYDIST_ROLLED
+    for (std::int32_t i = depth.begin; i < depth.end; ++i, plane += in.strides[2]) {
+      Storage* line = plane;
+      PYDIST_ROLLED
+      for (std::int32_t j = height.begin; j < height.end; ++j, line += in.strides[3]) {
+        Storage* to = line;
+        const bool in_window = i < dims[0].kernel && j < dims[1].kernel;
+        PYDIST_ROLLED
+        for (std::int32_t k = width.begin; k < width.end; ++k, to += in.strides[4]) {
+          const std::int32_t number = in_window && k < dims[2].kernel
+                                          ? (i * dims[1].kernel + j) * dims[2].kernel + k
+                                          : -1;  // no tap's
+          Vector<Storage, N> taken;
+          PYDIST_UNROLLED
+          for (int e = 0; e < N; ++e) {
+            taken.element[e] = given.taps.element[e] == number ? values.element[e] : Storage{};
+          }
+          taken.store(to);
+        }
+      }
+    }
+  }
+};
+
+// Calls f(body) with the body for a problem. Storage and Tap are the problem's types.
+template <MaxOp kOp, class Storage, class Tap, class F>
+void with_max_body(const MaxProblem& problem, const F& f) {
+  const auto with = [&]<int N>(std::integral_constant<int, N>) {
+    if constexpr (kOp == MaxOp::kBackward) {
+      if (problem.has_disjoint_windows()) {
+        return f(MaxScatterBody<Storage, Tap, N>::make(problem));
+      }
+    }
+    f(MaxBody<kOp, Storage, Tap, N>::make(problem));
+  };
+  constexpr int kWide = kOp == MaxOp::kPick ? 1 : kVectorElements<Storage>;
+  if (problem.has_vectors(kWide, sizeof(Storage), sizeof(Tap))) {
+    with(std::integral_constant<int, kWide>{});
+  } else {
+    with(std::integral_constant<int, 1>{});
+  }
+}
 
 }  // namespace pydist::ops

@@ -11,6 +11,7 @@
 #include "launch/run_body.hpp"
 #include "ops/common/activation.hpp"
 #include "ops/common/half.hpp"
+#include "ops/common/vector.hpp"
 #include "ops/pool/windows.hpp"
 
 namespace pydist::ops {
@@ -33,6 +34,16 @@ struct PoolProblem {
   PYDIST_HD Span targets(int dim) const {
     return accumulate ? dims[dim].reached<kOp>() : Span{0, dims[dim].targets<kOp>()};
   }
+
+  // Whether all arrays can be accessed as vectors of adjacent channels.
+  bool has_vectors(int elements, index_t size) const {
+    VectorFit fit{elements};
+    fit_channels(fit, in, size,
+                 {batch, channels, dims[0].in_extent, dims[1].in_extent, dims[2].in_extent});
+    fit_channels(fit, out, size,
+                 {batch, channels, dims[0].out_extent, dims[1].out_extent, dims[2].out_extent});
+    return fit.address(gate, size).fits;
+  }
 };
 
 // The views must have passed the border's checks, and the footprints have no dilation.
@@ -53,16 +64,16 @@ inline PoolProblem pool_problem(const TensorView& in, const TensorView& out,
   return problem;
 }
 
-// target[n, c, t] (=|+=) sum over the sources of t, each target in one thread and a fixed order.
+// target[n, c, t] (=|+=) sum over the sources of t, each target in one lane and a fixed order.
 //
 // Index formula: forward, out[o] = scale(o) * sum_{i in inputs_of(o)} in[i]; backward, in[i] =
 //   sum_{o in outputs_of(i)} scale(o) * out[o]: a gather both ways, without atomics.
-// Threads: a warp (or less) per run; lanes as in PoolLanes.
+// Threads: a warp (or less) per run; lanes as in PoolLanes, N adjacent channels per lane.
 // Traffic: each source is read kernel volume / stride volume times (mostly from caches), each
 //   target written once.
 // Proof: tests/native/test_pool_sum.cpp emulates it against a plain loop, in three thread orders.
 // CPU code: another algorithm, dim by dim (cpu_sum.cpp).
-template <PoolOp kOp, class Storage, Activation kActivation = Activation::kNone>
+template <PoolOp kOp, class Storage, int N, Activation kActivation = Activation::kNone>
 struct PoolBody {
   using T = accumulator_t<Storage>;
   static constexpr bool kGates = kOp == PoolOp::kBackward && kActivation != Activation::kNone;
@@ -76,8 +87,7 @@ struct PoolBody {
   using ShortSpan = BasicSpan<std::int32_t>;
   struct Run {
     const Storage* source;    // the first one along depth and height, at the width's index 0
-    Storage* target;          // of the first lane
-    std::int32_t width;       // of the first target
+    index_t target;           // offset of the first channel, at the width's index 0
     ShortSpan depth, height;  // of the sources
     T scale;                  // forward, of the targets along depth and height
   };
@@ -94,7 +104,7 @@ struct PoolBody {
       body.dims[dim] = shorten(problem.dims[dim]);
       targets[dim] = problem.targets<kOp>(dim);
     }
-    body.lanes = PoolLanes::make(problem.batch, problem.channels, targets, body.target);
+    body.lanes = PoolLanes::make(problem.batch, problem.channels, targets, body.target, N);
     return body;
   }
 
@@ -104,15 +114,13 @@ struct PoolBody {
   PYDIST_HD Run row(index_t r) const {
     const auto [sample, channel, z, y, x] = lanes.position(r);
     Run run{};
-    run.width = x;
     run.depth = dims[0].template sources_of<kOp>(z);
     run.height = dims[1].template sources_of<kOp>(y);
     run.source = static_cast<const Storage*>(source.data) + sample * source.strides[0] +
                  channel * source.strides[1] + run.depth.begin * source.strides[2] +
                  run.height.begin * source.strides[3];
-    run.target = static_cast<Storage*>(target.data) + sample * target.strides[0] +
-                 channel * target.strides[1] + z * target.strides[2] + y * target.strides[3] +
-                 run.width * target.strides[4];
+    run.target = sample * target.strides[0] + channel * target.strides[1] + z * target.strides[2] +
+                 y * target.strides[3];
     if constexpr (kOp == PoolOp::kForward) {
       run.scale = static_cast<T>(dims[0].scale[z] * dims[1].scale[y]);
     }
@@ -122,25 +130,54 @@ struct PoolBody {
   template <class Loop>
   PYDIST_HD void each(const Run& run, const Loop& loop) const {
     loop(run_length(), [this, run](index_t j) {
-      const index_t channel = lanes.along_channels ? j : 0;
-      const std::int32_t width = run.width + static_cast<std::int32_t>(j - channel);
-      T sum = sum_of(run, run.source + channel * source.strides[1], width);
-      Storage& element = run.target[j * target.strides[lanes.lane_dim()]];
+      const auto [x, channel] = lanes.place(j);
+      Sums sums = sums_of(run, run.source + channel * source.strides[1], x);
+      const index_t at = run.target + channel * target.strides[1] + x * target.strides[4];
       if constexpr (kGates) {
-        const index_t at = &element - static_cast<const Storage*>(target.data);
-        const T sign = load_as(static_cast<const Storage*>(gate)[at]);
-        sum = activation_gradient<kActivation>(sign, sum, slope);
+        const Values signs = Values::load(static_cast<const Storage*>(gate) + at);
+        PYDIST_UNROLLED
+        for (int e = 0; e < N; ++e) {
+          sums.of[e] =
+              activation_gradient<kActivation>(load_as(signs.element[e]), sums.of[e], slope);
+        }
       }
-      element = store_as<Storage>(accumulate ? load_as(element) + sum : sum);
+      Storage* const to = static_cast<Storage*>(target.data) + at;
+      Values values{};
+      if (accumulate) values = Values::load(to);
+      PYDIST_UNROLLED
+      for (int e = 0; e < N; ++e) {
+        values.element[e] =
+            store_as<Storage>(accumulate ? load_as(values.element[e]) + sums.of[e] : sums.of[e]);
+      }
+      values.store(to);
     });
   }
 
  private:
-  PYDIST_HD T sum_of(const Run& run, const Storage* data, std::int32_t x) const {
+  using Values = Vector<Storage, N>;
+
+  struct Sums {
+    T of[N];
+
+    PYDIST_HD void add(const Values& values, const PoolBody& body, [[maybe_unused]] T scale) {
+      PYDIST_UNROLLED
+      for (int e = 0; e < N; ++e) {
+        T value = load_as(values.element[e]);
+        if (kOp == PoolOp::kForward) value = activated<kActivation>(value, body.slope);
+        if (kOp == PoolOp::kBackward) value *= scale;
+        of[e] += value;
+      }
+    }
+  };
+
+  PYDIST_HD Sums sums_of(const Run& run, const Storage* data, std::int32_t x) const {
     const ShortSpan width = dims[2].template sources_of<kOp>(x);
     const double* const scales = dims[2].scale + width.begin;
     const Storage* plane = data + width.begin * source.strides[4];
-    T sum{};
+    const auto scale = [&](std::int32_t k) {
+      return kOp == PoolOp::kBackward ? static_cast<T>(scales[k]) : T{1};
+    };
+    Sums sums{};
     // Addresses advance by strides: a product of 64 bits costs more than the rest of a tap.
     PYDIST_ROLLED
     for (std::int32_t i = 0; i < run.depth.size(); ++i, plane += source.strides[2]) {
@@ -148,24 +185,46 @@ struct PoolBody {
       PYDIST_ROLLED
       for (std::int32_t j = 0; j < run.height.size(); ++j, line += source.strides[3]) {
         const Storage* at = line;
-        T part{};
+        Sums part{};
+        std::int32_t k = 0;
         PYDIST_ROLLED
-        for (std::int32_t k = 0; k < width.size(); ++k, at += source.strides[4]) {
-          T value = load_as(*at);
-          if (kOp == PoolOp::kForward) value = activated<kActivation>(value, slope);
-          if (kOp == PoolOp::kBackward) value *= static_cast<T>(scales[k]);
-          part += value;
+        for (; k + 1 < width.size(); k += 2) {  // two loads are in flight
+          const Values one = Values::load(at), two = Values::load(at + source.strides[4]);
+          part.add(one, *this, scale(k));
+          part.add(two, *this, scale(k + 1));
+          at += 2 * source.strides[4];
         }
+        if (k < width.size()) part.add(Values::load(at), *this, scale(k));
+        T factor{1};
         if (kOp == PoolOp::kBackward) {
-          part *= static_cast<T>(dims[0].scale[run.depth.begin + i] *
-                                 dims[1].scale[run.height.begin + j]);
+          factor = static_cast<T>(dims[0].scale[run.depth.begin + i] *
+                                  dims[1].scale[run.height.begin + j]);
         }
-        sum += part;
+        PYDIST_UNROLLED
+        for (int e = 0; e < N; ++e) {
+          if (kOp == PoolOp::kBackward) part.of[e] *= factor;
+          sums.of[e] += part.of[e];
+        }
       }
     }
-    if (kOp == PoolOp::kForward) sum *= run.scale * static_cast<T>(dims[2].scale[x]);
-    return sum;
+    if (kOp == PoolOp::kForward) {
+      const T factor = run.scale * static_cast<T>(dims[2].scale[x]);
+      PYDIST_UNROLLED
+      for (int e = 0; e < N; ++e) sums.of[e] *= factor;
+    }
+    return sums;
   }
 };
+
+// Calls f(body) with the body for a problem. Storage and kActivation are the problem's.
+template <PoolOp kOp, class Storage, Activation kActivation, class F>
+void with_pool_body(const PoolProblem& problem, const F& f) {
+  constexpr int kWide = kVectorElements<Storage>;
+  if (problem.has_vectors(kWide, sizeof(Storage))) {
+    f(PoolBody<kOp, Storage, kWide, kActivation>::make(problem));
+  } else {
+    f(PoolBody<kOp, Storage, 1, kActivation>::make(problem));
+  }
+}
 
 }  // namespace pydist::ops

@@ -18,6 +18,7 @@
 #include "launch/host_device.hpp"
 #include "ops/common/array.hpp"
 #include "ops/common/divisor.hpp"
+#include "ops/common/vector.hpp"
 
 namespace pydist::ops {
 
@@ -181,14 +182,26 @@ inline BasicPoolDim<std::int32_t> shorten(const PoolDim& dim) {
           dim.scale,           {Divisor::by(dim.stride)}};
 }
 
-// The rows on a device: the lanes of a run are channels if these are adjacent in the target
-// (channels-last), else positions along the width, so that neighboring lanes write neighboring
-// elements.
+// Whether vectors of adjacent channels can be accessed in an array of such extents (channels-last).
+inline void fit_channels(VectorFit& fit, const SpatialArray& array, index_t size,
+                         const index_t (&shape)[2 + kSpatialDims]) {
+  fit.fits = fit.fits && array.strides[1] == 1;
+  fit.multiple(shape[1]).address(array.data, size);
+  for (int dim = 0; dim < 2 + kSpatialDims; ++dim) {
+    if (dim != 1 && shape[dim] > 1) fit.multiple(array.strides[dim]);
+  }
+}
+
+// The rows on a device. Neighboring lanes write neighboring elements: if channels are adjacent in
+// the target (channels-last), a run consists of the channels of all positions along the width, in
+// vectors; else of the positions along the width of one channel.
 //
-// Row number = C-order index over (sample, z, y, x or channel), the dims without lanes.
+// Row number = C-order index over (sample, channel unless channels-last, z, y).
 struct PoolLanes {
   std::int32_t first[2 + kSpatialDims], extent[2 + kSpatialDims];  // of the targets
   Divisor extents[2 + kSpatialDims];
+  Divisor vectors;  // of channels, of one position of a run
+  std::int32_t vector_elements;
   std::int32_t row_count;
   bool along_channels;
 
@@ -196,8 +209,9 @@ struct PoolLanes {
     std::int32_t sample, channel, z, y, x;  // of a run's first lane
   };
 
+  // `elements` of a vector: above 1 only if the channels of all arrays are adjacent.
   static PoolLanes make(index_t batch, index_t channels, const Span (&targets)[kSpatialDims],
-                        const SpatialArray& target) {
+                        const SpatialArray& target, int elements) {
     PoolLanes lanes{};
     lanes.along_channels = target.strides[1] == 1 && channels > 1;
     lanes.extent[0] = shorten(batch);
@@ -209,16 +223,20 @@ struct PoolLanes {
     for (int dim = 0; dim < 2 + kSpatialDims; ++dim) {
       lanes.extents[dim] = Divisor::by(std::max(lanes.extent[dim], 1));
     }
-    index_t rows = lanes.extent[lanes.lane_dim()] == 0 ? 0 : 1;
+    lanes.vector_elements = elements;
+    lanes.vectors = Divisor::by(lanes.along_channels ? channels / elements : 1);
+    index_t rows = lanes.run_length() == 0 ? 0 : 1;
     for (int dim = 0; dim < 2 + kSpatialDims; ++dim) {
-      if (dim != lanes.lane_dim()) rows = checked_mul(rows, lanes.extent[dim]);
+      if (dim != 4 && !(dim == 1 && lanes.along_channels)) {
+        rows = checked_mul(rows, lanes.extent[dim]);
+      }
     }
     lanes.row_count = shorten(rows);
+    shorten(lanes.run_length());
     return lanes;
   }
 
-  PYDIST_HD int lane_dim() const { return along_channels ? 1 : 4; }
-  PYDIST_HD index_t run_length() const { return extent[lane_dim()]; }
+  PYDIST_HD index_t run_length() const { return index_t{extent[4]} * vectors.divisor; }
 
   PYDIST_HD Position position(index_t row) const {
     auto rest = static_cast<std::int32_t>(row);
@@ -228,9 +246,19 @@ struct PoolLanes {
       rest = above;
       return index;
     };
-    const std::int32_t last = along_channels ? take(4) : take(1);
-    const std::int32_t y = take(3), z = take(2);
-    return {rest, along_channels ? 0 : last, z, y, along_channels ? last : first[4]};
+    const std::int32_t y = take(3), z = take(2), channel = along_channels ? 0 : take(1);
+    return {rest, channel, z, y, first[4]};
+  }
+
+  // The place of piece j of a run: its position along the width, and its channel, counted from the
+  // run's.
+  struct Place {
+    std::int32_t x, channel;
+  };
+  PYDIST_HD Place place(index_t j) const {
+    const auto piece = static_cast<std::int32_t>(j);
+    const std::int32_t x = vectors.quotient(piece);
+    return {first[4] + x, (piece - x * vectors.divisor) * vector_elements};
   }
 };
 
