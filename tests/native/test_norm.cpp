@@ -28,10 +28,12 @@ DType dtype_of() {
   if constexpr (std::is_same_v<Storage, ops::Float16>) return DType::kFloat16;
 }
 
-// Arrays whose memory has their exact size.
+// Arrays whose memory has their exact size. x, grad and out may begin after some elements: a slice
+// of a tensor is aligned to an element, and not to a vector.
 template <class Storage>
 struct Case {
   using T = ops::accumulator_t<Storage>;
+  index_t begin;  // elements
   NormShape shape;
   double slope;
   bool learned;
@@ -44,11 +46,15 @@ struct Case {
   static Case make(unsigned seed, double centre, const NormShape* given = nullptr) {
     Random random(seed);
     Case test;
-    test.shape = given != nullptr ? *given
-                                  : NormShape{random.between(0, 3),
-                                              random.between(1, random.chance(0.3) ? 70 : 5),
-                                              random.between(0, random.chance(0.3) ? 500 : 40),
-                                              random.chance(0.5), random.chance(0.5)};
+    // Vectors need channels or positions in multiples of their length, and aligned memory.
+    const index_t unit = random.chance(0.5) ? random.between(1, 2) * 4 : 1;
+    test.begin = random.chance(0.8) ? 0 : 1;
+    test.shape = given != nullptr
+                     ? *given
+                     : NormShape{random.between(0, 3),
+                                 unit * random.between(1, random.chance(0.3) ? 70 / unit : 5),
+                                 unit * random.between(0, (random.chance(0.3) ? 500 : 40) / unit),
+                                 random.chance(0.5), random.chance(0.5)};
     const double slopes[] = {1, 0, 0.125};
     test.slope = slopes[random.between(0, 2)];
     test.learned = random.chance(0.3);
@@ -60,8 +66,8 @@ struct Case {
             static_cast<ops::accumulator_t<Element>>(middle + random.value())));
       }
     };
-    fill(test.x, test.shape.elements(), centre);
-    fill(test.grad, test.shape.elements(), 0);
+    fill(test.x, test.begin + test.shape.elements(), centre);
+    fill(test.grad, test.begin + test.shape.elements(), 0);
     test.out.resize(test.x.size());
     fill(test.values, test.shape.rows(), centre);
     fill(test.values, 2 * test.shape.rows(), 0);
@@ -77,9 +83,9 @@ struct Case {
             shape,
             slope,
             learned,
-            x.data(),
-            grad.data(),
-            out.data(),
+            x.data() + begin,
+            grad.data() + begin,
+            out.data() + begin,
             values.data(),
             coefficients.data(),
             sums.data(),
@@ -98,7 +104,7 @@ struct Case {
       for (index_t c = 0; c < shape.channels; ++c) {
         for (index_t p = 0; p < shape.positions; ++p) {
           f(static_cast<std::size_t>(shape.row(n, c)),
-            static_cast<std::size_t>(shape.offset(n, c, p)));
+            static_cast<std::size_t>(begin + shape.offset(n, c, p)));
         }
       }
     }
@@ -160,22 +166,17 @@ void on_cpu(Kernel kernel, const NormProblem& problem) {
 
 template <class Storage>
 void emulated(Kernel kernel, const NormProblem& problem, launch::ThreadOrder order) {
-  const auto runs = [&](const auto& body, index_t length) {
-    if (body.rows() > 0) {
-      launch::emulate_runs(body, launch::run_grid(body.rows(), length), order);
-    }
-  };
   const auto sum = [&]<bool kMoments, ops::Activation kActivation>() {
-    launch::emulate_tiles(ops::NormSumsBody<kMoments, kActivation, Storage>::make(problem), order);
+    ops::with_norm_sums_body<kMoments, kActivation, Storage>(
+        problem, [&](const auto& body) { launch::emulate_tiles(body, order); });
     launch::emulate_tiles(ops::NormMergeBody<kMoments>{{}, problem}, order);
   };
   const auto write = [&]<bool kForward, ops::Activation kActivation>() {
-    const auto run = [&](const auto& body) { runs(body, body.run_length()); };
-    if (problem.shape.channels_last) {
-      run(ops::NormWriteBody<kForward, true, kActivation, Storage>::make(problem));
-    } else {
-      run(ops::NormWriteBody<kForward, false, kActivation, Storage>::make(problem));
-    }
+    ops::with_norm_write_body<kForward, kActivation, Storage>(problem, [&](const auto& body) {
+      if (body.rows() > 0) {
+        launch::emulate_runs(body, launch::run_grid(body.rows(), body.run_length()), order);
+      }
+    });
   };
   ops::dispatch_activation(problem, [&](auto activation) {
     constexpr auto kActivation = decltype(activation)::value;
@@ -222,7 +223,7 @@ void check(const Case<Storage>& given, double tolerance, double rounding,
       }
       return test;
     };
-    if (given.x.empty()) {
+    if (given.shape.elements() == 0) {
       expect_sums(run(Kernel::kMoments), wanted.mean, wanted.m2, 1, place + "moments");
     } else {
       expect_sums(run(Kernel::kMoments), wanted.mean, wanted.m2, 4, place + "moments");
@@ -256,10 +257,26 @@ TEST_P(Norm, NarrowValuesAreSummedUpAndRoundedAsFloat) {
 
 INSTANTIATE_TEST_SUITE_P(Random, Norm, ::testing::Range(0u, 40u));
 
+// How many of the random cases use vectors.
+TEST(NormVectors, AreReachedInBothOrders) {
+  int wide[2] = {};
+  for (unsigned seed = 0; seed < 40; ++seed) {
+    auto test = Case<ops::BFloat16>::make(seed, 0);
+    const NormProblem problem = test.problem();
+    const bool fits = ops::has_norm_vectors<ops::BFloat16>(
+        problem, {problem.x, problem.out}, {problem.values, problem.coefficients}, 8);
+    wide[test.shape.channels_last] += fits && test.shape.elements() > 0;
+  }
+  for (const int count : wide) {
+    EXPECT_GE(count, 3);
+    EXPECT_LE(count, 15);
+  }
+}
+
 // Blocks, pieces and several tasks.
 TEST(NormLong, LongLinesAreTheDefinition) {
   for (const bool channels_last : {false, true}) {
-    for (const index_t channels : {1, 3, 16}) {
+    for (const index_t channels : {1, 3, 16, 160}) {
       const NormShape shape{2, channels, 30000 / channels + 5000, channels_last, false};
       check(Case<float>::make(static_cast<unsigned>(channels), 1e4, &shape), 1e-6, 1e-6, "long");
     }
@@ -269,6 +286,8 @@ TEST(NormLong, LongLinesAreTheDefinition) {
 TEST(NormActivation, NaNStaysAndInfinityIsCutOff) {
   const NormShape shape{1, 1, 4, false, false};
   Case<float> test = Case<float>::make(0, 0, &shape);
+  test.begin = 0;
+  test.out.assign(4, 0);
   test.x = {std::nanf(""), -INFINITY, INFINITY, 0};
   test.values = {0, 1, 0};
   test.slope = 0;

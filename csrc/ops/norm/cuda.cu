@@ -30,22 +30,17 @@ void merge(const NormProblem& problem, const Queue& queue, const char* what) {
   check(launch::run_tiles_on_cuda(body, stream_of(queue)), what);
 }
 
-// apply and grad_input: each has an instance per storage type, activation and layout.
+// apply and grad_input: each has an instance per storage type, activation, layout and vector.
 template <bool kForward>
 void write(const NormProblem& problem, const Queue& queue, const char* what) {
   const DeviceGuard guard(queue.device);
-  dispatch(problem,
-           [&]<class Storage, Activation kActivation>(
-               std::type_identity<Storage>, std::integral_constant<Activation, kActivation>) {
-             const auto run = [&](const auto& body) {
-               check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
-             };
-             if (problem.shape.channels_last) {
-               run(ops::NormWriteBody<kForward, true, kActivation, Storage>::make(problem));
-             } else {
-               run(ops::NormWriteBody<kForward, false, kActivation, Storage>::make(problem));
-             }
-           });
+  dispatch(
+      problem, [&]<class Storage, Activation kActivation>(
+                   std::type_identity<Storage>, std::integral_constant<Activation, kActivation>) {
+        ops::with_norm_write_body<kForward, kActivation, Storage>(problem, [&](const auto& body) {
+          check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
+        });
+      });
 }
 
 // One launch of a body with an entry per lane (EntryBody).
@@ -68,8 +63,9 @@ void norm_moments(const NormProblem& problem, const Queue& queue) {
   constexpr const char* kWhat = "launch of norm_moments";
   const DeviceGuard guard(queue.device);
   ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
-    const auto body = ops::NormSumsBody<true, Activation::kNone, Storage>::make(problem);
-    check(launch::run_tiles_on_cuda(body, stream_of(queue)), kWhat);
+    ops::with_norm_sums_body<true, Activation::kNone, Storage>(problem, [&](const auto& body) {
+      check(launch::run_tiles_on_cuda(body, stream_of(queue)), kWhat);
+    });
   });
   merge<true>(problem, queue, kWhat);
 }
@@ -84,8 +80,9 @@ void norm_grad_sums(const NormProblem& problem, const Queue& queue) {
   dispatch(problem,
            [&]<class Storage, Activation kActivation>(
                std::type_identity<Storage>, std::integral_constant<Activation, kActivation>) {
-             const auto body = ops::NormSumsBody<false, kActivation, Storage>::make(problem);
-             check(launch::run_tiles_on_cuda(body, stream_of(queue)), kWhat);
+             ops::with_norm_sums_body<false, kActivation, Storage>(problem, [&](const auto& body) {
+               check(launch::run_tiles_on_cuda(body, stream_of(queue)), kWhat);
+             });
            });
   merge<false>(problem, queue, kWhat);
 }

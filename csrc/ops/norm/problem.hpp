@@ -12,11 +12,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 
 #include "core/dtype.hpp"
 #include "core/index.hpp"
 #include "launch/host_device.hpp"
 #include "ops/common/activation.hpp"
+#include "ops/common/half.hpp"
+#include "ops/common/vector.hpp"
 
 namespace pydist::ops {
 
@@ -80,6 +83,20 @@ struct NormProblem {
     return sums + (learned ? 3 : 2) * part * shape.rows() + row;
   }
 };
+
+// Whether a pass can access elements, and the values of their rows, as vectors.
+template <class Storage>
+bool has_norm_vectors(const NormProblem& problem, std::initializer_list<const void*> arrays,
+                      std::initializer_list<const void*> values, int elements) {
+  VectorFit fit{elements};
+  const NormShape& shape = problem.shape;
+  fit.multiple(shape.channels_last ? shape.channels : shape.positions);
+  for (const void* array : arrays) fit.address(array, sizeof(Storage));
+  if (shape.channels_last) {
+    for (const void* array : values) fit.address(array, sizeof(accumulator_t<Storage>));
+  }
+  return fit.fits;
+}
 
 // Mean and sum of squared deviations of `count` values.
 //
