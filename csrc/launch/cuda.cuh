@@ -42,6 +42,41 @@ cudaError_t run_on_cuda(const Body& body, index_t words, cudaStream_t stream) {
   return cudaGetLastError();  // of this launch; clears it
 }
 
+// Whether the current device has clusters (compute capability 9.0 and later).
+inline bool has_clusters() {
+  int device = 0, has = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&has, cudaDevAttrClusterLaunch, device) == cudaSuccess && has != 0;
+}
+
+// As run_kernel, launched while the kernel before it on the stream still runs; its threads wait until
+// that kernel is complete. This hides the latency of a launch (devices before sm_90: it does not).
+template <RunBody Body>
+__global__ void __launch_bounds__(kRunThreads, run_blocks<Body>())
+    run_after_kernel(const __grid_constant__ Body body, const RunGrid grid) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  run_thread(body, grid, static_cast<index_t>(blockIdx.x) * kRunThreads + threadIdx.x);
+}
+
+// Runs `body` after the kernel that the same call has just launched on `stream`.
+template <RunBody Body>
+cudaError_t run_after_on_cuda(const Body& body, index_t words, cudaStream_t stream) {
+  if (body.rows() == 0) return cudaSuccess;
+  const RunGrid grid = run_grid(body.rows(), words);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(grid.blocks);
+  config.blockDim = kRunThreads;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = has_clusters() ? 1 : 0;  // the same devices have both
+  return cudaLaunchKernelEx(&config, run_after_kernel<Body>, body, grid);
+}
+
 // A block per tile. The first barrier makes loaded data visible, the second keeps the next load
 // from overwriting data that other threads still read.
 template <TileBody Body>
@@ -68,12 +103,12 @@ cudaError_t run_tiles_on_cuda(const Body& body, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// Copies of 8 or 16 bytes that do not go through registers.
+// Copies of 4, 8 or 16 bytes that do not go through registers.
 struct AsyncCopies {
   template <int kBytes>
   PYDIST_HD void copy([[maybe_unused]] void* to, [[maybe_unused]] const void* from,
                       [[maybe_unused]] bool inside) const {
-    static_assert(kBytes == 8 || kBytes == 16);
+    static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
 #if defined(__CUDA_ARCH__)
     const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
     const int bytes = inside ? kBytes : 0;  // the rest becomes zero
@@ -85,53 +120,119 @@ struct AsyncCopies {
 #endif
   }
 
+  // Closes a group of copies; there may be none in it.
+  PYDIST_HD void commit() const {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+  }
+
+  // Waits until only the newest kInFlight groups may be in flight.
+  template <int kInFlight>
   PYDIST_HD void wait() const {
 #if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
 #endif
   }
 };
 
-// Blocks of four warps per multiprocessor: 168 registers per thread (see kRunBlocks).
-inline constexpr int kWarpTileBlocks = 3;
+// Barrier of a cluster: what a block wrote to its shared memory is visible to the others. The
+// launcher makes clusters only where a device has them.
+__device__ __forceinline__ void cluster_barrier() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+#endif
+}
 
-// A block per tile, with two stages: step s + 1 is fetched while step s is multiplied. One barrier
-// per step is enough: it makes the fetched stage visible, and no thread fetches into a stage before
-// all have left it.
+// The sums in the shared memory of each block of a cluster.
+template <class Sums>
+struct ClusterPeers {
+  const Sums* own;
+
+  __device__ __forceinline__ const Sums& operator()([[maybe_unused]] int rank) const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const Sums* peer;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(peer) : "l"(own), "r"(rank));
+    return *peer;
+#else
+    return *own;
+#endif
+  }
+};
+
+// Blocks of four warps per multiprocessor: 128 registers per thread (see kRunBlocks).
+inline constexpr int kWarpTileBlocks = 4;
+
+// A block per tile, with stages: while step s is multiplied, steps s + 1 to s + kStages - 1 are in
+// flight, so that a step costs no latency of memory. One barrier per step is enough: it makes the
+// fetched stage visible, and the stage that is fetched next is the one that all have left by then.
 template <WarpTileBody Body>
 __global__ void __launch_bounds__(Body::kThreads, kWarpTileBlocks)
     warp_tile_kernel(const __grid_constant__ Body body) {
+  constexpr int kStages = Body::kStages;
   __shared__ typename Body::Table table;
-  __shared__ typename Body::Stage stages[2];
+  __shared__ alignas(16) unsigned char memory[kWarpTileBytes<Body>];
+  auto* const stages = reinterpret_cast<typename Body::Stage*>(memory);
   const auto block = static_cast<index_t>(blockIdx.x);
   const int thread = static_cast<int>(threadIdx.x);
   const AsyncCopies copies;
   typename Body::Thread state;
   body.begin(block, thread, state, table);
   __syncthreads();
-  const index_t steps = body.steps(block);
-  for (index_t step = -1; step < steps; ++step) {
-    if (step + 1 < steps) {
-      body.fetch(block, step + 1, thread, state, table, stages[(step + 1) & 1], copies);
+  const int steps = static_cast<int>(body.steps(block));
+#pragma unroll 1  // a copy of fetch, which is long, is enough
+  for (int step = 1 - kStages; step < steps; ++step) {
+    if (step >= 0) {
+      copies.wait<kStages - 2>();
+      __syncthreads();
     }
+    const int next = step + kStages - 1;
+    if (next < steps) {
+      body.fetch(block, next, thread, state, table, stages[next % kStages], copies);
+    }
+    copies.commit();
     if (step >= 0) {
 #pragma unroll
       for (int slice = 0; slice < Body::kSlices; ++slice) {
-        body.load(slice, thread, stages[step & 1], state);
+        body.load(slice, thread, stages[step % kStages], state);
         body.multiply(block, step, slice, thread / kWarp, Warp<typename Body::Thread>{&state});
       }
     }
-    copies.wait();
-    __syncthreads();
   }
-  body.end(block, thread, state);
+  if (body.cluster() == 1) {
+    body.end(block, thread, state);
+    return;
+  }
+  auto* const sums = reinterpret_cast<typename Body::Sums*>(memory);
+  copies.wait<0>();
+  __syncthreads();  // all have left the stages
+  body.share(thread, state, *sums);
+  cluster_barrier();
+  body.end_shared(block, thread, ClusterPeers<typename Body::Sums>{sums});
+  cluster_barrier();  // a block's memory must remain until all have read it
 }
 
 template <WarpTileBody Body>
 cudaError_t run_warp_tiles_on_cuda(const Body& body, cudaStream_t stream) {
   if (body.blocks() == 0) return cudaSuccess;
-  warp_tile_kernel<<<static_cast<unsigned>(body.blocks()), Body::kThreads, 0, stream>>>(body);
-  return cudaGetLastError();
+  if (body.cluster() == 1 || !has_clusters()) {
+    const Body alone = body.alone();
+    warp_tile_kernel<<<static_cast<unsigned>(alone.blocks()), Body::kThreads, 0, stream>>>(alone);
+    return cudaGetLastError();
+  }
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(body.cluster()), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(body.blocks());
+  config.blockDim = Body::kThreads;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, warp_tile_kernel<Body>, body);
 }
 
 }  // namespace pydist::launch

@@ -4,7 +4,7 @@
 //   concept        work                            threads
 //   RunBody        independent runs of elements    a warp or less per run, lanes along it
 //   TileBody       tiles, in steps                 a block per tile: load | compute | load | ...
-//   WarpTileBody   tiles, with tensor cores        a block per tile: two stages, warps multiply
+//   WarpTileBody   tiles, with tensor cores        a block or a cluster per tile: stages in flight
 //
 // A body has no barrier and no warp intrinsic: those are in the launcher, so the same code runs on
 // the host, thread by thread.
@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <concepts>
+#include <cstddef>
 #include <type_traits>
 
 #include "launch/host_device.hpp"
@@ -120,25 +121,50 @@ struct AnyCopies {
   void copy(void*, const void*, bool) const {}
 };
 
-// Work in blocks of warps whose lanes compute together. `begin` fills a table that the block
-// shares; then step s + 1 is fetched into one of two stages while step s is computed from the
-// other, slice by slice: every lane loads its part, then the warp multiplies. Barriers and waits
-// are in the launcher.
-template <class Body>
-concept WarpTileBody = requires(const Body body, index_t block, index_t step, int thread,
-                                typename Body::Table& table, typename Body::Stage& stage,
-                                typename Body::Thread& state, Warp<typename Body::Thread> warp) {
-  { Body::kThreads } -> std::convertible_to<int>;
-  { Body::kSlices } -> std::convertible_to<int>;
-  requires std::is_trivially_copyable_v<typename Body::Table>;
-  requires std::is_trivially_copyable_v<typename Body::Stage>;
-  { body.blocks() } -> std::convertible_to<index_t>;
-  { body.steps(block) } -> std::convertible_to<index_t>;
-  body.begin(block, thread, state, table);
-  body.fetch(block, step, thread, state, table, stage, AnyCopies{});
-  body.load(thread, thread, stage, state);
-  body.multiply(block, step, thread, thread, warp);
-  body.end(block, thread, state);
+// A placeholder for the launcher's access to the sums of a cluster's blocks.
+template <class Sums>
+struct AnyPeers {
+  const Sums& operator()(int) const;
 };
+
+// Work in blocks of warps whose lanes compute together. `begin` fills a table that the block
+// shares; then up to kStages - 1 steps are fetched ahead while a step is computed from its stage,
+// slice by slice: every lane loads its part, then the warp multiplies. Barriers and waits are in
+// the launcher.
+//
+// The cluster() blocks from block b on, a multiple of that number, form a cluster. If there are
+// several, each block stores its sums (share) where all of them can read them, and then writes a
+// part of what the cluster has computed (end_shared). Else a block writes its own sums (end).
+// Where a device has no clusters, the launcher runs alone(): the same work without them.
+template <class Body>
+concept WarpTileBody =
+    requires(const Body body, index_t block, index_t step, int thread, typename Body::Table& table,
+             typename Body::Stage& stage, typename Body::Thread& state, typename Body::Sums& sums,
+             Warp<typename Body::Thread> warp) {
+      { Body::kThreads } -> std::convertible_to<int>;
+      { Body::kSlices } -> std::convertible_to<int>;
+      { Body::kStages } -> std::convertible_to<int>;
+      requires std::is_trivially_copyable_v<typename Body::Table>;
+      requires std::is_trivially_copyable_v<typename Body::Stage>;
+      requires std::is_trivially_copyable_v<typename Body::Sums>;
+      { body.blocks() } -> std::convertible_to<index_t>;
+      { body.cluster() } -> std::convertible_to<int>;
+      { body.alone() } -> std::same_as<Body>;
+      { body.steps(block) } -> std::convertible_to<index_t>;
+      body.begin(block, thread, state, table);
+      body.fetch(block, step, thread, state, table, stage, AnyCopies{});
+      body.load(thread, thread, stage, state);
+      body.multiply(block, step, thread, thread, warp);
+      body.end(block, thread, state);
+      body.share(thread, state, sums);
+      body.end_shared(block, thread, AnyPeers<typename Body::Sums>{});
+    };
+
+inline constexpr int kMaxCluster = 8;  // blocks, on every device with clusters
+
+// Shared memory of a block: the sums take the place of the stages.
+template <class Body>
+inline constexpr std::size_t kWarpTileBytes = std::max(sizeof(typename Body::Stage) * Body::kStages,
+                                                       sizeof(typename Body::Sums));
 
 }  // namespace pydist::launch

@@ -8,8 +8,10 @@
 
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/errors.hpp"
@@ -79,24 +81,27 @@ void emulate_tiles(const Body& body, ThreadOrder order) {
   });
 }
 
-// Copies into shared memory that are done when the launcher waits for them, and not before.
+// A warp's copies into shared memory, which are done when the launcher waits for them, and not
+// before.
 class DeferredCopies {
  public:
   template <int kBytes>
   void copy(void* to, const void* from, bool inside) {
     PYDIST_INVARIANT(reinterpret_cast<std::uintptr_t>(to) % kBytes == 0);
     PYDIST_INVARIANT(reinterpret_cast<std::uintptr_t>(from) % kBytes == 0);
-    pending_.push_back({to, inside ? from : nullptr, kBytes});
+    open_.push_back({to, inside ? from : nullptr, kBytes});
   }
-  void wait() {
-    for (const Pending& copy : pending_) {
-      if (copy.from != nullptr) {
-        std::memcpy(copy.to, copy.from, copy.bytes);
-      } else {
-        std::memset(copy.to, 0, copy.bytes);
+  void commit() { groups_.push_back(std::move(open_)), open_.clear(); }
+  void wait(std::size_t in_flight) {
+    for (; groups_.size() > in_flight; groups_.pop_front()) {
+      for (const Pending& copy : groups_.front()) {
+        if (copy.from != nullptr) {
+          std::memcpy(copy.to, copy.from, copy.bytes);
+        } else {
+          std::memset(copy.to, 0, copy.bytes);
+        }
       }
     }
-    pending_.clear();
   }
 
  private:
@@ -105,53 +110,110 @@ class DeferredCopies {
     const void* from;
     std::size_t bytes;
   };
-  std::vector<Pending> pending_;
+  std::vector<Pending> open_;
+  std::deque<std::vector<Pending>> groups_;
 };
 
-// Emulates warp_tile_kernel of cuda.cuh, warp after warp. A stage is poisoned after its step.
+// One block of warp_tile_kernel of cuda.cuh, warp after warp. A stage is poisoned after its step.
 template <WarpTileBody Body>
-void emulate_warp_tiles(const Body& body, ThreadOrder order) {
-  struct Memory {
-    typename Body::Table table;
-    typename Body::Stage stages[2];
-  };
+class EmulatedWarpTile {
+ public:
   using Thread = typename Body::Thread;
+  using Stage = typename Body::Stage;
+  using Sums = typename Body::Sums;
   static_assert(Body::kThreads % kWarp == 0);
-  const auto memory = std::make_unique<Memory>();
-  in_order(order, body.blocks(), [&](index_t block) {
-    std::memset(static_cast<void*>(memory.get()), 0xff, sizeof(Memory));  // NaN in every format
-    auto threads = fresh_threads<Thread>(Body::kThreads);
-    in_order(order, Body::kThreads, [&](index_t thread) {
-      body.begin(block, static_cast<int>(thread), threads[static_cast<std::size_t>(thread)],
-                 memory->table);
+
+  EmulatedWarpTile(const Body& body, index_t block, ThreadOrder order)
+      : body_(body), block_(block), order_(order) {}
+
+  // Until the sums are complete.
+  void run() {
+    constexpr int kStages = Body::kStages;
+    std::memset(static_cast<void*>(memory_.get()), 0xff, sizeof(Memory));  // NaN in every format
+    each_thread([&](int thread, Thread& state) {
+      body_.begin(block_, thread, state, memory_->table);
     });
-    const index_t steps = body.steps(block);
-    for (index_t step = -1; step < steps; ++step) {
-      in_order(order, Body::kThreads / kWarp, [&](index_t warp) {
-        Thread* const lanes = threads.data() + warp * kWarp;
+    std::vector<DeferredCopies> copies(Body::kThreads / kWarp);
+    const index_t steps = body_.steps(block_);
+    for (index_t step = 1 - kStages; step < steps; ++step) {
+      in_order(order_, Body::kThreads / kWarp, [&](index_t warp) {
+        Thread* const lanes = threads_.data() + warp * kWarp;
         const int first = static_cast<int>(warp) * kWarp;
-        DeferredCopies copies;
-        if (step + 1 < steps) {
-          in_order(order, kWarp, [&](index_t lane) {
-            body.fetch(block, step + 1, first + static_cast<int>(lane), lanes[lane], memory->table,
-                       memory->stages[(step + 1) & 1], copies);
+        auto& own = copies[static_cast<std::size_t>(warp)];
+        const index_t next = step + kStages - 1;
+        if (next < steps) {
+          in_order(order_, kWarp, [&](index_t lane) {
+            body_.fetch(block_, next, first + static_cast<int>(lane), lanes[lane], memory_->table,
+                        memory_->stages()[next % kStages], own);
           });
         }
+        own.commit();
         for (int slice = 0; step >= 0 && slice < Body::kSlices; ++slice) {
-          in_order(order, kWarp, [&](index_t lane) {
-            body.load(slice, first + static_cast<int>(lane), memory->stages[step & 1], lanes[lane]);
+          in_order(order_, kWarp, [&](index_t lane) {
+            body_.load(slice, first + static_cast<int>(lane), memory_->stages()[step % kStages],
+                       lanes[lane]);
           });
-          body.multiply(block, step, slice, static_cast<int>(warp), Warp<Thread>{lanes});
+          body_.multiply(block_, step, slice, static_cast<int>(warp), Warp<Thread>{lanes});
         }
-        copies.wait();
+        if (step >= -1) own.wait(kStages - 2);
       });
       if (step >= 0) {
-        std::memset(static_cast<void*>(&memory->stages[step & 1]), 0xff,
-                    sizeof(typename Body::Stage));
+        std::memset(static_cast<void*>(&memory_->stages()[step % kStages]), 0xff, sizeof(Stage));
       }
     }
-    in_order(order, Body::kThreads, [&](index_t thread) {
-      body.end(block, static_cast<int>(thread), threads[static_cast<std::size_t>(thread)]);
+  }
+  void share() {
+    std::memset(memory_->bytes, 0xff, sizeof(memory_->bytes));
+    each_thread([&](int thread, Thread& state) { body_.share(thread, state, sums()); });
+  }
+  Sums& sums() { return *reinterpret_cast<Sums*>(memory_->bytes); }
+  template <class Peers>
+  void end_shared(const Peers& peers) {
+    each_thread([&](int thread, Thread&) { body_.end_shared(block_, thread, peers); });
+  }
+  void end() {
+    each_thread([&](int thread, Thread& state) { body_.end(block_, thread, state); });
+  }
+
+ private:
+  struct Memory {
+    typename Body::Table table;
+    alignas(16) unsigned char bytes[kWarpTileBytes<Body>];
+
+    Stage* stages() { return reinterpret_cast<Stage*>(bytes); }
+  };
+
+  template <class Phase>
+  void each_thread(const Phase& phase) {
+    in_order(order_, Body::kThreads, [&](index_t thread) {
+      phase(static_cast<int>(thread), threads_[static_cast<std::size_t>(thread)]);
+    });
+  }
+
+  const Body& body_;
+  index_t block_;
+  ThreadOrder order_;
+  std::unique_ptr<Memory> memory_ = std::make_unique<Memory>();
+  std::vector<Thread> threads_ = fresh_threads<Thread>(Body::kThreads);
+};
+
+// Emulates warp_tile_kernel of cuda.cuh, cluster after cluster.
+template <WarpTileBody Body>
+void emulate_warp_tiles(const Body& body, ThreadOrder order) {
+  const int size = body.cluster();
+  PYDIST_INVARIANT(size >= 1 && size <= kMaxCluster && body.blocks() % size == 0);
+  in_order(order, body.blocks() / size, [&](index_t cluster) {
+    std::vector<EmulatedWarpTile<Body>> blocks;
+    for (int rank = 0; rank < size; ++rank) blocks.emplace_back(body, cluster * size + rank, order);
+    for (auto& block : blocks) block.run();
+    if (size == 1) return blocks[0].end();
+    for (auto& block : blocks) block.share();
+    const auto peers = [&](int rank) -> const typename Body::Sums& {
+      PYDIST_INVARIANT(rank >= 0 && rank < size);
+      return blocks[static_cast<std::size_t>(rank)].sums();
+    };
+    in_order(order, size, [&](index_t rank) {
+      blocks[static_cast<std::size_t>(rank)].end_shared(peers);
     });
   });
 }

@@ -74,7 +74,8 @@ std::vector<double> by_cpu(const ConvCase& given) {
 }
 
 template <ConvOp kOp, class Storage, ConvMath kMath, int kColumns>
-std::vector<double> emulated(const ConvCase& given, launch::ThreadOrder order) {
+std::vector<double> emulated(const ConvCase& given, launch::ThreadOrder order,
+                             bool alone = false) {
   using Body = ops::ConvMmaBody<kOp, Storage, kMath, kColumns>;
   const Narrow<Storage> in(given.in), weight(given.weight), out(given.out);
   const ConvProblem problem = ops::conv_problem(in.view, weight.view, out.view, given.attributes);
@@ -82,7 +83,7 @@ std::vector<double> emulated(const ConvCase& given, launch::ThreadOrder order) {
   std::vector<float> partial(
       static_cast<std::size_t>(Body::make(problem, nullptr).partial_elements()), NAN);
   const Body body = Body::make(problem, partial.data());
-  launch::emulate_warp_tiles(body, order);
+  launch::emulate_warp_tiles(alone ? body.alone() : body, order);
   const ops::ConvPartialBody<Body> rest{body};
   if (rest.rows() > 0) {
     launch::emulate_runs(rest, launch::run_grid(rest.rows(), body.n_extent), order);
@@ -174,8 +175,8 @@ TEST_P(ConvMma, WgradIsTheDefinition) {
 
 INSTANTIATE_TEST_SUITE_P(Random, ConvMma, ::testing::Range(0u, 40u));
 
-// A slab beside a plane of outputs: several tiles of rows and columns, several parts of each sum.
-ConvCase large_case(bool channels_last, index_t ci, index_t co) {
+// A slab beside a plane of outputs.
+ConvCase plane_case(bool channels_last, index_t ci, index_t co, const Coords& slab) {
   Random random(1);
   const Coords order = channels_last ? Coords{0, 2, 3, 4, 1} : Coords{0, 1, 2, 3, 4};
   const auto array = [&](const Coords& shape) {
@@ -183,34 +184,80 @@ ConvCase large_case(bool channels_last, index_t ci, index_t co) {
     made.view.strides = strides_in_order(shape, order);
     return made;
   };
-  return {array({2, ci, 1, 20, 21}),
+  return {array({2, ci, 1, slab[1], slab[2]}),
           array({co, ci, 3, 3, 3}),
-          array({2, co, 2, 20, 21}),
+          array({2, co, 2, slab[1], slab[2]}),
           {{-1, 0, 0}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, 1}};
 }
 
+// Several tiles of rows and columns, several blocks for each sum.
+ConvCase large_case(bool channels_last, index_t ci, index_t co) {
+  return plane_case(channels_last, ci, co, {1, 20, 21});
+}
+
 template <ConvOp kOp, class Storage, ConvMath kMath, int kColumns>
-index_t splits_of(const ConvCase& given) {
+ops::MmaSplits splits_of(const ConvCase& given) {
   const Narrow<Storage> in(given.in), weight(given.weight), out(given.out);
   return ops::ConvMmaBody<kOp, Storage, kMath, kColumns>::make(
              ops::conv_problem(in.view, weight.view, out.view, given.attributes), nullptr)
       .splits;
 }
 
+template <ConvOp kOp, class Storage, ConvMath kMath, int kColumns>
+void check_order(const ConvCase& given, launch::ThreadOrder order) {
+  EXPECT_EQ((emulated<kOp, Storage, kMath, kColumns>(given, order)),
+            rounded<Storage>(by_cpu<kOp>(given)));
+}
+
 TEST(ConvMmaSums, AreTheDefinitionWhereTheyAreSplit) {
   for (const bool channels_last : {false, true}) {
     const ConvCase given = large_case(channels_last, 64, 40);
-    EXPECT_GT((splits_of<ConvOp::kForward, BFloat16, ConvMath::kTf32, 32>(given)), 1);
-    EXPECT_GT((splits_of<ConvOp::kDgrad, float, ConvMath::kTf32, 64>(given)), 1);
-    EXPECT_GT((splits_of<ConvOp::kWgrad, Float16, ConvMath::kTf32, 32>(given)), 1);
+    EXPECT_GT((splits_of<ConvOp::kForward, BFloat16, ConvMath::kTf32, 32>(given)).cluster, 1);
+    EXPECT_GT((splits_of<ConvOp::kDgrad, float, ConvMath::kTf32, 64>(given)).cluster, 1);
+    EXPECT_GT((splits_of<ConvOp::kWgrad, Float16, ConvMath::kTf32, 32>(given)).cluster, 1);
     const auto order =
         channels_last ? launch::ThreadOrder::kReverse : launch::ThreadOrder::kStrided;
-    EXPECT_EQ((emulated<ConvOp::kForward, BFloat16, ConvMath::kTf32, 32>(given, order)),
-              rounded<BFloat16>(by_cpu<ConvOp::kForward>(given)));
-    EXPECT_EQ((emulated<ConvOp::kDgrad, float, ConvMath::kTf32, 64>(given, order)),
-              by_cpu<ConvOp::kDgrad>(given));
-    EXPECT_EQ((emulated<ConvOp::kWgrad, Float16, ConvMath::kTf32, 32>(given, order)),
-              rounded<Float16>(by_cpu<ConvOp::kWgrad>(given)));
+    check_order<ConvOp::kForward, BFloat16, ConvMath::kTf32, 32>(given, order);
+    check_order<ConvOp::kDgrad, float, ConvMath::kTf32, 64>(given, order);
+    check_order<ConvOp::kWgrad, Float16, ConvMath::kTf32, 32>(given, order);
+  }
+}
+
+// Few channels and many positions: parts of several clusters, the last blocks of which have no
+// steps.
+TEST(ConvMmaSums, AreTheDefinitionWhereClustersShareATile) {
+  for (const bool channels_last : {false, true}) {
+    const ConvCase given = plane_case(channels_last, 4, 12, {1, 63, 113});
+    const auto splits = splits_of<ConvOp::kWgrad, BFloat16, ConvMath::kTf32, 32>(given);
+    EXPECT_GT(splits.cluster, 1);
+    EXPECT_GT(splits.parts, 1);
+    EXPECT_GE((splits.parts * splits.cluster - 1) * splits.steps, 2 * 63 * 113 / 32 + 1);
+    check_order<ConvOp::kWgrad, BFloat16, ConvMath::kTf32, 32>(given,
+                                                               launch::ThreadOrder::kReverse);
+    check_order<ConvOp::kWgrad, float, ConvMath::kTf32x3, 64>(given, launch::ThreadOrder::kForward);
+  }
+}
+
+// Without clusters a block does the steps of one, and the parts stay the same.
+TEST(ConvMmaSums, AreTheDefinitionWithoutClusters) {
+  const ConvCase given = plane_case(true, 4, 12, {1, 63, 113});
+  const auto wanted = rounded<BFloat16>(by_cpu<ConvOp::kWgrad>(given));
+  EXPECT_EQ((emulated<ConvOp::kWgrad, BFloat16, ConvMath::kTf32, 32>(
+                given, launch::ThreadOrder::kForward, true)),
+            wanted);
+}
+
+TEST(MmaSplits, CoverAllStepsWithoutWork) {
+  for (const index_t tiles : {0, 1, 3, 7, 50, 131, 500}) {
+    for (const index_t steps : {0, 1, 15, 16, 17, 33, 36, 72, 191, 192, 512, 4097}) {
+      const auto splits = ops::MmaSplits::of(tiles, steps);
+      EXPECT_LE(splits.cluster, launch::kMaxCluster);
+      EXPECT_GE(index_t{splits.parts} * splits.cluster * splits.steps, steps);
+      const auto alone = splits.alone();
+      EXPECT_EQ(alone.parts, splits.parts);
+      EXPECT_GE(index_t{alone.parts} * alone.steps, steps);
+      EXPECT_TRUE(steps >= 16 || splits.parts * splits.cluster == 1);
+    }
   }
 }
 

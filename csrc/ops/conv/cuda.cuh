@@ -21,7 +21,7 @@ void convolve(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& 
       const Body body = Body::make(problem, mma->partial);
       check(launch::run_warp_tiles_on_cuda(body, stream_of(queue)), what);
       const ops::ConvPartialBody<Body> rest{body};
-      check(launch::run_on_cuda(rest, body.n_extent, stream_of(queue)), what);
+      check(launch::run_after_on_cuda(rest, body.n_extent, stream_of(queue)), what);
     });
   } else {
     ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {

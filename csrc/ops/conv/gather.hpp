@@ -49,7 +49,7 @@ struct ConvGather {
   ConvProblem problem;
   DimReach reach[kSpatialDims];
   std::int32_t positions, taps, channels;  // of one group
-  Divisor channel_count, extents[kSpatialDims], strides[kSpatialDims];
+  Divisor channel_count, extents[kSpatialDims], strides[kSpatialDims], kernels[kSpatialDims];
 
   // The reason why a problem has no such kernel; empty if it has one.
   static std::string refusal(const ConvProblem& problem) {
@@ -85,6 +85,7 @@ struct ConvGather {
       positions *= box.count;
       gather.extents[dim] = Divisor::by(std::max(box.count, 1));
       gather.strides[dim] = Divisor::by(problem.dims[dim].stride);
+      gather.kernels[dim] = Divisor::by(std::max(reach.kernel.count, 1));
     }
     gather.positions = static_cast<std::int32_t>(positions);
     gather.channels = static_cast<std::int32_t>(kOp == ConvOp::kDgrad ? problem.out_channels
@@ -141,9 +142,9 @@ struct ConvGather {
   PYDIST_HD Tap tap(std::int32_t i) const {
     Tap tap{{}, 0, 0};
     for (int dim = kSpatialDims - 1; dim >= 0; --dim) {
-      const Reach range = reach[dim].kernel;
-      const std::int32_t k = range.first + i % range.count;
-      i /= range.count;
+      const std::int32_t rest = kernels[dim].quotient(i);
+      const std::int32_t k = reach[dim].kernel.first + (i - rest * kernels[dim].divisor);
+      i = rest;
       const auto shift = k * static_cast<std::int32_t>(problem.dims[dim].dilation);
       tap.shift[dim] = kOp == ConvOp::kDgrad ? -shift : shift;
       tap.offset += shift * source().strides[2 + dim];

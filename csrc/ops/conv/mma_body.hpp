@@ -2,6 +2,7 @@
 //
 //   problem.hpp      the sums                       mma.hpp        one product of a warp
 //   gather.hpp       addresses of operands          mma_load.hpp   loads into shared memory
+//   mma_panel.hpp    operands in shared memory      mma_splits.hpp the blocks that share a sum
 //   partial_body.hpp adds up split sums             mma_choice.hpp the instance for a problem
 #pragma once
 
@@ -16,69 +17,79 @@
 #include "ops/conv/mma.hpp"
 #include "ops/conv/mma_call.hpp"
 #include "ops/conv/mma_load.hpp"
+#include "ops/conv/mma_panel.hpp"
+#include "ops/conv/mma_splits.hpp"
 
 namespace pydist::ops {
 
 // target[m, n] += sum_k left(m, k) * right(n, k) for each group of channels, in the layout of
 // gather.hpp: m is gathered, n is a channel.
 //
-// Threads: a block of four warps makes a tile of 128 x kColumns; each warp has 32 rows of it. A
-//   step is 16 words deep: 32 elements of 16 bits, or 16 floats. Both sides are stored in shared
-//   memory in rows along k, 20 words apart, so that the lanes of a fragment hit 32 different banks.
+// Threads: a block of four warps makes a tile of 64 x kColumns; each warp has 16 rows of it. A step
+//   is 16 words deep: 32 elements of 16 bits, or 16 floats.
 //
-//              k: 16 words a step              block (split, group, tile of m, tile of n)
+//              k: 16 words a step              block (part, group, tile of m, tile of n, rank)
 //            +----------------+
-//   warp 0   | left: 32 rows  |                stage s + 1 is fetched     fragments of stage s
-//   warp 1   |       32 rows  |   times        ----------------------     --------------------
-//   warp 2   |       32 rows  |   right        copies in flight           load, multiply, per slice
-//   warp 3   |       32 rows  |   (columns)                               of 8 words
+//   warp 0   | left: 16 rows  |                steps s + 1 ... s + 3         fragments of step s
+//   warp 1   |       16 rows  |   times        ---------------------         -------------------
+//   warp 2   |       16 rows  |   right        copies in flight              load, multiply, per
+//   warp 3   |       16 rows  |   (columns)                                  slice of 8 words
 //            +----------------+
 //
-// Double-buffered: the next step is fetched while this one is multiplied; where channels are
-//   adjacent, by copies that do not go through registers (mma_load.hpp).
+// Latency: a slab is small, so the time of a block is its number of steps times the time of one.
+//   Operands of the three next steps are in flight (mma_load.hpp), and no step waits for memory.
 // Ragged sizes: elements outside count as 0. Products of 16 rows, 8 columns and 8 words that are
 //   all outside are left out: 36 = 4 channels x 9 taps are 75 % of 3 products of 16.
-// Few tiles (deep layers, and every wgrad): `splits` blocks share a tile's sum; each writes its
-//   part to `partial` [split, group, m, n], and ConvPartialBody adds the parts up in order. The
-//   number of splits depends only on the problem, so results are deterministic, also between
-//   devices.
-// Traffic: (1/128 + 1/kColumns) elements read per multiply-add, one read and one written per
+// Few tiles (deep layers, and every wgrad): blocks share a tile's sum (mma_splits.hpp). Those of a
+//   cluster add theirs up through shared memory, and if there are several clusters for a tile, each
+//   writes its part to `partial` [part, group, m, n], and ConvPartialBody adds the parts up. Both
+//   add in order, and the splits depend only on the problem: results are deterministic, also
+//   between devices that have clusters.
+// Traffic: (1/64 + 1/kColumns) elements read per multiply-add, one read and one written per
 // output. Proof: tests/native/test_conv_mma.cpp by emulation, tests/gpu/test_conv_gpu.py on a
 // device. CPU code: none of this; cpu_planes.cpp and cpu_wgrad.cpp.
 template <ConvOp kOp, class Storage, ConvMath kMath, int kTileColumns>
 struct ConvMmaBody {
-  static constexpr int kThreads = 128;
-  static constexpr int kRows = 128, kColumns = kTileColumns;
-  static constexpr int kPack = MmaTile<Storage>::kPack;  // elements of a word
-  static constexpr int kDepth = kTileWords * kPack;      // of a step
+  static constexpr int kThreads = kTileThreads;
+  static constexpr int kRows = 64, kColumns = kTileColumns;
+  static constexpr int kPack = 4 / sizeof(Storage);  // elements of a word
+  static constexpr int kDepth = kTileWords * kPack;  // of a step
   static constexpr int kSlices = kTileWords / kMmaWords;
-  static constexpr int kWarpRows = kRows / (kThreads / launch::kWarp);
-  static constexpr int kTilesM = kWarpRows / kMmaRows, kTilesN = kColumns / kMmaColumns;
-  static constexpr index_t kWantedBlocks = 264;  // two for each multiprocessor of an H100
-  static constexpr index_t kStepsASplit = 8;     // at least: a partial sum costs a write and a read
+  static constexpr int kStages = 4;  // with the table, 44 KB of shared memory
+  static constexpr int kTilesN = kColumns / kMmaColumns;
   static constexpr bool kIsSplit = std::is_same_v<Storage, float> && kMath == ConvMath::kTf32x3;
   static constexpr MmaFormat kFormat = std::is_same_v<Storage, float>     ? MmaFormat::kTf32
                                        : std::is_same_v<Storage, Float16> ? MmaFormat::kFloat16
                                                                           : MmaFormat::kBFloat16;
+  static_assert(kRows == kThreads / launch::kWarp * kMmaRows);
 
   using Gather = ConvGather<kOp>;
+  using Load = MmaLoad<kOp, Storage, kRows, kColumns>;
   struct Table {
     typename Gather::Tap taps[Gather::kMaxTaps];
   };
   struct Stage {
-    MmaRow left[kRows], right[kColumns];
+    typename Load::Left left;
+    typename Load::Right right;
+  };
+  // Rows are 4 words from a multiple of 32: eight rows of a column of 16-byte words are in
+  // different banks.
+  struct alignas(16) Sums {
+    float values[kRows][kColumns + 4];
   };
   struct Thread {
-    typename Gather::Place row;  // that this thread gathers for; wgrad: unused
-    LeftFragment left[kTilesM], left_low[kIsSplit ? kTilesM : 1];
+    typename Gather::Place rows[Load::Left::kPieces];  // that it gathers for; wgrad: unused
+    LeftFragment left, left_low;
     RightFragment right[kTilesN], right_low[kIsSplit ? kTilesN : 1];
-    ProductFragment sums[kTilesM][kTilesN];
+    ProductFragment sums[kTilesN];
   };
 
   Gather gather;
-  MmaLoad<kOp, Storage> loads;
+  Load loads;
   std::int32_t m_extent, n_extent, k_extent;
-  std::int32_t splits, split_steps;
+  Divisor m_tiles, n_tiles, groups;
+  MmaSplits splits;
+  bool in_pairs;  // two adjacent elements of the target are a word
   float* partial = nullptr;
 
   // The reason why a problem has no such kernel; empty if it has one.
@@ -88,26 +99,30 @@ struct ConvMmaBody {
   static ConvMmaBody make(const ConvProblem& problem, float* partial) {
     ConvMmaBody body{};
     body.gather = Gather::make(problem);
-    body.loads = MmaLoad<kOp, Storage>::make(body.gather);
+    body.loads = Load::make(body.gather);
     const std::int32_t pairs = body.gather.taps * body.gather.channels;
     constexpr bool kByPairs = kOp == ConvOp::kWgrad;
     body.m_extent = kByPairs ? pairs : body.gather.positions;
     body.k_extent = kByPairs ? body.gather.positions : pairs;
     body.n_extent = static_cast<std::int32_t>(kOp == ConvOp::kDgrad ? problem.in_channels
                                                                     : problem.out_channels);
-    const index_t tiles = problem.groups * body.m_tiles() * body.n_tiles();
-    const index_t steps = ceil_div(body.k_extent, kDepth);
-    const index_t wanted =
-        std::min(ceil_div(kWantedBlocks, std::max<index_t>(tiles, 1)), steps / kStepsASplit);
-    body.split_steps = static_cast<std::int32_t>(ceil_div(steps, std::max<index_t>(wanted, 1)));
-    body.splits =
-        static_cast<std::int32_t>(ceil_div(steps, std::max<index_t>(body.split_steps, 1)));
+    const auto divisor = [](index_t count) { return Divisor::by(std::max<index_t>(count, 1)); };
+    body.m_tiles = divisor(ceil_div(body.m_extent, kRows));
+    body.n_tiles = divisor(ceil_div(body.n_extent, kColumns));
+    body.groups = divisor(problem.groups);
+    body.splits = MmaSplits::of(body.tiles(), ceil_div(body.k_extent, kDepth));
+    const SpatialArray& target = kOp == ConvOp::kWgrad ? problem.weight : body.gather.placed();
+    const index_t alignment = channel_alignment(target, body.n_extent, sizeof(Storage), 2);
+    body.in_pairs = kOp != ConvOp::kWgrad && alignment >= index_t{2 * sizeof(Storage)};
     body.partial = partial;
     return body;
   }
 
+  index_t tiles() const {
+    return gather.problem.groups * ceil_div(m_extent, kRows) * ceil_div(n_extent, kColumns);
+  }
   index_t partial_elements() const {
-    return splits < 2 ? 0 : splits * gather.problem.groups * m_extent * n_extent;
+    return splits.parts < 2 ? 0 : splits.parts * gather.problem.groups * m_extent * n_extent;
   }
 
   // Instructions of the tensor cores in one launch.
@@ -122,65 +137,77 @@ struct ConvMmaBody {
     return wanted / (static_cast<double>(products()) * kMmaRows * kMmaColumns * kMmaWords * kPack);
   }
 
-  PYDIST_HD std::int32_t m_tiles() const { return (m_extent + kRows - 1) / kRows; }
-  PYDIST_HD std::int32_t n_tiles() const { return (n_extent + kColumns - 1) / kColumns; }
+  // Without splits there is nothing to add.
   PYDIST_HD index_t blocks() const {
-    return gather.problem.groups * m_tiles() * n_tiles() * splits;  // no splits: nothing to add
+    const index_t each = gather.problem.groups * splits.parts * splits.cluster;
+    return m_extent == 0 || n_extent == 0 ? 0 : each * m_tiles.divisor * n_tiles.divisor;
+  }
+  PYDIST_HD int cluster() const { return splits.cluster; }
+  ConvMmaBody alone() const {
+    ConvMmaBody body = *this;
+    body.splits = splits.alone();
+    return body;
   }
   PYDIST_HD index_t steps(index_t block) const {
-    const std::int32_t rest = (k_extent + kDepth - 1) / kDepth - split(block) * split_steps;
-    return rest < split_steps ? rest : split_steps;
+    const std::int32_t rest = (k_extent + kDepth - 1) / kDepth - where(block).first_step;
+    return rest < 0 ? 0 : rest < splits.steps ? rest : splits.steps;
   }
 
-  // Fills the block's table of taps, finds the row that this thread gathers, and zeros its sums.
+  // Fills the block's table of taps, finds the rows that this thread gathers, and zeros its sums.
   PYDIST_HD void begin(index_t block, int thread, Thread& state, Table& table) const {
     for (int i = thread; i < gather.taps; i += kThreads) table.taps[i] = gather.tap(i);
     if constexpr (kOp != ConvOp::kWgrad) {
-      const std::int32_t m = first_row(block) + thread;
-      state.row = gather.place(gather.position(m < m_extent ? m : 0));
+      const std::int32_t first = where(block).row;
+      PYDIST_UNROLLED
+      for (int i = 0; i < Load::Left::kPieces; ++i) {
+        const std::int32_t m = first + Load::row_along(thread, i);
+        state.rows[i] = gather.place(gather.position(m < m_extent ? m : 0));
+      }
     }
     PYDIST_UNROLLED
-    for (int i = 0; i < kTilesM * kTilesN; ++i) state.sums[i / kTilesN][i % kTilesN] = {};
+    for (int j = 0; j < kTilesN; ++j) state.sums[j] = {};
   }
 
   // This thread's share of bringing step `step` of both sides into a stage.
   template <class Copies>
   PYDIST_HD void fetch(index_t block, index_t step, int thread, const Thread& state,
                        const Table& table, Stage& stage, Copies&& copies) const {
-    const std::int32_t k = first_depth(block, step), g = group(block);
-    const std::int32_t rows = m_extent - first_row(block), columns = n_extent - first_column(block);
+    const Where at = where(block);
+    const std::int32_t first = depth(at, step);
+    const MmaRange k{first, k_extent - first};
+    const MmaRange rows{at.row, m_extent - at.row}, columns{at.column, n_extent - at.column};
     if constexpr (kOp == ConvOp::kWgrad) {
-      loads.template gather_pairs<kRows>(gather, table.taps, g, {first_row(block), rows},
-                                         {k, k_extent - k}, thread, stage.left);
-      loads.template gradient<kColumns>(gather, g, {first_column(block), columns},
-                                        {k, k_extent - k}, thread, stage.right);
+      loads.pairs(gather, table.taps, at.group, rows, k, thread, stage.left, copies);
+      loads.gradient(gather, at.group, columns, k, thread, stage.right, copies);
     } else {
-      loads.gather_place(gather, table.taps, g, state.row, thread < rows, {k, k_extent - k},
-                         stage.left[thread], copies);
-      loads.template weights<kColumns>(gather, table.taps, g, {first_column(block), columns},
-                                       {k, k_extent - k}, thread, stage.right);
+      loads.places(gather, table.taps, at.group, state.rows, rows.count, k, thread, stage.left,
+                   copies);
+      if constexpr (kOp == ConvOp::kForward) {
+        loads.weights_along(gather, table.taps, at.group, columns, k, thread, stage.right, copies);
+      } else {
+        loads.weights_across(gather, table.taps, at.group, columns, k, thread, stage.right, copies);
+      }
     }
   }
 
-  // Reads this lane's words of a slice into fragments: lane = 4 * row (left) or column (right) +
-  // word of k (see mma.hpp). With three products a word is also split into high and low part.
+  // Reads this lane's words of a slice into fragments (mma.hpp). With three products a word is
+  // also split into high and low part.
   PYDIST_HD void load(int slice, int thread, const Stage& stage, Thread& state) const {
-    const int lane = thread % launch::kWarp, row = lane / 4, word = slice * kMmaWords + lane % 4;
-    const int first = thread / launch::kWarp * kWarpRows;
+    const int lane = thread % launch::kWarp;
+    std::uint32_t words[4];
+    load_fragment<true>(stage.left, lane, thread / launch::kWarp * kMmaRows, slice, words);
     PYDIST_UNROLLED
-    for (int i = 0; i < kTilesM; ++i) {
-      const MmaRow* const rows = stage.left + first + i * kMmaRows + row;
-      for (int part = 0; part < 4; ++part) {
-        set(rows[part % 2 * 8].words[word + part / 2 * 4], state.left[i].words[part],
-            state.left_low[kIsSplit ? i : 0].words[part]);
-      }
+    for (int part = 0; part < 4; ++part) {
+      set(words[part], state.left.words[part], state.left_low.words[part]);
     }
     PYDIST_UNROLLED
-    for (int j = 0; j < kTilesN; ++j) {
-      const MmaRow& column = stage.right[j * kMmaColumns + row];
-      for (int part = 0; part < 2; ++part) {
-        set(column.words[word + part * 4], state.right[j].words[part],
-            state.right_low[kIsSplit ? j : 0].words[part]);
+    for (int j = 0; j < kTilesN; j += 2) {
+      load_fragment<false>(stage.right, lane, j * kMmaColumns, slice, words);
+      PYDIST_UNROLLED
+      for (int part = 0; part < 4; ++part) {
+        const int column = j + part / 2;
+        set(words[part], state.right[column].words[part % 2],
+            state.right_low[kIsSplit ? column : 0].words[part % 2]);
       }
     }
   }
@@ -189,56 +216,143 @@ struct ConvMmaBody {
   template <class Warp>
   PYDIST_HD void multiply(index_t block, index_t step, int slice, int warp_index,
                           const Warp& warp) const {
-    if (first_depth(block, step) + slice * kMmaWords * kPack >= k_extent) return;
-    const std::int32_t row = first_row(block) + warp_index * kWarpRows;
-    const std::int32_t column = first_column(block);
+    const Where at = where(block);
+    if (depth(at, step) + slice * kMmaWords * kPack >= k_extent) return;
+    if (at.row + warp_index * kMmaRows >= m_extent) return;
     PYDIST_UNROLLED
-    for (int i = 0; i < kTilesM; ++i) {
-      PYDIST_UNROLLED
-      for (int j = 0; j < kTilesN; ++j) {
-        if (row + i * kMmaRows >= m_extent || column + j * kMmaColumns >= n_extent) continue;
-        const auto left = [i](const Thread& t) -> const auto& { return t.left[i]; };
-        const auto right = [j](const Thread& t) -> const auto& { return t.right[j]; };
-        const auto sum = [i, j](Thread& t) -> auto& { return t.sums[i][j]; };
-        if constexpr (kIsSplit) {  // the small products first
-          const auto left_low = [i](const Thread& t) -> const auto& { return t.left_low[i]; };
-          const auto right_low = [j](const Thread& t) -> const auto& { return t.right_low[j]; };
-          multiply_warp<kFormat>(warp, left_low, right, sum);
-          multiply_warp<kFormat>(warp, left, right_low, sum);
-        }
-        multiply_warp<kFormat>(warp, left, right, sum);
+    for (int j = 0; j < kTilesN; ++j) {
+      if (at.column + j * kMmaColumns >= n_extent) continue;
+      const auto left = [](const Thread& t) -> const auto& { return t.left; };
+      const auto right = [j](const Thread& t) -> const auto& { return t.right[j]; };
+      const auto sum = [j](Thread& t) -> auto& { return t.sums[j]; };
+      if constexpr (kIsSplit) {  // the small products first
+        const auto left_low = [](const Thread& t) -> const auto& { return t.left_low; };
+        const auto right_low = [j](const Thread& t) -> const auto& { return t.right_low[j]; };
+        multiply_warp<kFormat>(warp, left_low, right, sum);
+        multiply_warp<kFormat>(warp, left, right_low, sum);
       }
+      multiply_warp<kFormat>(warp, left, right, sum);
     }
   }
 
   // Adds this lane's sums to the target, or stores them as a part.
   PYDIST_HD void end(index_t block, int thread, const Thread& state) const {
     const int lane = thread % launch::kWarp;
-    const std::int32_t row = first_row(block) + thread / launch::kWarp * kWarpRows + lane / 4;
-    const std::int32_t column = first_column(block) + lane % 4 * 2;
+    const Where at = where(block);
+    const std::int32_t row = at.row + thread / launch::kWarp * kMmaRows + lane / 4;
+    const std::int32_t column = at.column + lane % 4 * 2;
     PYDIST_UNROLLED
-    for (int part = 0; part < 2 * kTilesM; ++part) {  // lanes have rows in both halves of a product
+    for (int part = 0; part < 2; ++part) {  // lanes have rows in both halves of a product
       const std::int32_t m = row + part * 8;
       if (m >= m_extent) continue;
       const auto each = [&](const auto& f) {
         PYDIST_UNROLLED
         for (int j = 0; j < 2 * kTilesN; ++j) {
           const std::int32_t n = column + j / 2 * kMmaColumns + j % 2;
-          if (n < n_extent) f(j, n, state.sums[part / 2][j / 2].values[part % 2 * 2 + j % 2]);
+          if (n < n_extent) f(j, n, state.sums[j / 2].values[part * 2 + j % 2]);
         }
       };
-      if (splits > 1) {
-        float* const sums = partial + partial_row(split(block), group(block), m);
+      if (splits.parts > 1) {
+        float* const sums = partial + partial_row(at.part, at.group, m);
         each([&](int, std::int32_t n, float sum) { sums[n] = sum; });
         continue;
       }
       // The row is read before its first element is written: one way to memory, not 2 kTilesN.
-      Storage* const target = target_row(group(block), m);
+      Storage* const target = target_row(at.group, m);
+      if (in_pairs) {
+        struct alignas(2 * sizeof(Storage)) Pair {
+          Storage values[2];
+        };
+        Pair before[kTilesN]{};
+        const auto pair_at = [&](int j) {
+          return reinterpret_cast<Pair*>(target + column + j * kMmaColumns);
+        };
+        PYDIST_UNROLLED
+        for (int j = 0; j < kTilesN; ++j) {
+          if (column + j * kMmaColumns < n_extent) before[j] = *pair_at(j);
+        }
+        PYDIST_UNROLLED
+        for (int j = 0; j < kTilesN; ++j) {
+          const float* const sums = state.sums[j].values + part * 2;
+          if (column + j * kMmaColumns < n_extent) {
+            *pair_at(j) = {finished(before[j].values[0], sums[0]),
+                           finished(before[j].values[1], sums[1])};
+          }
+        }
+        continue;
+      }
       Storage before[2 * kTilesN]{};
       each([&](int j, std::int32_t n, float) { before[j] = target[n * target_stride()]; });
       each([&](int j, std::int32_t n, float sum) {
         target[n * target_stride()] = finished(before[j], sum);
       });
+    }
+  }
+
+  // In a cluster: stores this lane's sums for the other blocks.
+  PYDIST_HD void share(int thread, const Thread& state, Sums& sums) const {
+    const int lane = thread % launch::kWarp;
+    const int row = thread / launch::kWarp * kMmaRows + lane / 4;
+    PYDIST_UNROLLED
+    for (int j = 0; j < kTilesN; ++j) {
+      PYDIST_UNROLLED
+      for (int i = 0; i < 4; ++i) {
+        sums.values[row + i / 2 * 8][j * kMmaColumns + lane % 4 * 2 + i % 2] =
+            state.sums[j].values[i];
+      }
+    }
+  }
+
+  // In a cluster: adds up the blocks' sums, in order, of this block's share of the rows, and adds
+  // them to the target or stores them as a part. A thread has four columns of a row at a time;
+  // neighbors go along the dim in which the target is adjacent.
+  template <class Peers>
+  PYDIST_HD void end_shared(index_t block, int thread, const Peers& peers) const {
+    constexpr int kQuads = kColumns / 4;
+    const Where at = where(block);
+    const int rows = kRows / splits.cluster, first = at.rank * rows;
+    const bool along_columns = splits.parts > 1 || target_stride() == 1;
+    PYDIST_ROLLED
+    for (int i = thread; i < rows * kQuads; i += kThreads) {
+      const int row = first + (along_columns ? i / kQuads : i % rows);
+      const int column = (along_columns ? i % kQuads : i / rows) * 4;
+      const std::int32_t m = at.row + row, n = at.column + column;
+      if (m >= m_extent || n >= n_extent) continue;
+      const int count = n_extent - n < 4 ? static_cast<int>(n_extent - n) : 4;
+      // All reads, of the target too, are in flight before the first is used.
+      Storage* const target = target_row(at.group, m) + n * target_stride();
+      Storage before[4]{};
+      if (splits.parts == 1) {
+        PYDIST_UNROLLED
+        for (int j = 0; j < 4; ++j) {
+          if (j < count) before[j] = target[j * target_stride()];
+        }
+      }
+      Word<16> terms[launch::kMaxCluster];
+      PYDIST_UNROLLED
+      for (int rank = 0; rank < launch::kMaxCluster; ++rank) {
+        if (rank < splits.cluster) {
+          terms[rank] = *reinterpret_cast<const Word<16>*>(&peers(rank).values[row][column]);
+        }
+      }
+      float sums[4]{};
+      PYDIST_UNROLLED
+      for (int rank = 0; rank < launch::kMaxCluster; ++rank) {
+        PYDIST_UNROLLED
+        for (int j = 0; j < 4 && rank < splits.cluster; ++j) {
+          sums[j] += bits_as<float>(terms[rank].part[j]);
+        }
+      }
+      float* const parts = partial + partial_row(at.part, at.group, m) + n;
+      PYDIST_UNROLLED
+      for (int j = 0; j < 4; ++j) {
+        if (j >= count) continue;
+        if (splits.parts > 1) {
+          parts[j] = sums[j];
+        } else {
+          target[j * target_stride()] = finished(before[j], sums[j]);
+        }
+      }
     }
   }
 
@@ -262,8 +376,8 @@ struct ConvMmaBody {
   PYDIST_HD Storage finished(const Storage& before, float sum) const {
     return store_as<Storage>(load_as(before) + sum);
   }
-  PYDIST_HD index_t partial_row(index_t split, index_t g, index_t m) const {
-    return ((split * gather.problem.groups + g) * m_extent + m) * n_extent;
+  PYDIST_HD index_t partial_row(index_t part, index_t g, index_t m) const {
+    return ((part * gather.problem.groups + g) * m_extent + m) * n_extent;
   }
 
  private:
@@ -279,23 +393,29 @@ struct ConvMmaBody {
     }
   }
 
-  // Blocks are counted over (split, group, tile of rows, tile of columns).
-  PYDIST_HD std::int32_t split(index_t block) const {
-    return static_cast<std::int32_t>(block) / n_tiles() / m_tiles() /
-           static_cast<std::int32_t>(gather.problem.groups);
+  // What a block computes, and the first step that it does.
+  struct Where {
+    std::int32_t rank, part, group, row, column, first_step;
+  };
+  // Blocks are counted over (part, group, tile of rows, tile of columns, rank in the cluster).
+  PYDIST_HD Where where(index_t block) const {
+    Where at{};
+    auto rest = static_cast<std::int32_t>(block);
+    const auto next = [&rest](const Divisor& count) {
+      const std::int32_t quotient = count.quotient(rest), index = rest - quotient * count.divisor;
+      rest = quotient;
+      return index;
+    };
+    at.rank = next(splits.ranks);
+    at.column = next(n_tiles) * kColumns;
+    at.row = next(m_tiles) * kRows;
+    at.group = next(groups);
+    at.part = next(splits.part_count);
+    at.first_step = (at.part * splits.cluster + at.rank) * splits.steps;
+    return at;
   }
-  PYDIST_HD std::int32_t group(index_t block) const {
-    return static_cast<std::int32_t>(block) / n_tiles() / m_tiles() %
-           static_cast<std::int32_t>(gather.problem.groups);
-  }
-  PYDIST_HD std::int32_t first_row(index_t block) const {
-    return static_cast<std::int32_t>(block) / n_tiles() % m_tiles() * kRows;
-  }
-  PYDIST_HD std::int32_t first_column(index_t block) const {
-    return static_cast<std::int32_t>(block) % n_tiles() * kColumns;
-  }
-  PYDIST_HD std::int32_t first_depth(index_t block, index_t step) const {
-    return (split(block) * split_steps + static_cast<std::int32_t>(step)) * kDepth;
+  PYDIST_HD std::int32_t depth(const Where& at, index_t step) const {
+    return (at.first_step + static_cast<std::int32_t>(step)) * kDepth;
   }
 };
 

@@ -18,6 +18,8 @@ std::string mma_refusal(const ConvProblem& problem) {
   return ConvGather<kOp>::refusal(problem);
 }
 
+inline constexpr index_t kManyTiles = 132;  // one for each multiprocessor of an H100
+
 // Calls f(std::type_identity<Body>{}) with the body for a problem that is not refused.
 template <ConvOp kOp, class F>
 void with_mma_body(const ConvProblem& problem, ConvMath math, const F& f) {
@@ -27,8 +29,12 @@ void with_mma_body(const ConvProblem& problem, ConvMath math, const F& f) {
       throw InternalError("no tensor-core kernel for float64");
     } else {
       const auto narrow_or_wide = [&]<ConvMath kMath>() {
-        if (columns <= 32) return f(std::type_identity<ConvMmaBody<kOp, Storage, kMath, 32>>{});
-        return f(std::type_identity<ConvMmaBody<kOp, Storage, kMath, 64>>{});
+        using Narrow = ConvMmaBody<kOp, Storage, kMath, 32>;
+        using Wide = ConvMmaBody<kOp, Storage, kMath, 64>;
+        if (columns <= Narrow::kColumns || Wide::make(problem, nullptr).tiles() < kManyTiles) {
+          return f(std::type_identity<Narrow>{});
+        }
+        return f(std::type_identity<Wide>{});
       };
       if constexpr (std::is_same_v<Storage, float>) {
         if (math == ConvMath::kTf32x3) {

@@ -1,42 +1,28 @@
 // Loads the operands of a boundary convolution on tensor cores into shared memory.
 //
-//            left (rows of a stage)                         right (columns of a stage)
-//   forward  gather_place: a thread, one row                weights
-//   dgrad    gather_place                                   weights
-//   wgrad    gather_pairs: 16 threads, one row              gradient
+//            left panel                      right panel
+//   forward  places (along: gathered)        weights_along
+//   dgrad    places (along: gathered)        weights_across
+//   wgrad    pairs (across: gathered)        gradient (across)
 //
-// All fill rows along k. Elements outside of an array, or beyond the extents, become 0, so that
-// products need no checks. Reads are 16 bytes wide if the layout allows (channels-last).
+// Elements outside of an array, or beyond the extents, become 0, so that products need no checks.
+// In channels-last arrays reads are 16 bytes wide. All reads of a thread are in flight together:
+// they are asynchronous copies, except for single elements of 16 bits.
 #pragma once
 
 #include <cstdint>
 
-#include "ops/common/half.hpp"
-#include "ops/common/word.hpp"
 #include "ops/conv/gather.hpp"
+#include "ops/conv/mma_panel.hpp"
 
 namespace pydist::ops {
 
-inline constexpr int kTileWords = 16;  // of k, in one step
-
-// One row of a tile, along k. Four words are padding: with rows 20 words apart, neither eight rows
-// of four words (a fragment) nor a column of 16-byte words (a fetch) hits a bank of shared memory
-// twice.
-struct alignas(16) MmaRow {
-  std::uint32_t words[kTileWords + 4];
-};
-
-template <class Storage>
-struct MmaTile {
-  static constexpr int kPack = 4 / sizeof(Storage);     // elements of a word
-  static constexpr int kVector = 16 / sizeof(Storage);  // of 16 bytes
-  static PYDIST_HD std::uint32_t bits(const Storage& value) {
-    if constexpr (kPack == 2) {
-      return value.bits;
-    } else {
-      return bits_as<std::uint32_t>(value);
-    }
-  }
+// How the channels of an array are read, 16 bytes of a panel at a time.
+enum class MmaRead : std::int32_t {
+  kVectors,   // in 16 bytes
+  kHalves,    // in 8 bytes, of four channels of 16 bits; each half may have another kernel index
+  kRuns,      // one by one, all with the same kernel index
+  kElements,  // one by one
 };
 
 // `first`, and the number of rows, columns or elements of k from it to the end of the extent.
@@ -44,208 +30,246 @@ struct MmaRange {
   std::int32_t first, count;
 };
 
-// Reads of the operands. Where channels are adjacent (channels-last), reads are 16 bytes wide
-// (`wide_source`, `wide_gradient`), or 8 bytes where there are 4 or 12, ... channels of 16 bits.
-template <ConvOp kOp, class Storage>
+// The largest power of two up to 16 to which each channel 0 of an array is aligned, in bytes; 0 if
+// its channels are not adjacent. `channels` of a group.
+inline index_t channel_alignment(const SpatialArray& array, index_t channels, index_t bytes,
+                                 index_t batch) {
+  if (array.strides[1] != 1) return 0;
+  index_t alignment =
+      static_cast<index_t>(reinterpret_cast<std::uintptr_t>(array.data)) | channels * bytes | 16;
+  for (int dim = 0; dim < 2 + kSpatialDims; ++dim) {
+    const bool is_one = dim == 0 && batch == 1;
+    if (dim != 1 && !is_one) alignment |= array.strides[dim] * bytes;
+  }
+  return alignment & -alignment;
+}
+
+template <ConvOp kOp, class Storage, int kTileRows, int kTileColumns>
 struct MmaLoad {
   using Gather = ConvGather<kOp>;
   using Place = typename Gather::Place;
   using Tap = typename Gather::Tap;
-  using Tile = MmaTile<Storage>;
-  static constexpr int kPack = Tile::kPack, kVector = Tile::kVector;
-  static constexpr int kThreads = 128;
-  static constexpr int kRowsAtOnce = kThreads / kTileWords;
+  using Left = MmaPanel<Storage, kTileRows, kOp == ConvOp::kWgrad>;
+  using Right = MmaPanel<Storage, kTileColumns, kOp != ConvOp::kForward>;
+  static constexpr int kVector = Left::kVector;
+  static constexpr int kSize = sizeof(Storage);
 
-  std::int32_t wide_source, wide_gradient;  // words of one read; 0: element by element
+  MmaRead left, right;
 
   static MmaLoad make(const Gather& gather) {
     const ConvProblem& p = gather.problem;
     MmaLoad loads{};
-    loads.wide_source = words_together(gather.source(), gather.channels, p);
+    loads.left = read_of(gather.source(), gather.channels, p.batch);
     if (kOp == ConvOp::kWgrad) {
-      if (loads.wide_source < 4) loads.wide_source = 0;
-      loads.wide_gradient = words_together(p.out, p.out_channels, p) < 4 ? 0 : 4;
+      loads.right = read_of(p.out, p.out_channels, p.batch);
+    } else {
+      loads.right = read_of(p.weight, p.in_channels, 2);
     }
     return loads;
   }
 
-  // Forward and dgrad, left: each thread gathers one row, which is its place, along all of k. The
-  // tap advances after the last channel of a tap.
+  // The row of an along panel that piece i of a thread belongs to.
+  static PYDIST_HD int row_along(int thread, int i) {
+    return thread / Left::kChunks + i * (kTileThreads / Left::kChunks);
+  }
+
+  // Forward and dgrad, left: rows are places, those of this thread's pieces; k is a pair of a
+  // kernel index and a channel.
   template <class Copies>
-  PYDIST_HD void gather_place(const Gather& gather, const Tap* taps, std::int32_t g,
-                              const Place& place, bool is_row, MmaRange k, MmaRow& row,
-                              Copies&& copies) const {
+  PYDIST_HD void places(const Gather& gather, const Tap* taps, std::int32_t g, const Place* places,
+                        std::int32_t rows, MmaRange k, int thread, Left& panel,
+                        Copies&& copies) const {
     const index_t stride = gather.source().strides[1];
     const auto* const source =
         static_cast<const Storage*>(gather.source().data) + g * gather.channels * stride;
-    std::int32_t tap = gather.channel_count.quotient(k.first);
-    std::int32_t channel = k.first - tap * gather.channels;
-    if (wide_source == 4) {
-      copy_row<4>(gather, taps, source, place, is_row, k, tap, channel, row, copies);
-    } else if (wide_source == 2) {
-      copy_row<2>(gather, taps, source, place, is_row, k, tap, channel, row, copies);
-    } else {
-      index_t offset = 0;
-      bool inside = is_row && k.count > 0 && gather.find(place, taps[tap], offset);
-      PYDIST_ROLLED
-      for (int chunk = 0; chunk < kTileWords; chunk += 4) {
-        Word<16> words{};
-        for (int i = 0; i < 4 * kPack; ++i) {
-          const bool wanted = chunk * kPack + i < k.count;
-          if (wanted && channel == gather.channels) {
-            channel = 0;
-            inside = is_row && gather.find(place, taps[++tap], offset);
-          }
-          if (wanted && inside) {
-            words.part[i / kPack] |= Tile::bits(source[offset + channel * stride])
-                                     << (i % kPack * 16);
-          }
-          ++channel;
+    with_read(left, [&]<int kRun, int kBytes>() {
+      along<kRun>(gather, k, thread, [&](int chunk, int e, bool wanted, std::int32_t tap,
+                                         std::int32_t channel) {
+        const Tap& t = taps[tap];
+        PYDIST_UNROLLED
+        for (int i = 0; i < Left::kPieces; ++i) {
+          const int row = row_along(thread, i);
+          index_t offset;
+          const bool inside = gather.find(places[i], t, offset) && wanted && row < rows;
+          const Storage* const from = inside ? source + offset + channel * stride : source;
+          copy_run<kRun, kBytes>(panel.at(row, chunk), e, from, stride, inside, copies);
         }
-        *reinterpret_cast<Word<16>*>(row.words + chunk) = words;
-      }
-    }
+      });
+    });
   }
 
-  // wgrad, left: rows are pairs of a kernel index and a channel, k is a position. A thread has one
-  // word of k in several rows, so that it finds the place of its positions once.
-  template <int kRows>
-  PYDIST_HD void gather_pairs(const Gather& gather, const Tap* taps, std::int32_t g, MmaRange rows,
-                              MmaRange k, int thread, MmaRow* tile) const {
+  // Forward, right: rows are the channels of the target, k is as on the left.
+  template <class Copies>
+  PYDIST_HD void weights_along(const Gather& gather, const Tap* taps, std::int32_t g,
+                               MmaRange columns, MmaRange k, int thread, Right& panel,
+                               Copies&& copies) const {
+    const index_t *const strides = gather.problem.weight.strides, stride = strides[1];
+    const Storage* const source = weights_of(gather, g) + columns.first * strides[0];
+    with_read(right, [&]<int kRun, int kBytes>() {
+      along<kRun>(gather, k, thread, [&](int chunk, int e, bool wanted, std::int32_t tap,
+                                         std::int32_t channel) {
+        const Storage* const pair = source + taps[tap].weight + channel * stride;
+        PYDIST_UNROLLED
+        for (int i = 0; i < Right::kPieces; ++i) {
+          const int row = row_along(thread, i);
+          const bool inside = wanted && row < columns.count;
+          copy_run<kRun, kBytes>(panel.at(row, chunk), e, inside ? pair + row * strides[0] : source,
+                                 stride, inside, copies);
+        }
+      });
+    });
+  }
+
+  // Dgrad, right: rows are k, as on the left; lines are the channels of the target.
+  template <class Copies>
+  PYDIST_HD void weights_across(const Gather& gather, const Tap* taps, std::int32_t g,
+                                MmaRange columns, MmaRange k, int thread, Right& panel,
+                                Copies&& copies) const {
+    const index_t *const strides = gather.problem.weight.strides, stride = strides[1];
+    const Storage* const source = weights_of(gather, g) + columns.first * stride;
+    with_read(right, [&]<int kRun, int kBytes>() {
+      across<kRun, kBytes>(
+          panel, thread, stride, source, copies,
+          [&](int row) {
+            const std::int32_t pair = row < k.count ? k.first + row : 0;
+            const std::int32_t tap = gather.channel_count.quotient(pair);
+            return taps[tap].weight + (pair - tap * gather.channels) * strides[0];
+          },
+          [&](index_t pair, int row, int line, index_t& offset) {
+            offset = pair + line * stride;
+            return row < k.count && line < columns.count;
+          });
+    });
+  }
+
+  // Wgrad, left: rows are k, positions; lines are pairs of a kernel index and a channel.
+  template <class Copies>
+  PYDIST_HD void pairs(const Gather& gather, const Tap* taps, std::int32_t g, MmaRange lines,
+                       MmaRange k, int thread, Left& panel, Copies&& copies) const {
     const index_t stride = gather.source().strides[1];
     const auto* const source =
         static_cast<const Storage*>(gather.source().data) + g * gather.channels * stride;
-    const int word = thread % kTileWords;
-    Place places[kPack];
-    for (int p = 0; p < kPack; ++p) {
-      const int i = word * kPack + p;
-      places[p] = gather.place(gather.position(i < k.count ? k.first + i : 0));
-    }
-    const auto find = [&](int row, int p, const Storage*& from) {
-      if (row >= rows.count || word * kPack + p >= k.count) return false;
-      const std::int32_t tap = gather.channel_count.quotient(rows.first + row);
-      index_t offset;
-      if (!gather.find(places[p], taps[tap], offset)) return false;
-      from = source + offset + (rows.first + row - tap * gather.channels) * stride;
-      return true;
-    };
-    fill<kRows>(wide_source != 0, thread, tile, find);
+    with_read(left, [&]<int kRun, int kBytes>() {
+      across<kRun, kBytes>(
+          panel, thread, stride, source, copies,
+          [&](int row) { return gather.place(gather.position(row < k.count ? k.first + row : 0)); },
+          [&](const Place& place, int row, int line, index_t& offset) {
+            const bool wanted = row < k.count && line < lines.count;
+            const std::int32_t pair = wanted ? lines.first + line : 0;
+            const std::int32_t tap = gather.channel_count.quotient(pair);
+            const bool inside = gather.find(place, taps[tap], offset);
+            offset += (pair - tap * gather.channels) * stride;
+            return inside && wanted;
+          });
+    });
   }
 
-  // wgrad, right: columns are channels of the output's gradient, k is a position.
-  template <int kColumns>
+  // Wgrad, right: rows are k, positions; lines are channels of the output's gradient.
+  template <class Copies>
   PYDIST_HD void gradient(const Gather& gather, std::int32_t g, MmaRange columns, MmaRange k,
-                          int thread, MmaRow* tile) const {
+                          int thread, Right& panel, Copies&& copies) const {
     const ConvProblem& problem = gather.problem;
     const index_t stride = problem.out.strides[1];
     const auto* const source = static_cast<const Storage*>(problem.out.data) +
                                (g * problem.out_channels + columns.first) * stride;
-    const int word = thread % kTileWords;
-    index_t offsets[kPack] = {};
-    for (int p = 0; p < kPack; ++p) {
-      const int i = word * kPack + p;
-      offsets[p] = gather.offset_of(gather.position(i < k.count ? k.first + i : 0));
-    }
-    const auto find = [&](int column, int p, const Storage*& from) {
-      if (column >= columns.count || word * kPack + p >= k.count) return false;
-      from = source + offsets[p] + column * stride;
-      return true;
-    };
-    fill<kColumns>(wide_gradient != 0, thread, tile, find);
-  }
-
-  // Forward and dgrad, right: columns are the channels of the target, k is a pair as on the left.
-  template <int kColumns>
-  PYDIST_HD void weights(const Gather& gather, const Tap* taps, std::int32_t g, MmaRange columns,
-                         MmaRange k, int thread, MmaRow* tile) const {
-    const SpatialArray& weight = gather.problem.weight;
-    constexpr bool kForward = kOp == ConvOp::kForward;
-    const index_t of_column = weight.strides[kForward ? 0 : 1];
-    const index_t of_depth = weight.strides[kForward ? 1 : 0];
-    const auto* const source = static_cast<const Storage*>(weight.data) +
-                               g * gather.problem.out_channels * weight.strides[0] +
-                               columns.first * of_column;
-    const int word = thread % kTileWords;
-    index_t offsets[kPack] = {};
-    for (int p = 0; p < kPack; ++p) {
-      const int i = word * kPack + p;
-      if (i >= k.count) continue;
-      const std::int32_t tap = gather.channel_count.quotient(k.first + i);
-      offsets[p] = taps[tap].weight + (k.first + i - tap * gather.channels) * of_depth;
-    }
-    const auto find = [&](int column, int p, const Storage*& from) {
-      if (column >= columns.count || word * kPack + p >= k.count) return false;
-      from = source + offsets[p] + column * of_column;
-      return true;
-    };
-    fill<kColumns>(false, thread, tile, find);
+    with_read(right, [&]<int kRun, int kBytes>() {
+      across<kRun, kBytes>(
+          panel, thread, stride, source, copies,
+          [&](int row) {
+            return gather.offset_of(gather.position(row < k.count ? k.first + row : 0));
+          },
+          [&](index_t position, int row, int line, index_t& offset) {
+            offset = position + line * stride;
+            return row < k.count && line < columns.count;
+          });
+    });
   }
 
  private:
-  // Words per read, 4 or 2, or 0 if channels must be read one by one: channels must be adjacent,
-  // and the start of every read aligned to its size.
-  static std::int32_t words_together(const SpatialArray& array, index_t channels,
-                                     const ConvProblem& problem) {
-    if (array.strides[1] != 1) return 0;
-    index_t alignment = static_cast<index_t>(reinterpret_cast<std::uintptr_t>(array.data)) |
-                        channels * static_cast<index_t>(sizeof(Storage)) | 16;
-    for (int dim = 0; dim < 2 + kSpatialDims; ++dim) {
-      const bool is_one = dim == 0 && problem.batch == 1;
-      if (dim != 1 && !is_one) {
-        alignment |= array.strides[dim] * static_cast<index_t>(sizeof(Storage));
-      }
-    }
-    return alignment % 16 == 0 ? 4 : alignment % 8 == 0 ? 2 : 0;
+  static MmaRead read_of(const SpatialArray& array, index_t channels, index_t batch) {
+    const index_t alignment = channel_alignment(array, channels, kSize, batch);
+    if (alignment == 16) return MmaRead::kVectors;
+    if (alignment == 8 && kSize == 2) return MmaRead::kHalves;
+    return channels % kVector == 0 ? MmaRead::kRuns : MmaRead::kElements;
   }
 
-  // gather_place by copies of kWords words, which never straddle two taps.
-  template <int kWords, class Copies>
-  PYDIST_HD void copy_row(const Gather& gather, const Tap* taps, const Storage* source,
-                          const Place& place, bool is_row, MmaRange k, std::int32_t tap,
-                          std::int32_t channel, MmaRow& row, Copies&& copies) const {
-    for (int word = 0; word < kTileWords; word += kWords) {
-      index_t offset = 0;
-      const bool inside = is_row && word * kPack < k.count && gather.find(place, taps[tap], offset);
-      copies.template copy<4 * kWords>(row.words + word,
-                                       inside ? source + offset + channel : source, inside);
-      channel += kWords * kPack;
-      if (channel == gather.channels) {
-        channel = 0;
-        ++tap;
-      }
-    }
+  static PYDIST_HD const Storage* weights_of(const Gather& gather, std::int32_t g) {
+    return static_cast<const Storage*>(gather.problem.weight.data) +
+           g * gather.problem.out_channels * gather.problem.weight.strides[0];
   }
 
-  // A thread fills one word of k in every eighth row. If `wide`, rows are adjacent channels: it
-  // reads 16 bytes of them for each of its one or two positions, and transposes in registers.
-  template <int kRows, class Find>
-  PYDIST_HD void fill(bool wide, int thread, MmaRow* tile, const Find& find) const {
-    const int word = thread % kTileWords;
-    if (wide) {
-      for (int row = thread / kTileWords * kVector; row < kRows; row += kRowsAtOnce * kVector) {
-        Word<16> read[kPack] = {};
-        for (int p = 0; p < kPack; ++p) {
-          const Storage* from;
-          if (find(row, p, from)) read[p] = *reinterpret_cast<const Word<16>*>(from);
-        }
-        for (int r = 0; r < kVector; ++r) {
-          std::uint32_t joined = read[0].part[r / kPack];
-          if constexpr (kPack == 2) {
-            const std::uint32_t second = read[1].part[r / 2];
-            joined = r % 2 == 0 ? (joined & 0xffffu) | second << 16
-                                : joined >> 16 | (second & 0xffff0000u);
-          }
-          tile[row + r].words[word] = joined;
-        }
-      }
+  // Calls f<elements that have one kernel index, bytes of a copy>.
+  template <class F>
+  static PYDIST_HD void with_read(MmaRead read, const F& f) {
+    if (read == MmaRead::kVectors) {
+      f.template operator()<kVector, 16>();
+    } else if (kSize == 2 && read == MmaRead::kHalves) {
+      f.template operator()<(kSize == 2 ? 4 : kVector), 8>();
+    } else if (read == MmaRead::kRuns) {
+      f.template operator()<kVector, kSize>();
     } else {
-      for (int row = thread / kTileWords; row < kRows; row += kRowsAtOnce) {
-        std::uint32_t joined = 0;
-        for (int p = 0; p < kPack; ++p) {
-          const Storage* from;
-          if (find(row, p, from)) joined |= Tile::bits(*from) << (16 * p);
-        }
-        tile[row].words[word] = joined;
+      f.template operator()<1, kSize>();
+    }
+  }
+
+  // The runs of a thread's chunk of an along panel, which is the same in all its rows:
+  // f(chunk, element of the chunk, whether it is inside k, kernel index, channel).
+  template <int kRun, class F>
+  static PYDIST_HD void along(const Gather& gather, MmaRange k, int thread, const F& f) {
+    const int chunk = thread % Left::kChunks;
+    PYDIST_UNROLLED
+    for (int e = 0; e < kVector; e += kRun) {
+      const int i = chunk * kVector + e;
+      const bool wanted = i < k.count;
+      const std::int32_t pair = wanted ? k.first + i : 0;
+      const std::int32_t tap = gather.channel_count.quotient(pair);
+      f(chunk, e, wanted, tap, pair - tap * gather.channels);
+    }
+  }
+
+  // The runs of a thread in an across panel. `row_of(row)`: what the elements of a row share;
+  // `find(that, row, line, offset)`: whether an element is inside, and where. Neighboring threads
+  // take chunks of a row if its lines are adjacent in memory; else neighboring rows, as positions
+  // may be adjacent.
+  template <int kRun, int kBytes, class Panel, class Copies, class RowOf, class Find>
+  static PYDIST_HD void across(Panel& panel, int thread, index_t stride, const Storage* source,
+                               Copies&& copies, const RowOf& row_of, const Find& find) {
+    constexpr bool kWide = kBytes > kSize;
+    PYDIST_UNROLLED
+    for (int i = 0; i < Panel::kPieces; ++i) {
+      const int index = thread + i * kTileThreads;
+      const int row = kWide ? index / Panel::kChunks : index % Panel::kRows;
+      const int chunk = kWide ? index % Panel::kChunks : index / Panel::kRows;
+      const auto shared = row_of(row);
+      PYDIST_UNROLLED
+      for (int e = 0; e < kVector; e += kRun) {
+        index_t offset;
+        const bool inside = find(shared, row, chunk * kVector + e, offset);
+        copy_run<kRun, kBytes>(panel.at(row, chunk), e, inside ? source + offset : source, stride,
+                               inside, copies);
+      }
+    }
+  }
+
+  // Copies kRun elements to element `e` of a chunk. Single elements of 16 bits go through
+  // registers: all are read before the first is written.
+  template <int kRun, int kBytes, class Copies>
+  static PYDIST_HD void copy_run(std::uint32_t* chunk, int e, const Storage* from, index_t stride,
+                                 bool inside, Copies&& copies) {
+    auto* const to = reinterpret_cast<Word<kSize>*>(chunk) + e;
+    if constexpr (kBytes == 2) {
+      Word<2> read[kRun] = {};
+      PYDIST_UNROLLED
+      for (int i = 0; i < kRun; ++i) {
+        if (inside) read[i] = *reinterpret_cast<const Word<2>*>(from + i * stride);
+      }
+      PYDIST_UNROLLED
+      for (int i = 0; i < kRun; ++i) to[i] = read[i];
+    } else {
+      constexpr int kElements = kBytes / kSize;
+      PYDIST_UNROLLED
+      for (int i = 0; i < kRun; i += kElements) {
+        copies.template copy<kBytes>(to + i, inside ? from + i * stride : from, inside);
       }
     }
   }

@@ -10,9 +10,9 @@ namespace pydist::ops {
 
 // Adds up the parts of a boundary convolution whose sums were split.
 //
-// Index formula: target[m, n] += sum_split partial[split, group, m, n], in order.
+// Index formula: target[m, n] += sum_part partial[part, group, m, n], in order.
 // Threads: a warp (or less) per row, which is one (group, m); neighboring lanes take neighboring n.
-// Traffic: 4 bytes per split and output, one element read and one written per output.
+// Traffic: 4 bytes per part and output, one element read and one written per output.
 // Proof: tests/native/test_conv_mma.cpp, with problems that are split.
 template <class Conv>
 struct ConvPartialBody {
@@ -25,7 +25,7 @@ struct ConvPartialBody {
   };
 
   PYDIST_HD index_t rows() const {
-    return conv.splits < 2 ? 0 : conv.gather.problem.groups * conv.m_extent;
+    return conv.splits.parts < 2 ? 0 : conv.gather.problem.groups * conv.m_extent;
   }
   PYDIST_HD Row row(index_t r) const {
     return {static_cast<std::int32_t>(r / conv.m_extent),
@@ -40,8 +40,8 @@ struct ConvPartialBody {
       auto& element = target[n * conv.target_stride()];
       const auto before = element;
       float sum = 0;
-      launch::LaneLoop{0, 1}(conv.splits,
-                             launch::Move{[=](index_t split) { return parts[split * step + n]; },
+      launch::LaneLoop{0, 1}(conv.splits.parts,
+                             launch::Move{[=](index_t part) { return parts[part * step + n]; },
                                           [&](index_t, float part) { sum += part; }});
       element = conv.finished(before, sum);
     });

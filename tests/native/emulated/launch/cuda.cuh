@@ -62,6 +62,11 @@ cudaError_t run_on_cuda(const Body& body, index_t words, cudaStream_t stream) {
       [grid](const Body& copy, ThreadOrder order) { emulate_runs(copy, grid, order); });
 }
 
+template <RunBody Body>
+cudaError_t run_after_on_cuda(const Body& body, index_t words, cudaStream_t stream) {
+  return run_on_cuda(body, words, stream);
+}
+
 template <TileBody Body>
 cudaError_t run_tiles_on_cuda(const Body& body, cudaStream_t stream) {
   if (body.blocks() == 0) return cudaSuccess;
@@ -73,7 +78,7 @@ cudaError_t run_tiles_on_cuda(const Body& body, cudaStream_t stream) {
 template <WarpTileBody Body>
 cudaError_t run_warp_tiles_on_cuda(const Body& body, cudaStream_t stream) {
   if (body.blocks() == 0) return cudaSuccess;
-  return launch_emulated<Body, sizeof(typename Body::Table) + 2 * sizeof(typename Body::Stage)>(
+  return launch_emulated<Body, sizeof(typename Body::Table) + kWarpTileBytes<Body>>(
       body, body.blocks(), stream,
       [](const Body& copy, ThreadOrder order) { emulate_warp_tiles(copy, order); });
 }

@@ -1,0 +1,51 @@
+// How many blocks share the sums of one tile of a boundary convolution on tensor cores.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "launch/decomposition.hpp"
+#include "ops/common/divisor.hpp"
+
+namespace pydist::ops {
+
+// The sum of a tile has `parts`, which a second launch adds up; the sum of a part is that of the
+// blocks of a cluster. Each block does up to `steps` steps.
+//
+// In cycles of an H100, estimated: a step takes 200, adding up the sums of a cluster 1200, and a
+// second launch 3500. Hence clusters are made from 16 steps on, of 4 steps or more a block, and
+// parts where a block of a cluster has 24 steps or more, of 8 or more.
+struct MmaSplits {
+  static constexpr index_t kWantedBlocks = 396;  // three for each multiprocessor of an H100
+  static constexpr index_t kFewSteps = 16, kStepsInCluster = 4;
+  static constexpr index_t kManySteps = 24, kStepsInPart = 8;
+
+  std::int32_t parts, cluster, steps;
+  Divisor part_count, ranks;
+
+  // Depends only on the problem, and not on the device.
+  static MmaSplits of(index_t tiles, index_t steps) {
+    const index_t wanted = kWantedBlocks / std::max<index_t>(tiles, 1);
+    index_t cluster = 1, parts = 1;
+    while (steps >= kFewSteps && cluster * 2 <= std::min<index_t>(launch::kMaxCluster, wanted) &&
+           steps / (cluster * 2) >= kStepsInCluster) {
+      cluster *= 2;
+    }
+    const index_t each = steps / cluster;
+    if (each >= kManySteps) {
+      parts = std::max<index_t>(1, std::min(wanted / cluster, each / kStepsInPart));
+    }
+    return make(parts, cluster, ceil_div(steps, parts * cluster));
+  }
+
+  // The same parts, by single blocks.
+  MmaSplits alone() const { return make(parts, 1, index_t{steps} * cluster); }
+
+ private:
+  static MmaSplits make(index_t parts, index_t cluster, index_t steps) {
+    return {static_cast<std::int32_t>(parts), static_cast<std::int32_t>(cluster),
+            static_cast<std::int32_t>(steps), Divisor::by(parts), Divisor::by(cluster)};
+  }
+};
+
+}  // namespace pydist::ops
