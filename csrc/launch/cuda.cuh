@@ -113,10 +113,10 @@ struct AsyncCopies {
     const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
     const int bytes = inside ? kBytes : 0;  // the rest becomes zero
     // Through the L1 cache: copies of 16 bytes share sectors of 32, and adjacent kernel indices
-    // read the same elements.
+    // read the same elements. Not said to change memory: that is for wait() to say, and a compiler
+    // would read all tables again after each copy.
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from),
-                 "n"(kBytes), "r"(bytes)
-                 : "memory");
+                 "n"(kBytes), "r"(bytes));
 #endif
   }
 
@@ -147,13 +147,25 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
+// A block's memory must remain until all of the cluster have read it; nothing is published.
+__device__ __forceinline__ void cluster_end() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.aligned;" ::
+          : "memory");
+#endif
+}
+
 // The sums in the shared memory of each block of a cluster.
 template <class Sums>
 struct ClusterPeers {
   const Sums* own;
+  bool is_alone;
 
   __device__ __forceinline__ const Sums& operator()([[maybe_unused]] int rank) const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (is_alone) return *own;
     const Sums* peer;
     asm("mapa.u64 %0, %1, %2;" : "=l"(peer) : "l"(own), "r"(rank));
     return *peer;
@@ -191,28 +203,29 @@ __global__ void __launch_bounds__(Body::kThreads, kWarpTileBlocks)
     }
     const int next = step + kStages - 1;
     if (next < steps) {
-      body.fetch(block, next, thread, state, table, stages[next % kStages], copies);
+      body.fetch(next, thread, state, table, stages[static_cast<unsigned>(next) % kStages], copies);
     }
     copies.commit();
     if (step >= 0) {
 #pragma unroll
       for (int slice = 0; slice < Body::kSlices; ++slice) {
-        body.load(slice, thread, stages[step % kStages], state);
-        body.multiply(block, step, slice, thread / kWarp, Warp<typename Body::Thread>{&state});
+        body.load(slice, thread, stages[static_cast<unsigned>(step) % kStages], state);
+        body.multiply(step, slice, thread / kWarp, Warp<typename Body::Thread>{&state});
       }
     }
   }
-  if (body.cluster() == 1) {
-    body.end(block, thread, state);
-    return;
-  }
   auto* const sums = reinterpret_cast<typename Body::Sums*>(memory);
+  const bool is_alone = body.cluster() == 1;
   copies.wait<0>();
   __syncthreads();  // all have left the stages
-  body.share(thread, state, *sums);
-  cluster_barrier();
-  body.end_shared(block, thread, ClusterPeers<typename Body::Sums>{sums});
-  cluster_barrier();  // a block's memory must remain until all have read it
+  body.share(block, thread, state, *sums);
+  if (is_alone) {
+    __syncthreads();
+  } else {
+    cluster_barrier();
+  }
+  body.end(block, thread, ClusterPeers<typename Body::Sums>{sums, is_alone});
+  if (!is_alone) cluster_end();
 }
 
 template <WarpTileBody Body>

@@ -132,10 +132,10 @@ struct AnyPeers {
 // slice by slice: every lane loads its part, then the warp multiplies. Barriers and waits are in
 // the launcher.
 //
-// The cluster() blocks from block b on, a multiple of that number, form a cluster. If there are
-// several, each block stores its sums (share) where all of them can read them, and then writes a
-// part of what the cluster has computed (end_shared). Else a block writes its own sums (end).
-// Where a device has no clusters, the launcher runs alone(): the same work without them.
+// The cluster() blocks from block b on, a multiple of that number, form a cluster; one block is one
+// too. Each block stores its sums (share) where all of them can read them, and then writes a part
+// of what the cluster has computed (end). Where a device has no clusters, the launcher runs
+// alone(): the same work by clusters of one.
 template <class Body>
 concept WarpTileBody =
     requires(const Body body, index_t block, index_t step, int thread, typename Body::Table& table,
@@ -152,12 +152,11 @@ concept WarpTileBody =
       { body.alone() } -> std::same_as<Body>;
       { body.steps(block) } -> std::convertible_to<index_t>;
       body.begin(block, thread, state, table);
-      body.fetch(block, step, thread, state, table, stage, AnyCopies{});
+      body.fetch(step, thread, state, table, stage, AnyCopies{});
       body.load(thread, thread, stage, state);
-      body.multiply(block, step, thread, thread, warp);
-      body.end(block, thread, state);
-      body.share(thread, state, sums);
-      body.end_shared(block, thread, AnyPeers<typename Body::Sums>{});
+      body.multiply(step, thread, thread, warp);
+      body.share(block, thread, state, sums);
+      body.end(block, thread, AnyPeers<typename Body::Sums>{});
     };
 
 inline constexpr int kMaxCluster = 8;  // blocks, on every device with clusters

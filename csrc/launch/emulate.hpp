@@ -143,7 +143,7 @@ class EmulatedWarpTile {
         const index_t next = step + kStages - 1;
         if (next < steps) {
           in_order(order_, kWarp, [&](index_t lane) {
-            body_.fetch(block_, next, first + static_cast<int>(lane), lanes[lane], memory_->table,
+            body_.fetch(next, first + static_cast<int>(lane), lanes[lane], memory_->table,
                         memory_->stages()[next % kStages], own);
           });
         }
@@ -153,7 +153,7 @@ class EmulatedWarpTile {
             body_.load(slice, first + static_cast<int>(lane), memory_->stages()[step % kStages],
                        lanes[lane]);
           });
-          body_.multiply(block_, step, slice, static_cast<int>(warp), Warp<Thread>{lanes});
+          body_.multiply(step, slice, static_cast<int>(warp), Warp<Thread>{lanes});
         }
         if (step >= -1) own.wait(kStages - 2);
       });
@@ -164,15 +164,12 @@ class EmulatedWarpTile {
   }
   void share() {
     std::memset(memory_->bytes, 0xff, sizeof(memory_->bytes));
-    each_thread([&](int thread, Thread& state) { body_.share(thread, state, sums()); });
+    each_thread([&](int thread, Thread& state) { body_.share(block_, thread, state, sums()); });
   }
   Sums& sums() { return *reinterpret_cast<Sums*>(memory_->bytes); }
   template <class Peers>
-  void end_shared(const Peers& peers) {
-    each_thread([&](int thread, Thread&) { body_.end_shared(block_, thread, peers); });
-  }
-  void end() {
-    each_thread([&](int thread, Thread& state) { body_.end(block_, thread, state); });
+  void end(const Peers& peers) {
+    each_thread([&](int thread, Thread&) { body_.end(block_, thread, peers); });
   }
 
  private:
@@ -206,14 +203,13 @@ void emulate_warp_tiles(const Body& body, ThreadOrder order) {
     std::vector<EmulatedWarpTile<Body>> blocks;
     for (int rank = 0; rank < size; ++rank) blocks.emplace_back(body, cluster * size + rank, order);
     for (auto& block : blocks) block.run();
-    if (size == 1) return blocks[0].end();
     for (auto& block : blocks) block.share();
     const auto peers = [&](int rank) -> const typename Body::Sums& {
       PYDIST_INVARIANT(rank >= 0 && rank < size);
       return blocks[static_cast<std::size_t>(rank)].sums();
     };
     in_order(order, size, [&](index_t rank) {
-      blocks[static_cast<std::size_t>(rank)].end_shared(peers);
+      blocks[static_cast<std::size_t>(rank)].end(peers);
     });
   });
 }

@@ -32,3 +32,20 @@
 #else
 #define PYDIST_UNROLLED
 #endif
+
+namespace pydist::launch {
+
+// Keeps a value in registers: a compiler that knows how it was computed may compute it again with
+// every use, which costs more than a register in a loop that is bound by latency.
+template <class Value>
+PYDIST_HD void keep([[maybe_unused]] Value& value) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Value) == 8) {
+    asm volatile("" : "+l"(value));
+  } else {
+    asm volatile("" : "+r"(value));
+  }
+#endif
+}
+
+}  // namespace pydist::launch

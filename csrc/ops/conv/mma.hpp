@@ -63,7 +63,7 @@ template <MmaFormat kFormat>
 __device__ __forceinline__ void multiply_lane(const LeftFragment& a, const RightFragment& b,
                                               ProductFragment& d) {
 #define PYDIST_MMA(instruction)                                                             \
-  asm volatile("mma.sync.aligned." instruction                                              \
+  asm("mma.sync.aligned." instruction                                              \
                " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"           \
                : "+f"(d.values[0]), "+f"(d.values[1]), "+f"(d.values[2]), "+f"(d.values[3]) \
                : "r"(a.words[0]), "r"(a.words[1]), "r"(a.words[2]), "r"(a.words[3]),        \

@@ -72,16 +72,22 @@ struct ConvMmaBody {
     typename Load::Left left;
     typename Load::Right right;
   };
-  // Rows are 4 words from a multiple of 32: eight rows of a column of 16-byte words are in
-  // different banks.
+  // The sums of a tile, and where its rows are in the target. Rows are 4 words from a multiple of
+  // 32: eight rows of a column of 16-byte words are in different banks.
   struct alignas(16) Sums {
     float values[kRows][kColumns + 4];
+    index_t offsets[kRows];
   };
   struct Thread {
-    typename Gather::Place rows[Load::Left::kPieces];  // that it gathers for; wgrad: unused
+    typename Load::Sources sources;
+    std::int32_t first_step;
     LeftFragment left, left_low;
     RightFragment right[kTilesN], right_low[kIsSplit ? kTilesN : 1];
     ProductFragment sums[kTilesN];
+  };
+
+  struct alignas(4 * sizeof(Storage)) [[gnu::may_alias]] Quad {
+    Storage values[4];
   };
 
   Gather gather;
@@ -89,7 +95,7 @@ struct ConvMmaBody {
   std::int32_t m_extent, n_extent, k_extent;
   Divisor m_tiles, n_tiles, groups;
   MmaSplits splits;
-  bool in_pairs;  // two adjacent elements of the target are a word
+  bool in_quads;  // four adjacent elements of the target are a word
   float* partial = nullptr;
 
   // The reason why a problem has no such kernel; empty if it has one.
@@ -111,9 +117,10 @@ struct ConvMmaBody {
     body.n_tiles = divisor(ceil_div(body.n_extent, kColumns));
     body.groups = divisor(problem.groups);
     body.splits = MmaSplits::of(body.tiles(), ceil_div(body.k_extent, kDepth));
-    const SpatialArray& target = kOp == ConvOp::kWgrad ? problem.weight : body.gather.placed();
-    const index_t alignment = channel_alignment(target, body.n_extent, sizeof(Storage), 2);
-    body.in_pairs = kOp != ConvOp::kWgrad && alignment >= index_t{2 * sizeof(Storage)};
+    const SpatialArray& placed = body.gather.placed();
+    body.in_quads = kOp != ConvOp::kWgrad &&
+                    channel_alignment(placed, body.n_extent, sizeof(Storage), problem.batch) >=
+                        static_cast<index_t>(sizeof(Quad));
     body.partial = partial;
     return body;
   }
@@ -153,39 +160,38 @@ struct ConvMmaBody {
     return rest < 0 ? 0 : rest < splits.steps ? rest : splits.steps;
   }
 
-  // Fills the block's table of taps, finds the rows that this thread gathers, and zeros its sums.
+  // Fills the block's table of taps, finds what this thread reads, and zeros its sums.
   PYDIST_HD void begin(index_t block, int thread, Thread& state, Table& table) const {
     for (int i = thread; i < gather.taps; i += kThreads) table.taps[i] = gather.tap(i);
-    if constexpr (kOp != ConvOp::kWgrad) {
-      const std::int32_t first = where(block).row;
-      PYDIST_UNROLLED
-      for (int i = 0; i < Load::Left::kPieces; ++i) {
-        const std::int32_t m = first + Load::row_along(thread, i);
-        state.rows[i] = gather.place(gather.position(m < m_extent ? m : 0));
-      }
-    }
+    const Where at = where(block);
+    const auto place = [&](int row) {
+      const std::int32_t m = at.row + row;
+      return gather.place(gather.position(m < m_extent ? m : 0));
+    };
+    loads.begin(gather, at.group, {at.row, m_extent - at.row}, {at.column, n_extent - at.column},
+                thread, place, state.sources);
+    state.first_step = at.first_step;
+    launch::keep(state.first_step);
     PYDIST_UNROLLED
     for (int j = 0; j < kTilesN; ++j) state.sums[j] = {};
   }
 
   // This thread's share of bringing step `step` of both sides into a stage.
   template <class Copies>
-  PYDIST_HD void fetch(index_t block, index_t step, int thread, const Thread& state,
-                       const Table& table, Stage& stage, Copies&& copies) const {
-    const Where at = where(block);
-    const std::int32_t first = depth(at, step);
+  PYDIST_HD void fetch(index_t step, int thread, const Thread& state, const Table& table,
+                       Stage& stage, Copies&& copies) const {
+    const std::int32_t first = depth(state, step);
     const MmaRange k{first, k_extent - first};
-    const MmaRange rows{at.row, m_extent - at.row}, columns{at.column, n_extent - at.column};
+    const auto& sources = state.sources;
     if constexpr (kOp == ConvOp::kWgrad) {
-      loads.pairs(gather, table.taps, at.group, rows, k, thread, stage.left, copies);
-      loads.gradient(gather, at.group, columns, k, thread, stage.right, copies);
+      loads.pairs(gather, table.taps, sources, k, thread, stage.left, copies);
+      loads.gradient(gather, sources, k, thread, stage.right, copies);
     } else {
-      loads.places(gather, table.taps, at.group, state.rows, rows.count, k, thread, stage.left,
-                   copies);
+      loads.places(gather, table.taps, sources, k, thread, stage.left, copies);
       if constexpr (kOp == ConvOp::kForward) {
-        loads.weights_along(gather, table.taps, at.group, columns, k, thread, stage.right, copies);
+        loads.weights_along(gather, table.taps, sources, k, thread, stage.right, copies);
       } else {
-        loads.weights_across(gather, table.taps, at.group, columns, k, thread, stage.right, copies);
+        loads.weights_across(gather, table.taps, sources, k, thread, stage.right, copies);
       }
     }
   }
@@ -214,83 +220,17 @@ struct ConvMmaBody {
 
   // The products of one warp and slice, without those whose result or operands are outside.
   template <class Warp>
-  PYDIST_HD void multiply(index_t block, index_t step, int slice, int warp_index,
-                          const Warp& warp) const {
-    const Where at = where(block);
-    if (depth(at, step) + slice * kMmaWords * kPack >= k_extent) return;
-    if (at.row + warp_index * kMmaRows >= m_extent) return;
-    PYDIST_UNROLLED
-    for (int j = 0; j < kTilesN; ++j) {
-      if (at.column + j * kMmaColumns >= n_extent) continue;
-      const auto left = [](const Thread& t) -> const auto& { return t.left; };
-      const auto right = [j](const Thread& t) -> const auto& { return t.right[j]; };
-      const auto sum = [j](Thread& t) -> auto& { return t.sums[j]; };
-      if constexpr (kIsSplit) {  // the small products first
-        const auto left_low = [](const Thread& t) -> const auto& { return t.left_low; };
-        const auto right_low = [j](const Thread& t) -> const auto& { return t.right_low[j]; };
-        multiply_warp<kFormat>(warp, left_low, right, sum);
-        multiply_warp<kFormat>(warp, left, right_low, sum);
-      }
-      multiply_warp<kFormat>(warp, left, right, sum);
-    }
+  PYDIST_HD void multiply(index_t step, int slice, int warp_index, const Warp& warp) const {
+    const Thread& any = *warp.lanes;  // what it asks is the same in all lanes
+    if (depth(any, step) + slice * kMmaWords * kPack >= k_extent) return;
+    if (warp_index * kMmaRows >= any.sources.rows) return;
+    const std::int32_t columns = any.sources.columns;
+    if (columns >= kColumns) return multiply_columns<true>(columns, warp);
+    multiply_columns<false>(columns, warp);
   }
 
-  // Adds this lane's sums to the target, or stores them as a part.
-  PYDIST_HD void end(index_t block, int thread, const Thread& state) const {
-    const int lane = thread % launch::kWarp;
-    const Where at = where(block);
-    const std::int32_t row = at.row + thread / launch::kWarp * kMmaRows + lane / 4;
-    const std::int32_t column = at.column + lane % 4 * 2;
-    PYDIST_UNROLLED
-    for (int part = 0; part < 2; ++part) {  // lanes have rows in both halves of a product
-      const std::int32_t m = row + part * 8;
-      if (m >= m_extent) continue;
-      const auto each = [&](const auto& f) {
-        PYDIST_UNROLLED
-        for (int j = 0; j < 2 * kTilesN; ++j) {
-          const std::int32_t n = column + j / 2 * kMmaColumns + j % 2;
-          if (n < n_extent) f(j, n, state.sums[j / 2].values[part * 2 + j % 2]);
-        }
-      };
-      if (splits.parts > 1) {
-        float* const sums = partial + partial_row(at.part, at.group, m);
-        each([&](int, std::int32_t n, float sum) { sums[n] = sum; });
-        continue;
-      }
-      // The row is read before its first element is written: one way to memory, not 2 kTilesN.
-      Storage* const target = target_row(at.group, m);
-      if (in_pairs) {
-        struct alignas(2 * sizeof(Storage)) Pair {
-          Storage values[2];
-        };
-        Pair before[kTilesN]{};
-        const auto pair_at = [&](int j) {
-          return reinterpret_cast<Pair*>(target + column + j * kMmaColumns);
-        };
-        PYDIST_UNROLLED
-        for (int j = 0; j < kTilesN; ++j) {
-          if (column + j * kMmaColumns < n_extent) before[j] = *pair_at(j);
-        }
-        PYDIST_UNROLLED
-        for (int j = 0; j < kTilesN; ++j) {
-          const float* const sums = state.sums[j].values + part * 2;
-          if (column + j * kMmaColumns < n_extent) {
-            *pair_at(j) = {finished(before[j].values[0], sums[0]),
-                           finished(before[j].values[1], sums[1])};
-          }
-        }
-        continue;
-      }
-      Storage before[2 * kTilesN]{};
-      each([&](int j, std::int32_t n, float) { before[j] = target[n * target_stride()]; });
-      each([&](int j, std::int32_t n, float sum) {
-        target[n * target_stride()] = finished(before[j], sum);
-      });
-    }
-  }
-
-  // In a cluster: stores this lane's sums for the other blocks.
-  PYDIST_HD void share(int thread, const Thread& state, Sums& sums) const {
+  // Stores this lane's sums where all blocks of the cluster can read them.
+  PYDIST_HD void share(index_t block, int thread, const Thread& state, Sums& sums) const {
     const int lane = thread % launch::kWarp;
     const int row = thread / launch::kWarp * kMmaRows + lane / 4;
     PYDIST_UNROLLED
@@ -301,73 +241,88 @@ struct ConvMmaBody {
             state.sums[j].values[i];
       }
     }
+    if (thread >= kRows) return;
+    const Where at = where(block);
+    const std::int32_t m = at.row + thread;
+    const bool is_part = splits.parts > 1;
+    sums.offsets[thread] = m >= m_extent ? 0
+                           : is_part     ? partial_row(at.part, at.group, m)
+                                         : target_offset(at.group, m);
   }
 
-  // In a cluster: adds up the blocks' sums, in order, of this block's share of the rows, and adds
-  // them to the target or stores them as a part. A thread has four columns of a row at a time;
-  // neighbors go along the dim in which the target is adjacent.
+  // Adds up the sums of the cluster's blocks, in order, in this block's share of the rows, and adds
+  // them to the target or stores them as a part. A thread has four columns of a row at a time, and
+  // reads the target for several of them before it writes the first: one way to memory. Neighboring
+  // threads go along the dim in which the target is adjacent.
   template <class Peers>
-  PYDIST_HD void end_shared(index_t block, int thread, const Peers& peers) const {
-    constexpr int kQuads = kColumns / 4;
+  PYDIST_HD void end(index_t block, int thread, const Peers& peers) const {
+    constexpr int kQuads = kColumns / 4, kAhead = 4;
     const Where at = where(block);
-    const int rows = kRows / splits.cluster, first = at.rank * rows;
-    const bool along_columns = splits.parts > 1 || target_stride() == 1;
+    const int rows = kRows / splits.cluster, first_row = at.rank * rows;
+    const bool is_part = splits.parts > 1, by_rows = !is_part && target_stride() != 1;
+    const index_t stride = is_part ? 1 : target_stride();
+    const Sums& own = peers(at.rank);
     PYDIST_ROLLED
-    for (int i = thread; i < rows * kQuads; i += kThreads) {
-      const int row = first + (along_columns ? i / kQuads : i % rows);
-      const int column = (along_columns ? i % kQuads : i / rows) * 4;
-      const std::int32_t m = at.row + row, n = at.column + column;
-      if (m >= m_extent || n >= n_extent) continue;
-      const int count = n_extent - n < 4 ? static_cast<int>(n_extent - n) : 4;
-      // All reads, of the target too, are in flight before the first is used.
-      Storage* const target = target_row(at.group, m) + n * target_stride();
-      Storage before[4]{};
-      if (splits.parts == 1) {
-        PYDIST_UNROLLED
-        for (int j = 0; j < 4; ++j) {
-          if (j < count) before[j] = target[j * target_stride()];
-        }
-      }
-      Word<16> terms[launch::kMaxCluster];
+    for (int first = thread; first < rows * kQuads; first += kAhead * kThreads) {
+      Quad before[kAhead]{};
+      // Of quad i of this thread: f(row and column of the tile, how many of it are inside, offset).
+      const auto quad = [&](int i, const auto& f) {
+        const int index = first + i * kThreads;
+        const int row = first_row + (by_rows ? index % rows : index / kQuads);
+        const int column = (by_rows ? index / rows : index % kQuads) * 4;
+        const std::int32_t rest = n_extent - at.column - column;
+        if (index >= rows * kQuads || at.row + row >= m_extent || rest <= 0) return;
+        f(row, column, rest < 4 ? static_cast<int>(rest) : 4,
+          own.offsets[row] + (at.column + column) * stride);
+      };
       PYDIST_UNROLLED
-      for (int rank = 0; rank < launch::kMaxCluster; ++rank) {
-        if (rank < splits.cluster) {
-          terms[rank] = *reinterpret_cast<const Word<16>*>(&peers(rank).values[row][column]);
-        }
+      for (int i = 0; i < kAhead && !is_part; ++i) {
+        quad(i, [&](int, int, int count, index_t offset) {
+          const Storage* const from = target() + offset;
+          if (in_quads) {
+            before[i] = *reinterpret_cast<const Quad*>(from);
+          } else {
+            PYDIST_UNROLLED
+            for (int j = 0; j < 4; ++j) {
+              if (j < count) before[i].values[j] = from[j * stride];
+            }
+          }
+        });
       }
-      float sums[4]{};
       PYDIST_UNROLLED
-      for (int rank = 0; rank < launch::kMaxCluster; ++rank) {
-        PYDIST_UNROLLED
-        for (int j = 0; j < 4 && rank < splits.cluster; ++j) {
-          sums[j] += bits_as<float>(terms[rank].part[j]);
-        }
-      }
-      float* const parts = partial + partial_row(at.part, at.group, m) + n;
-      PYDIST_UNROLLED
-      for (int j = 0; j < 4; ++j) {
-        if (j >= count) continue;
-        if (splits.parts > 1) {
-          parts[j] = sums[j];
-        } else {
-          target[j * target_stride()] = finished(before[j], sums[j]);
-        }
+      for (int i = 0; i < kAhead; ++i) {
+        quad(i, [&](int row, int column, int count, index_t offset) {
+          const Word<16> sums = sum_of(peers, row, column);
+          Quad after;
+          PYDIST_UNROLLED
+          for (int j = 0; j < 4; ++j) {
+            const auto sum = bits_as<float>(sums.part[j]);
+            if (is_part) {
+              if (j < count) partial[offset + j] = sum;
+            } else {
+              after.values[j] = finished(before[i].values[j], sum);
+              if (!in_quads && j < count) target()[offset + j * stride] = after.values[j];
+            }
+          }
+          if (in_quads && !is_part) *reinterpret_cast<Quad*>(target() + offset) = after;
+        });
       }
     }
   }
 
-  // Element 0 of row m of the target, the stride of its elements, and the new value of one of them.
-  PYDIST_HD Storage* target_row(std::int32_t g, std::int32_t m) const {
+  // The target, element 0 of its row m, the stride of its elements, and the new value of one.
+  PYDIST_HD Storage* target() const {
+    return static_cast<Storage*>(kOp == ConvOp::kWgrad ? gather.problem.weight.data
+                                                       : gather.placed().data);
+  }
+  PYDIST_HD index_t target_offset(std::int32_t g, std::int32_t m) const {
     const ConvProblem& p = gather.problem;
     if constexpr (kOp == ConvOp::kWgrad) {
       const std::int32_t tap = gather.channel_count.quotient(m);
-      return static_cast<Storage*>(p.weight.data) + gather.tap(tap).weight +
-             g * p.out_channels * p.weight.strides[0] +
+      return gather.tap(tap).weight + g * p.out_channels * p.weight.strides[0] +
              (m - tap * gather.channels) * p.weight.strides[1];
     } else {
-      const SpatialArray& placed = gather.placed();
-      return static_cast<Storage*>(placed.data) + gather.offset_of(gather.position(m)) +
-             g * n_extent * placed.strides[1];
+      return gather.offset_of(gather.position(m)) + g * n_extent * gather.placed().strides[1];
     }
   }
   PYDIST_HD index_t target_stride() const {
@@ -393,6 +348,47 @@ struct ConvMmaBody {
     }
   }
 
+  template <bool kWhole, class Warp>
+  PYDIST_HD void multiply_columns(std::int32_t columns, const Warp& warp) const {
+    PYDIST_UNROLLED
+    for (int j = 0; j < kTilesN; ++j) {
+      if (!kWhole && j * kMmaColumns >= columns) continue;
+      const auto left = [](const Thread& t) -> const auto& { return t.left; };
+      const auto right = [j](const Thread& t) -> const auto& { return t.right[j]; };
+      const auto sum = [j](Thread& t) -> auto& { return t.sums[j]; };
+      if constexpr (kIsSplit) {  // the small products first
+        const auto left_low = [](const Thread& t) -> const auto& { return t.left_low; };
+        const auto right_low = [j](const Thread& t) -> const auto& { return t.right_low[j]; };
+        multiply_warp<kFormat>(warp, left_low, right, sum);
+        multiply_warp<kFormat>(warp, left, right_low, sum);
+      }
+      multiply_warp<kFormat>(warp, left, right, sum);
+    }
+  }
+
+  // The sum of the cluster's blocks of four columns of a row. All are read before the first is
+  // added.
+  template <class Peers>
+  PYDIST_HD Word<16> sum_of(const Peers& peers, int row, int column) const {
+    Word<16> terms[launch::kMaxCluster];
+    PYDIST_UNROLLED
+    for (int rank = 0; rank < launch::kMaxCluster; ++rank) {
+      if (rank >= splits.cluster) continue;
+      terms[rank] = *reinterpret_cast<const Word<16>*>(&peers(rank).values[row][column]);
+    }
+    Word<16> sum = terms[0];
+    PYDIST_UNROLLED
+    for (int rank = 1; rank < launch::kMaxCluster; ++rank) {
+      if (rank >= splits.cluster) continue;
+      PYDIST_UNROLLED
+      for (int j = 0; j < 4; ++j) {
+        const float more = bits_as<float>(sum.part[j]) + bits_as<float>(terms[rank].part[j]);
+        sum.part[j] = bits_as<std::uint32_t>(more);
+      }
+    }
+    return sum;
+  }
+
   // What a block computes, and the first step that it does.
   struct Where {
     std::int32_t rank, part, group, row, column, first_step;
@@ -414,8 +410,8 @@ struct ConvMmaBody {
     at.first_step = (at.part * splits.cluster + at.rank) * splits.steps;
     return at;
   }
-  PYDIST_HD std::int32_t depth(const Where& at, index_t step) const {
-    return (at.first_step + static_cast<std::int32_t>(step)) * kDepth;
+  PYDIST_HD std::int32_t depth(const Thread& state, index_t step) const {
+    return (state.first_step + static_cast<std::int32_t>(step)) * kDepth;
   }
 };
 

@@ -54,6 +54,15 @@ struct MmaLoad {
   static constexpr int kVector = Left::kVector;
   static constexpr int kSize = sizeof(Storage);
 
+  // What a thread keeps in registers through all steps: where both sides of its tile begin, and the
+  // places (forward and dgrad, left) and weights (forward, right) of the rows of its pieces.
+  struct Sources {
+    const Storage *left, *right;
+    Place places[Left::kPieces];
+    const Storage* weights[Right::kPieces];
+    std::int32_t first_row, rows, columns;  // of the tile; rows and columns to the end of all
+  };
+
   MmaRead left, right;
 
   static MmaLoad make(const Gather& gather) {
@@ -68,31 +77,62 @@ struct MmaLoad {
     return loads;
   }
 
+  // Of the tile of group g whose first row and column are given; `place(row)`: of a row.
+  template <class PlaceOf>
+  PYDIST_HD void begin(const Gather& gather, std::int32_t g, MmaRange rows, MmaRange columns,
+                       int thread, const PlaceOf& place, Sources& of) const {
+    const ConvProblem& p = gather.problem;
+    const SpatialArray& source = gather.source();
+    of.first_row = rows.first;
+    of.rows = rows.count;
+    of.columns = columns.count;
+    of.left = static_cast<const Storage*>(source.data) + g * gather.channels * source.strides[1];
+    if constexpr (kOp == ConvOp::kWgrad) {
+      of.right = static_cast<const Storage*>(p.out.data) +
+                 (g * p.out_channels + columns.first) * p.out.strides[1];
+    } else {
+      of.right = static_cast<const Storage*>(p.weight.data) +
+                 g * p.out_channels * p.weight.strides[0] +
+                 columns.first * p.weight.strides[kOp == ConvOp::kForward ? 0 : 1];
+      PYDIST_UNROLLED
+      for (int i = 0; i < Left::kPieces; ++i) of.places[i] = place(row_along(thread, i));
+    }
+    if constexpr (kOp == ConvOp::kForward) {
+      PYDIST_UNROLLED
+      for (int i = 0; i < Right::kPieces; ++i) {
+        const int row = row_along(thread, i);
+        of.weights[i] = of.right + (row < columns.count ? row * p.weight.strides[0] : 0);
+        launch::keep(of.weights[i]);
+      }
+    }
+    launch::keep(of.left);
+    launch::keep(of.right);
+    launch::keep(of.first_row);
+    launch::keep(of.rows);
+    launch::keep(of.columns);
+  }
+
   // The row of an along panel that piece i of a thread belongs to.
   static PYDIST_HD int row_along(int thread, int i) {
     return thread / Left::kChunks + i * (kTileThreads / Left::kChunks);
   }
 
-  // Forward and dgrad, left: rows are places, those of this thread's pieces; k is a pair of a
-  // kernel index and a channel.
+  // Forward and dgrad, left: rows are places; k is a pair of a kernel index and a channel.
   template <class Copies>
-  PYDIST_HD void places(const Gather& gather, const Tap* taps, std::int32_t g, const Place* places,
-                        std::int32_t rows, MmaRange k, int thread, Left& panel,
-                        Copies&& copies) const {
-    const index_t stride = gather.source().strides[1];
-    const auto* const source =
-        static_cast<const Storage*>(gather.source().data) + g * gather.channels * stride;
+  PYDIST_HD void places(const Gather& gather, const Tap* taps, const Sources& of, MmaRange k,
+                        int thread, Left& panel, Copies&& copies) const {
     with_read(left, [&]<int kRun, int kBytes>() {
-      along<kRun>(gather, k, thread, [&](int chunk, int e, bool wanted, std::int32_t tap,
-                                         std::int32_t channel) {
-        const Tap& t = taps[tap];
+      const index_t stride = stride_of<kBytes>(gather.source().strides[1]);
+      along<kRun>(gather, taps, k, thread, [&](int chunk, int e, bool wanted, const Tap& tap,
+                                               std::int32_t channel) {
         PYDIST_UNROLLED
         for (int i = 0; i < Left::kPieces; ++i) {
           const int row = row_along(thread, i);
           index_t offset;
-          const bool inside = gather.find(places[i], t, offset) && wanted && row < rows;
-          const Storage* const from = inside ? source + offset + channel * stride : source;
-          copy_run<kRun, kBytes>(panel.at(row, chunk), e, from, stride, inside, copies);
+          const bool inside = gather.find(of.places[i], tap, offset) && wanted && row < of.rows;
+          copy_run<kRun, kBytes>(panel.at(row, chunk), e,
+                                 inside ? of.left + (offset + channel * stride) : of.left, stride,
+                                 inside, copies);
         }
       });
     });
@@ -100,21 +140,18 @@ struct MmaLoad {
 
   // Forward, right: rows are the channels of the target, k is as on the left.
   template <class Copies>
-  PYDIST_HD void weights_along(const Gather& gather, const Tap* taps, std::int32_t g,
-                               MmaRange columns, MmaRange k, int thread, Right& panel,
-                               Copies&& copies) const {
-    const index_t *const strides = gather.problem.weight.strides, stride = strides[1];
-    const Storage* const source = weights_of(gather, g) + columns.first * strides[0];
+  PYDIST_HD void weights_along(const Gather& gather, const Tap* taps, const Sources& of, MmaRange k,
+                               int thread, Right& panel, Copies&& copies) const {
     with_read(right, [&]<int kRun, int kBytes>() {
-      along<kRun>(gather, k, thread, [&](int chunk, int e, bool wanted, std::int32_t tap,
-                                         std::int32_t channel) {
-        const Storage* const pair = source + taps[tap].weight + channel * stride;
+      const index_t stride = stride_of<kBytes>(gather.problem.weight.strides[1]);
+      along<kRun>(gather, taps, k, thread, [&](int chunk, int e, bool wanted, const Tap& tap,
+                                               std::int32_t channel) {
+        const index_t pair = wanted ? tap.weight + channel * stride : 0;
         PYDIST_UNROLLED
         for (int i = 0; i < Right::kPieces; ++i) {
           const int row = row_along(thread, i);
-          const bool inside = wanted && row < columns.count;
-          copy_run<kRun, kBytes>(panel.at(row, chunk), e, inside ? pair + row * strides[0] : source,
-                                 stride, inside, copies);
+          copy_run<kRun, kBytes>(panel.at(row, chunk), e, of.weights[i] + pair, stride,
+                                 wanted && row < of.columns, copies);
         }
       });
     });
@@ -122,14 +159,13 @@ struct MmaLoad {
 
   // Dgrad, right: rows are k, as on the left; lines are the channels of the target.
   template <class Copies>
-  PYDIST_HD void weights_across(const Gather& gather, const Tap* taps, std::int32_t g,
-                                MmaRange columns, MmaRange k, int thread, Right& panel,
-                                Copies&& copies) const {
-    const index_t *const strides = gather.problem.weight.strides, stride = strides[1];
-    const Storage* const source = weights_of(gather, g) + columns.first * stride;
+  PYDIST_HD void weights_across(const Gather& gather, const Tap* taps, const Sources& of,
+                                MmaRange k, int thread, Right& panel, Copies&& copies) const {
+    const index_t* const strides = gather.problem.weight.strides;
     with_read(right, [&]<int kRun, int kBytes>() {
+      const index_t stride = stride_of<kBytes>(strides[1]);
       across<kRun, kBytes>(
-          panel, thread, stride, source, copies,
+          panel, thread, stride, of.right, copies,
           [&](int row) {
             const std::int32_t pair = row < k.count ? k.first + row : 0;
             const std::int32_t tap = gather.channel_count.quotient(pair);
@@ -137,27 +173,26 @@ struct MmaLoad {
           },
           [&](index_t pair, int row, int line, index_t& offset) {
             offset = pair + line * stride;
-            return row < k.count && line < columns.count;
+            return row < k.count && line < of.columns;
           });
     });
   }
 
   // Wgrad, left: rows are k, positions; lines are pairs of a kernel index and a channel.
   template <class Copies>
-  PYDIST_HD void pairs(const Gather& gather, const Tap* taps, std::int32_t g, MmaRange lines,
-                       MmaRange k, int thread, Left& panel, Copies&& copies) const {
-    const index_t stride = gather.source().strides[1];
-    const auto* const source =
-        static_cast<const Storage*>(gather.source().data) + g * gather.channels * stride;
+  PYDIST_HD void pairs(const Gather& gather, const Tap* taps, const Sources& of, MmaRange k,
+                       int thread, Left& panel, Copies&& copies) const {
     with_read(left, [&]<int kRun, int kBytes>() {
+      const index_t stride = stride_of<kBytes>(gather.source().strides[1]);
       across<kRun, kBytes>(
-          panel, thread, stride, source, copies,
+          panel, thread, stride, of.left, copies,
           [&](int row) { return gather.place(gather.position(row < k.count ? k.first + row : 0)); },
           [&](const Place& place, int row, int line, index_t& offset) {
-            const bool wanted = row < k.count && line < lines.count;
-            const std::int32_t pair = wanted ? lines.first + line : 0;
+            const bool wanted = row < k.count && line < of.rows;
+            const std::int32_t pair = line < of.rows ? of.first_row + line : 0;
             const std::int32_t tap = gather.channel_count.quotient(pair);
-            const bool inside = gather.find(place, taps[tap], offset);
+            const Tap found = taps[tap];
+            const bool inside = gather.find(place, found, offset);
             offset += (pair - tap * gather.channels) * stride;
             return inside && wanted;
           });
@@ -166,21 +201,18 @@ struct MmaLoad {
 
   // Wgrad, right: rows are k, positions; lines are channels of the output's gradient.
   template <class Copies>
-  PYDIST_HD void gradient(const Gather& gather, std::int32_t g, MmaRange columns, MmaRange k,
-                          int thread, Right& panel, Copies&& copies) const {
-    const ConvProblem& problem = gather.problem;
-    const index_t stride = problem.out.strides[1];
-    const auto* const source = static_cast<const Storage*>(problem.out.data) +
-                               (g * problem.out_channels + columns.first) * stride;
+  PYDIST_HD void gradient(const Gather& gather, const Sources& of, MmaRange k, int thread,
+                          Right& panel, Copies&& copies) const {
     with_read(right, [&]<int kRun, int kBytes>() {
+      const index_t stride = stride_of<kBytes>(gather.problem.out.strides[1]);
       across<kRun, kBytes>(
-          panel, thread, stride, source, copies,
+          panel, thread, stride, of.right, copies,
           [&](int row) {
             return gather.offset_of(gather.position(row < k.count ? k.first + row : 0));
           },
           [&](index_t position, int row, int line, index_t& offset) {
             offset = position + line * stride;
-            return row < k.count && line < columns.count;
+            return row < k.count && line < of.columns;
           });
     });
   }
@@ -193,9 +225,10 @@ struct MmaLoad {
     return channels % kVector == 0 ? MmaRead::kRuns : MmaRead::kElements;
   }
 
-  static PYDIST_HD const Storage* weights_of(const Gather& gather, std::int32_t g) {
-    return static_cast<const Storage*>(gather.problem.weight.data) +
-           g * gather.problem.out_channels * gather.problem.weight.strides[0];
+  // Of channels; those that are copied together are adjacent.
+  template <int kBytes>
+  static PYDIST_HD index_t stride_of(index_t stride) {
+    return kBytes > kSize ? 1 : stride;
   }
 
   // Calls f<elements that have one kernel index, bytes of a copy>.
@@ -215,7 +248,8 @@ struct MmaLoad {
   // The runs of a thread's chunk of an along panel, which is the same in all its rows:
   // f(chunk, element of the chunk, whether it is inside k, kernel index, channel).
   template <int kRun, class F>
-  static PYDIST_HD void along(const Gather& gather, MmaRange k, int thread, const F& f) {
+  static PYDIST_HD void along(const Gather& gather, const Tap* taps, MmaRange k, int thread,
+                              const F& f) {
     const int chunk = thread % Left::kChunks;
     PYDIST_UNROLLED
     for (int e = 0; e < kVector; e += kRun) {
@@ -223,7 +257,8 @@ struct MmaLoad {
       const bool wanted = i < k.count;
       const std::int32_t pair = wanted ? k.first + i : 0;
       const std::int32_t tap = gather.channel_count.quotient(pair);
-      f(chunk, e, wanted, tap, pair - tap * gather.channels);
+      const Tap found = taps[tap];  // all of it: one latency of shared memory
+      f(chunk, e, wanted, found, pair - tap * gather.channels);
     }
   }
 

@@ -33,7 +33,7 @@ struct ConvPartialBody {
   }
   template <class Loop>
   PYDIST_HD void each(const Row& row, const Loop& loop) const {
-    auto* const target = conv.target_row(row.group, row.m);
+    auto* const target = conv.target() + conv.target_offset(row.group, row.m);
     const float* const parts = conv.partial + conv.partial_row(0, row.group, row.m);
     const index_t step = conv.partial_row(1, 0, 0);
     loop(conv.n_extent, [&](index_t n) {
