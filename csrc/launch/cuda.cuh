@@ -214,6 +214,10 @@ __global__ void __launch_bounds__(Body::kThreads, kWarpTileBlocks)
       }
     }
   }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // A kernel of run_after_on_cuda may begin to wait for this one when all blocks are here.
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
   auto* const sums = reinterpret_cast<typename Body::Sums*>(memory);
   const bool is_alone = body.cluster() == 1;
   copies.wait<0>();

@@ -20,7 +20,8 @@ namespace pydist::ops {
 //
 // Positions are counted over (sample, the reached indices of three dims), pairs over (reached
 // kernel indices, channel): the channel varies fastest, so that one kernel index serves many
-// neighbors.
+// neighbors. Where instead the kernel indices of a weight are adjacent in memory and the channels of
+// the gathered array are not, the kernel index varies fastest (forward and dgrad).
 //
 // The work per element is split: the part that depends only on the position (Place) is computed
 // once per thread and tile, the part that depends only on the kernel index (Tap) once per block,
@@ -46,10 +47,15 @@ struct ConvGather {
     index_t offset, weight;
   };
 
+  struct Pair {
+    std::int32_t tap, channel;
+  };
+
   ConvProblem problem;
   DimReach reach[kSpatialDims];
   std::int32_t positions, taps, channels;  // of one group
-  Divisor channel_count, extents[kSpatialDims], strides[kSpatialDims], kernels[kSpatialDims];
+  bool taps_inside;                        // of pairs, the kernel index varies fastest
+  Divisor pair_count, extents[kSpatialDims], strides[kSpatialDims], kernels[kSpatialDims];
 
   // The reason why a problem has no such kernel; empty if it has one.
   static std::string refusal(const ConvProblem& problem) {
@@ -90,7 +96,11 @@ struct ConvGather {
     gather.positions = static_cast<std::int32_t>(positions);
     gather.channels = static_cast<std::int32_t>(kOp == ConvOp::kDgrad ? problem.out_channels
                                                                       : problem.in_channels);
-    gather.channel_count = Divisor::by(std::max(gather.channels, 1));
+    const index_t* const weight = problem.weight.strides;
+    gather.taps_inside = kOp != ConvOp::kWgrad && gather.source().strides[1] != 1 &&
+                         weight[1 + kSpatialDims] < weight[kOp == ConvOp::kForward ? 1 : 0];
+    const std::int32_t inside = gather.taps_inside ? gather.taps : gather.channels;
+    gather.pair_count = Divisor::by(std::max(inside, 1));
     return gather;
   }
 
@@ -113,6 +123,13 @@ struct ConvGather {
     }
     position.sample = i;
     return position;
+  }
+
+  // Pair number i: one division.
+  PYDIST_HD Pair pair(std::int32_t i) const {
+    const std::int32_t outside = pair_count.quotient(i);
+    const std::int32_t inside = i - outside * pair_count.divisor;
+    return taps_inside ? Pair{inside, outside} : Pair{outside, inside};
   }
 
   PYDIST_HD index_t offset_of(const Position& position) const {

@@ -184,6 +184,12 @@ struct ConvMmaBody {
     const MmaRange k{first, k_extent - first};
     const auto& sources = state.sources;
     if constexpr (kOp == ConvOp::kWgrad) {
+      if constexpr (Load::kSameRows) {
+        if (loads.finds_once()) {
+          return loads.pairs_and_gradient(gather, table.taps, sources, k, thread, stage.left,
+                                          stage.right, copies);
+        }
+      }
       loads.pairs(gather, table.taps, sources, k, thread, stage.left, copies);
       loads.gradient(gather, sources, k, thread, stage.right, copies);
     } else {
@@ -318,9 +324,9 @@ struct ConvMmaBody {
   PYDIST_HD index_t target_offset(std::int32_t g, std::int32_t m) const {
     const ConvProblem& p = gather.problem;
     if constexpr (kOp == ConvOp::kWgrad) {
-      const std::int32_t tap = gather.channel_count.quotient(m);
-      return gather.tap(tap).weight + g * p.out_channels * p.weight.strides[0] +
-             (m - tap * gather.channels) * p.weight.strides[1];
+      const auto pair = gather.pair(m);
+      return gather.tap(pair.tap).weight + g * p.out_channels * p.weight.strides[0] +
+             pair.channel * p.weight.strides[1];
     } else {
       return gather.offset_of(gather.position(m)) + g * n_extent * gather.placed().strides[1];
     }

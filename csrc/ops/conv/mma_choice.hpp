@@ -31,7 +31,9 @@ void with_mma_body(const ConvProblem& problem, ConvMath math, const F& f) {
       const auto narrow_or_wide = [&]<ConvMath kMath>() {
         using Narrow = ConvMmaBody<kOp, Storage, kMath, 32>;
         using Wide = ConvMmaBody<kOp, Storage, kMath, 64>;
-        if (columns <= Narrow::kColumns || Wide::make(problem, nullptr).tiles() < kManyTiles) {
+        // Wgrad has enough blocks by splits, and finds positions once in wide tiles.
+        const bool few = kOp != ConvOp::kWgrad && Wide::make(problem, nullptr).tiles() < kManyTiles;
+        if (columns <= Narrow::kColumns || few) {
           return f(std::type_identity<Narrow>{});
         }
         return f(std::type_identity<Wide>{});

@@ -69,10 +69,12 @@ struct MmaLoad {
     const ConvProblem& p = gather.problem;
     MmaLoad loads{};
     loads.left = read_of(gather.source(), gather.channels, p.batch);
+    if (gather.taps_inside) loads.left = MmaRead::kElements;
     if (kOp == ConvOp::kWgrad) {
       loads.right = read_of(p.out, p.out_channels, p.batch);
     } else {
       loads.right = read_of(p.weight, p.in_channels, 2);
+      if (kOp == ConvOp::kForward && gather.taps_inside) loads.right = MmaRead::kElements;
     }
     return loads;
   }
@@ -167,9 +169,8 @@ struct MmaLoad {
       across<kRun, kBytes>(
           panel, thread, stride, of.right, copies,
           [&](int row) {
-            const std::int32_t pair = row < k.count ? k.first + row : 0;
-            const std::int32_t tap = gather.channel_count.quotient(pair);
-            return taps[tap].weight + (pair - tap * gather.channels) * strides[0];
+            const auto pair = gather.pair(row < k.count ? k.first + row : 0);
+            return taps[pair.tap].weight + pair.channel * strides[0];
           },
           [&](index_t pair, int row, int line, index_t& offset) {
             offset = pair + line * stride;
@@ -189,14 +190,42 @@ struct MmaLoad {
           [&](int row) { return gather.place(gather.position(row < k.count ? k.first + row : 0)); },
           [&](const Place& place, int row, int line, index_t& offset) {
             const bool wanted = row < k.count && line < of.rows;
-            const std::int32_t pair = line < of.rows ? of.first_row + line : 0;
-            const std::int32_t tap = gather.channel_count.quotient(pair);
-            const Tap found = taps[tap];
-            const bool inside = gather.find(place, found, offset);
-            offset += (pair - tap * gather.channels) * stride;
+            const auto pair = gather.pair(line < of.rows ? of.first_row + line : 0);
+            const Tap tap = taps[pair.tap];
+            const bool inside = gather.find(place, tap, offset);
+            offset += pair.channel * stride;
             return inside && wanted;
           });
     });
+  }
+
+  // Wgrad, both sides, where both are read in vectors and a thread has the same rows of both: it
+  // finds a position, which takes half of the instructions, once.
+  static constexpr bool kSameRows = static_cast<int>(Left::kChunks) == Right::kChunks;
+  PYDIST_HD bool finds_once() const {
+    return kSameRows && left == MmaRead::kVectors && right == MmaRead::kVectors;
+  }
+  template <class Copies>
+  PYDIST_HD void pairs_and_gradient(const Gather& gather, const Tap* taps, const Sources& of,
+                                    MmaRange k, int thread, Left& to_left, Right& to_right,
+                                    Copies&& copies) const {
+    const int chunk = thread % Left::kChunks, line = chunk * kVector;
+    const bool has_pair = line < of.rows, has_column = line < of.columns;
+    const auto pair = gather.pair(has_pair ? of.first_row + line : 0);
+    const Tap tap = taps[pair.tap];
+    PYDIST_UNROLLED
+    for (int i = 0; i < Left::kPieces; ++i) {
+      const int row = row_along_k(thread, i);
+      const bool wanted = row < k.count;
+      const auto position = gather.position(wanted ? k.first + row : 0);
+      index_t offset;
+      const bool inside = gather.find(gather.place(position), tap, offset) && wanted && has_pair;
+      copies.template copy<16>(to_left.at(row, chunk),
+                               inside ? of.left + (offset + pair.channel) : of.left, inside);
+      const bool has_both = wanted && has_column;
+      const index_t out = has_both ? gather.offset_of(position) + line : 0;
+      copies.template copy<16>(to_right.at(row, chunk), of.right + out, has_both);
+    }
   }
 
   // Wgrad, right: rows are k, positions; lines are channels of the output's gradient.
@@ -218,6 +247,11 @@ struct MmaLoad {
   }
 
  private:
+  // The row of an across panel that piece i of a thread belongs to, where chunks are adjacent.
+  static PYDIST_HD int row_along_k(int thread, int i) {
+    return thread / Left::kChunks + i * (kTileThreads / Left::kChunks);
+  }
+
   static MmaRead read_of(const SpatialArray& array, index_t channels, index_t batch) {
     const index_t alignment = channel_alignment(array, channels, kSize, batch);
     if (alignment == 16) return MmaRead::kVectors;
@@ -255,10 +289,9 @@ struct MmaLoad {
     for (int e = 0; e < kVector; e += kRun) {
       const int i = chunk * kVector + e;
       const bool wanted = i < k.count;
-      const std::int32_t pair = wanted ? k.first + i : 0;
-      const std::int32_t tap = gather.channel_count.quotient(pair);
-      const Tap found = taps[tap];  // all of it: one latency of shared memory
-      f(chunk, e, wanted, found, pair - tap * gather.channels);
+      const auto pair = gather.pair(wanted ? k.first + i : 0);
+      const Tap tap = taps[pair.tap];  // all of it: one latency of shared memory
+      f(chunk, e, wanted, tap, pair.channel);
     }
   }
 
