@@ -49,8 +49,9 @@ inline bool has_clusters() {
          cudaDeviceGetAttribute(&has, cudaDevAttrClusterLaunch, device) == cudaSuccess && has != 0;
 }
 
-// As run_kernel, launched while the kernel before it on the stream still runs; its threads wait until
-// that kernel is complete. This hides the latency of a launch (devices before sm_90: it does not).
+// As run_kernel, launched while the kernel before it on the stream still runs; its threads wait
+// until that kernel is complete. This hides the latency of a launch (devices before sm_90: it does
+// not).
 template <RunBody Body>
 __global__ void __launch_bounds__(kRunThreads, run_blocks<Body>())
     run_after_kernel(const __grid_constant__ Body body, const RunGrid grid) {

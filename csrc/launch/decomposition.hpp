@@ -163,7 +163,7 @@ inline constexpr int kMaxCluster = 8;  // blocks, on every device with clusters
 
 // Shared memory of a block: the sums take the place of the stages.
 template <class Body>
-inline constexpr std::size_t kWarpTileBytes = std::max(sizeof(typename Body::Stage) * Body::kStages,
-                                                       sizeof(typename Body::Sums));
+inline constexpr std::size_t kWarpTileBytes =
+    std::max(sizeof(typename Body::Stage) * Body::kStages, sizeof(typename Body::Sums));
 
 }  // namespace pydist::launch

@@ -130,9 +130,8 @@ class EmulatedWarpTile {
   void run() {
     constexpr int kStages = Body::kStages;
     std::memset(static_cast<void*>(memory_.get()), 0xff, sizeof(Memory));  // NaN in every format
-    each_thread([&](int thread, Thread& state) {
-      body_.begin(block_, thread, state, memory_->table);
-    });
+    each_thread(
+        [&](int thread, Thread& state) { body_.begin(block_, thread, state, memory_->table); });
     std::vector<DeferredCopies> copies(Body::kThreads / kWarp);
     const index_t steps = body_.steps(block_);
     for (index_t step = 1 - kStages; step < steps; ++step) {
@@ -208,9 +207,7 @@ void emulate_warp_tiles(const Body& body, ThreadOrder order) {
       PYDIST_INVARIANT(rank >= 0 && rank < size);
       return blocks[static_cast<std::size_t>(rank)].sums();
     };
-    in_order(order, size, [&](index_t rank) {
-      blocks[static_cast<std::size_t>(rank)].end(peers);
-    });
+    in_order(order, size, [&](index_t rank) { blocks[static_cast<std::size_t>(rank)].end(peers); });
   });
 }
 

@@ -74,8 +74,7 @@ std::vector<double> by_cpu(const ConvCase& given) {
 }
 
 template <ConvOp kOp, class Storage, ConvMath kMath, int kColumns>
-std::vector<double> emulated(const ConvCase& given, launch::ThreadOrder order,
-                             bool alone = false) {
+std::vector<double> emulated(const ConvCase& given, launch::ThreadOrder order, bool alone = false) {
   using Body = ops::ConvMmaBody<kOp, Storage, kMath, kColumns>;
   const Narrow<Storage> in(given.in), weight(given.weight), out(given.out);
   const ConvProblem problem = ops::conv_problem(in.view, weight.view, out.view, given.attributes);
@@ -221,6 +220,58 @@ TEST(ConvMmaSums, AreTheDefinitionWhereTheyAreSplit) {
     check_order<ConvOp::kDgrad, float, ConvMath::kTf32, 64>(given, order);
     check_order<ConvOp::kWgrad, Float16, ConvMath::kTf32, 32>(given, order);
   }
+}
+
+// Clusters of every size, whose last block has fewer steps; tiles that end within a quad.
+TEST(ConvMmaSums, AreTheDefinitionInClustersOfEverySize) {
+  const auto check = [](index_t ci, index_t co, const Coords& slab, int cluster) {
+    for (const bool channels_last : {false, true}) {
+      const ConvCase given = plane_case(channels_last, ci, co, slab);
+      const auto splits = splits_of<ConvOp::kForward, BFloat16, ConvMath::kTf32, 32>(given);
+      EXPECT_EQ(splits.cluster, cluster);
+      const index_t steps = ceil_div(9 * ci, 32);
+      EXPECT_TRUE(cluster == 1 || steps % (splits.cluster * splits.steps) != 0);
+      check_order<ConvOp::kForward, BFloat16, ConvMath::kTf32, 32>(given,
+                                                                   launch::ThreadOrder::kReverse);
+    }
+  };
+  check(52, 37, {1, 9, 11}, 1);
+  check(64, 37, {1, 9, 9}, 4);
+  check(124, 70, {1, 7, 9}, 8);
+  check(60, 33, {1, 50, 50}, 2);
+}
+
+// Every way in which operands are read, by the layout and the number of channels.
+TEST(ConvMmaReads, FollowTheLayout) {
+  using ops::MmaRead;
+  const auto check = [](bool channels_last, index_t ci, index_t co, MmaRead left, MmaRead right) {
+    const ConvCase given = plane_case(channels_last, ci, co, {1, 13, 11});
+    const Narrow<BFloat16> in(given.in), weight(given.weight), out(given.out);
+    const ConvProblem problem = ops::conv_problem(in.view, weight.view, out.view, given.attributes);
+    using Forward = ops::ConvMmaBody<ConvOp::kForward, BFloat16, ConvMath::kTf32, 64>;
+    using Dgrad = ops::ConvMmaBody<ConvOp::kDgrad, BFloat16, ConvMath::kTf32, 64>;
+    using Wgrad = ops::ConvMmaBody<ConvOp::kWgrad, BFloat16, ConvMath::kTf32, 64>;
+    const auto forward = Forward::make(problem, nullptr), again = forward.alone();
+    EXPECT_EQ(forward.loads.left, left);
+    EXPECT_EQ(forward.gather.taps_inside, !channels_last);
+    EXPECT_EQ(again.loads.right, left);  // both by input channels
+    EXPECT_EQ(Dgrad::make(problem, nullptr).loads.left, right);
+    const auto wgrad = Wgrad::make(problem, nullptr);
+    EXPECT_EQ(wgrad.loads.finds_once(), left == MmaRead::kVectors && right == MmaRead::kVectors);
+    EXPECT_FALSE(wgrad.gather.taps_inside);
+    constexpr auto kOrder = launch::ThreadOrder::kStrided;
+    check_order<ConvOp::kForward, BFloat16, ConvMath::kTf32, 64>(given, kOrder);
+    check_order<ConvOp::kDgrad, BFloat16, ConvMath::kTf32, 64>(given, kOrder);
+    check_order<ConvOp::kWgrad, BFloat16, ConvMath::kTf32, 64>(given, kOrder);
+    check_order<ConvOp::kForward, float, ConvMath::kTf32, 64>(given, kOrder);
+    check_order<ConvOp::kDgrad, float, ConvMath::kTf32x3, 32>(given, kOrder);
+    check_order<ConvOp::kWgrad, float, ConvMath::kTf32, 64>(given, kOrder);
+  };
+  check(true, 16, 72, MmaRead::kVectors, MmaRead::kVectors);
+  check(true, 8, 12, MmaRead::kVectors, MmaRead::kHalves);
+  check(true, 12, 8, MmaRead::kHalves, MmaRead::kVectors);
+  check(true, 6, 7, MmaRead::kElements, MmaRead::kElements);
+  check(false, 16, 8, MmaRead::kElements, MmaRead::kElements);
 }
 
 // Few channels and many positions: parts of several clusters, the last blocks of which have no

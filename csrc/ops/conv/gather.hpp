@@ -20,8 +20,8 @@ namespace pydist::ops {
 //
 // Positions are counted over (sample, the reached indices of three dims), pairs over (reached
 // kernel indices, channel): the channel varies fastest, so that one kernel index serves many
-// neighbors. Where instead the kernel indices of a weight are adjacent in memory and the channels of
-// the gathered array are not, the kernel index varies fastest (forward and dgrad).
+// neighbors. Where instead the kernel indices of a weight are adjacent in memory and the channels
+// of the gathered array are not, the kernel index varies fastest (forward and dgrad).
 //
 // The work per element is split: the part that depends only on the position (Place) is computed
 // once per thread and tile, the part that depends only on the kernel index (Tap) once per block,

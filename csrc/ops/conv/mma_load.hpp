@@ -125,18 +125,19 @@ struct MmaLoad {
                         int thread, Left& panel, Copies&& copies) const {
     with_read(left, [&]<int kRun, int kBytes>() {
       const index_t stride = stride_of<kBytes>(gather.source().strides[1]);
-      along<kRun>(gather, taps, k, thread, [&](int chunk, int e, bool wanted, const Tap& tap,
-                                               std::int32_t channel) {
-        PYDIST_UNROLLED
-        for (int i = 0; i < Left::kPieces; ++i) {
-          const int row = row_along(thread, i);
-          index_t offset;
-          const bool inside = gather.find(of.places[i], tap, offset) && wanted && row < of.rows;
-          copy_run<kRun, kBytes>(panel.at(row, chunk), e,
-                                 inside ? of.left + (offset + channel * stride) : of.left, stride,
-                                 inside, copies);
-        }
-      });
+      along<kRun>(
+          gather, taps, k, thread,
+          [&](int chunk, int e, bool wanted, const Tap& tap, std::int32_t channel) {
+            PYDIST_UNROLLED
+            for (int i = 0; i < Left::kPieces; ++i) {
+              const int row = row_along(thread, i);
+              index_t offset;
+              const bool inside = gather.find(of.places[i], tap, offset) && wanted && row < of.rows;
+              copy_run<kRun, kBytes>(panel.at(row, chunk), e,
+                                     inside ? of.left + (offset + channel * stride) : of.left,
+                                     stride, inside, copies);
+            }
+          });
     });
   }
 
@@ -146,16 +147,16 @@ struct MmaLoad {
                                int thread, Right& panel, Copies&& copies) const {
     with_read(right, [&]<int kRun, int kBytes>() {
       const index_t stride = stride_of<kBytes>(gather.problem.weight.strides[1]);
-      along<kRun>(gather, taps, k, thread, [&](int chunk, int e, bool wanted, const Tap& tap,
-                                               std::int32_t channel) {
-        const index_t pair = wanted ? tap.weight + channel * stride : 0;
-        PYDIST_UNROLLED
-        for (int i = 0; i < Right::kPieces; ++i) {
-          const int row = row_along(thread, i);
-          copy_run<kRun, kBytes>(panel.at(row, chunk), e, of.weights[i] + pair, stride,
-                                 wanted && row < of.columns, copies);
-        }
-      });
+      along<kRun>(gather, taps, k, thread,
+                  [&](int chunk, int e, bool wanted, const Tap& tap, std::int32_t channel) {
+                    const index_t pair = wanted ? tap.weight + channel * stride : 0;
+                    PYDIST_UNROLLED
+                    for (int i = 0; i < Right::kPieces; ++i) {
+                      const int row = row_along(thread, i);
+                      copy_run<kRun, kBytes>(panel.at(row, chunk), e, of.weights[i] + pair, stride,
+                                             wanted && row < of.columns, copies);
+                    }
+                  });
     });
   }
 

@@ -35,8 +35,8 @@ struct alignas(16) MmaPanel {
   static constexpr int kRows = kAcross ? kTileWords * kPack : kLines;
   static constexpr int kRowWords = kAcross ? kLines / kPack : kTileWords;
   static constexpr int kPitch = kRowWords + (kAcross && kPack == 1 ? 8 : 4);
-  static constexpr int kChunks = kRowWords / 4;                       // of a row
-  static constexpr int kPieces = kRows * kChunks / kTileThreads;      // chunks of a thread
+  static constexpr int kChunks = kRowWords / 4;                   // of a row
+  static constexpr int kPieces = kRows * kChunks / kTileThreads;  // chunks of a thread
   static_assert(kPieces * kTileThreads == kRows * kChunks && kTileThreads % kChunks == 0 &&
                 kTileThreads % kRows == 0);
 
@@ -108,8 +108,8 @@ PYDIST_HD void load_fragment(const MmaPanel<Storage, kLines, kAcross>& panel, in
   } else {
     PYDIST_UNROLLED
     for (int i = 0; i < 4; ++i) {
-      words[i] = panel.row(slice * kWords + upper_words(i) + lane % 4)[line + upper_lines(i) +
-                                                                       lane / 4];
+      words[i] =
+          panel.row(slice * kWords + upper_words(i) + lane % 4)[line + upper_lines(i) + lane / 4];
     }
   }
 }
