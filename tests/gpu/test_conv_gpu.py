@@ -39,6 +39,7 @@ CASES = {
     "odd channels": (3, 7, 1, 1, 1, (1, 20, 21)),
     "groups": (8, 8, 3, 1, 1, (2, 17, 19)),
     "stride 2": (16, 24, 1, 2, 1, (2, 33, 30)),
+    "large": (4, 12, 1, 1, 1, (1, 90, 83)),
     "dilation 2": (16, 24, 1, 1, 2, (2, 21, 30)),
 }
 
@@ -97,8 +98,9 @@ def test_every_kernel_adds_what_the_cpu_adds(kernel, dtype, role, name, channels
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_the_kernel_on_tensor_cores_can_be_captured(role):
-    problem, operands = case("8 to 16", role, torch.bfloat16, True, False)
+@pytest.mark.parametrize("name", ["8 to 16", "large"])
+def test_the_kernel_on_tensor_cores_can_be_captured(name, role):
+    problem, operands = case(name, role, torch.bfloat16, True, False)
     device = on_device(problem, operands)
     before = device[2].clone()
     wanted = add("mma", problem, device).clone()  # loads the kernels, which can't be captured
@@ -112,7 +114,7 @@ def test_the_kernel_on_tensor_cores_can_be_captured(role):
 
 
 def test_a_workspace_is_asked_for():
-    problem, operands = case("8 to 16", "wgrad", torch.bfloat16, True, False)
+    problem, operands = case("large", "wgrad", torch.bfloat16, True, False)
     device = on_device(problem, operands)
     arguments = (*device, problem.first_lo, problem.target_lo, *problem.geometry)
     _, elements, _ = native.boundary_conv_plan("wgrad", *arguments, "mma")

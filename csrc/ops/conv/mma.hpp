@@ -62,12 +62,12 @@ PYDIST_HD SplitFloat split_float(std::uint32_t word) {
 template <MmaFormat kFormat>
 __device__ __forceinline__ void multiply_lane(const LeftFragment& a, const RightFragment& b,
                                               ProductFragment& d) {
-#define PYDIST_MMA(instruction)                                                              \
-  asm("mma.sync.aligned." instruction                                                        \
-      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                     \
-      : "+f"(d.values[0]), "+f"(d.values[1]), "+f"(d.values[2]), "+f"(d.values[3])           \
-      : "r"(a.words[0]), "r"(a.words[1]), "r"(a.words[2]), "r"(a.words[3]), "r"(b.words[0]), \
-        "r"(b.words[1]))
+#define PYDIST_MMA(instruction)                                                             \
+  asm volatile("mma.sync.aligned." instruction                                              \
+               " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"           \
+               : "+f"(d.values[0]), "+f"(d.values[1]), "+f"(d.values[2]), "+f"(d.values[3]) \
+               : "r"(a.words[0]), "r"(a.words[1]), "r"(a.words[2]), "r"(a.words[3]),        \
+                 "r"(b.words[0]), "r"(b.words[1]))
   if constexpr (kFormat == MmaFormat::kFloat16) PYDIST_MMA("m16n8k16.row.col.f32.f16.f16.f32");
   if constexpr (kFormat == MmaFormat::kBFloat16) PYDIST_MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
   if constexpr (kFormat == MmaFormat::kTf32) PYDIST_MMA("m16n8k8.row.col.f32.tf32.tf32.f32");
