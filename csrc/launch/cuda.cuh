@@ -78,10 +78,21 @@ cudaError_t run_after_on_cuda(const Body& body, index_t words, cudaStream_t stre
   return cudaLaunchKernelEx(&config, run_after_kernel<Body>, body, grid);
 }
 
+// The same for tiles. Without a bound, unless a body sets one: 0 is none.
+template <class Body>
+constexpr int tile_blocks() {
+  if constexpr (requires { Body::kTileBlocks; }) {
+    return Body::kTileBlocks;
+  } else {
+    return 0;
+  }
+}
+
 // A block per tile. The first barrier makes loaded data visible, the second keeps the next load
 // from overwriting data that other threads still read.
 template <TileBody Body>
-__global__ void __launch_bounds__(Body::kThreads) tile_kernel(const __grid_constant__ Body body) {
+__global__ void __launch_bounds__(Body::kThreads, tile_blocks<Body>())
+    tile_kernel(const __grid_constant__ Body body) {
   __shared__ typename Body::Shared shared;
   const auto block = static_cast<index_t>(blockIdx.x);
   const int thread = static_cast<int>(threadIdx.x);

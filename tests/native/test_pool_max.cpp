@@ -7,6 +7,7 @@
 
 #include "launch/emulate.hpp"
 #include "ops/pool/kernels.hpp"
+#include "ops/pool/max_choice.hpp"
 #include "pool_arrays.hpp"
 
 namespace pydist {

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/index.hpp"
 #include "launch/host_device.hpp"
@@ -31,7 +32,12 @@ struct Vector {
   static PYDIST_HD Vector load(const T* from) {
     return bits_as<Vector>(*reinterpret_cast<const Words*>(from));
   }
-  PYDIST_HD void store(T* to) const { *reinterpret_cast<Words*>(to) = bits_as<Words>(*this); }
+  PYDIST_HD void store(T* to) const {
+    const Words words = this->words();
+    Word<kWord>* const at = reinterpret_cast<Words*>(to)->word;
+    PYDIST_UNROLLED
+    for (int i = 0; i < kBytes / kWord; ++i) store_word(words.word[i], at + i);
+  }
 
  private:
   static constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -39,6 +45,43 @@ struct Vector {
   struct [[gnu::may_alias]] Words {
     Word<kWord> word[kBytes / kWord];
   };
+
+  // nvcc may split an assignment into stores of 4 bytes, or of an element: it is written out here.
+  static PYDIST_HD void store_word(const Word<kWord>& word, Word<kWord>* to) {
+#if defined(__CUDA_ARCH__)
+    if constexpr (kWord == 16) {
+      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.part[0]),
+                   "r"(word.part[1]), "r"(word.part[2]), "r"(word.part[3])
+                   : "memory");
+      return;
+    } else if constexpr (kWord == 8) {
+      asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(word.part[0]),
+                   "r"(word.part[1])
+                   : "memory");
+      return;
+    }
+#endif
+    *to = word;
+  }
+
+  // Elements of 1 and 2 bytes are packed by arithmetic, into registers.
+  PYDIST_HD Words words() const {
+    if constexpr (sizeof(T) > 2 || kBytes < 4) {
+      return bits_as<Words>(*this);
+    } else {
+      using Bits = std::conditional_t<sizeof(T) == 1, std::uint8_t, std::uint16_t>;
+      constexpr int kPacked = 4 / static_cast<int>(sizeof(T));
+      struct {
+        std::uint32_t part[kBytes / 4];
+      } packed{};
+      PYDIST_UNROLLED
+      for (int e = 0; e < N; ++e) {
+        const std::uint32_t bits = bits_as<Bits>(element[e]);
+        packed.part[e / kPacked] |= bits << (e % kPacked * 8 * static_cast<int>(sizeof(T)));
+      }
+      return bits_as<Words>(packed);
+    }
+  }
 };
 
 // Whether arrays can be accessed as vectors of `elements`.

@@ -1,4 +1,4 @@
-// Words of 1 to 16 bytes and vectors of elements, which a kernel moves by one load or store.
+// Words of 1 to 16 bytes, which a kernel moves by one load or store.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ struct alignas(2) [[gnu::may_alias]] Word<2> {
   std::uint16_t part;
 };
 
-// Elements that fill a word; 16 bytes of them unless given otherwise.
+// Elements that fill a word, as they lie in memory; 16 bytes of them unless given otherwise.
 template <class T, int kCount = static_cast<int>(16 / sizeof(T))>
-struct alignas(kCount * sizeof(T)) [[gnu::may_alias]] Vector {
+struct alignas(kCount * sizeof(T)) [[gnu::may_alias]] WordOf {
   T values[kCount];
 };
 

@@ -121,11 +121,11 @@ struct LookUp {
       if (unit_steps()) find_vectors(source, target, head, vectors);
       if (vectors > 0) {
         const auto* const words = reinterpret_cast<const Stored*>(source + head);
-        auto* const values = reinterpret_cast<Vector<To>*>(target + head);
+        auto* const values = reinterpret_cast<WordOf<To>*>(target + head);
         loop(vectors, launch::Move{[=](index_t j) { return words[j]; },
                                    [=](index_t j, const Stored& word) {
-                                     const auto stored = bits_as<Vector<From, kVector>>(word);
-                                     Vector<To> made;
+                                     const auto stored = bits_as<WordOf<From, kVector>>(word);
+                                     WordOf<To> made;
                                      PYDIST_UNROLLED
                                      for (int i = 0; i < kVector; ++i) {
                                        made.values[i] = value_of(stored.values[i]);

@@ -85,6 +85,7 @@ struct NormSumsBody : RowMerge<kMoments, N> {
   using T = accumulator_t<Storage>;
   using RowMerge<kMoments, N>::kThreads;
   using typename RowMerge<kMoments, N>::Thread;
+  static constexpr int kTileBlocks = 3;  // 80 registers: sums of N channels
   NormProblem problem;
   int lanes;  // adjacent vectors of channels of a block
 

@@ -167,7 +167,7 @@ PYDIST_HD T add_values(T a, T b) {
 }
 
 template <class T>
-PYDIST_HD Vector<T> add_values(Vector<T> a, const Vector<T>& b) {
+PYDIST_HD WordOf<T> add_values(WordOf<T> a, const WordOf<T>& b) {
   PYDIST_UNROLLED
   for (int i = 0; i < static_cast<int>(16 / sizeof(T)); ++i) {
     a.values[i] = add_values(a.values[i], b.values[i]);
@@ -201,7 +201,7 @@ struct AddRuns {
                         run.length * run.unit() / static_cast<index_t>(sizeof(T)), loop);
     }
     if constexpr (kVectors<Loop>) {
-      if (run.word == 16) return strided<Vector<T>>(to, from, run, loop);
+      if (run.word == 16) return strided<WordOf<T>>(to, from, run, loop);
     }
     strided<T>(to, from, run, loop);
   }
@@ -223,8 +223,8 @@ struct AddRuns {
       if (alike && head < count) {
         const index_t middle = (count - head) / kVector, done = head + middle * kVector;
         if (head > 0) few(to, from, head, loop);
-        unit_stride(reinterpret_cast<Vector<T>*>(to + head),
-                    reinterpret_cast<const Vector<T>*>(from + head), middle, loop);
+        unit_stride(reinterpret_cast<WordOf<T>*>(to + head),
+                    reinterpret_cast<const WordOf<T>*>(from + head), middle, loop);
         if (done < count) few(to + done, from + done, count - done, loop);
         return;
       }

@@ -3,7 +3,7 @@
 #include "launch/runtime.cuh"
 #include "ops/common/dispatch.hpp"
 #include "ops/pool/kernels.hpp"
-#include "ops/pool/max_body.hpp"
+#include "ops/pool/max_choice.hpp"
 
 namespace pydist::cuda {
 namespace {
