@@ -120,11 +120,18 @@ struct Pooling {
   std::vector<Footprint> windows;
   double slope;  // of the ReLU before it
   bool accumulate;
+  index_t channels = 5;
+  bool channels_last = false;  // else in any order
+
+  Coords strides(Random& random, const Coords& shape) const {
+    return channels_last ? strides_of(shape, true) : random.strides_for(shape);
+  }
 };
 
 void sums(Random& random, DType dtype, const Pooling& pooling) {
-  const Coords shape{2, 5, 9, 8, 21};
-  const Array in(random, dtype, shape), out(random, dtype, {2, 5, 5, 4, 11});
+  const Coords shape{2, pooling.channels, 9, 8, 21}, outputs{2, pooling.channels, 5, 4, 11};
+  const Array in(random, dtype, shape, pooling.strides(random, shape));
+  const Array out(random, dtype, outputs, pooling.strides(random, outputs));
   const Array gate(random, dtype, shape, in.host().strides);
   const Array depth(random, DType::kFloat64, {5}), height(random, DType::kFloat64, {4}),
       width(random, DType::kFloat64, {11});
@@ -151,8 +158,10 @@ void sums(Random& random, DType dtype, const Pooling& pooling) {
 }
 
 void maxima(Random& random, DType dtype, DType tap_dtype, const Pooling& pooling) {
-  const Array in(random, dtype, {2, 5, 9, 8, 21}), out(random, dtype, {2, 5, 5, 4, 11});
-  const Array taps(random, tap_dtype, {2, 5, 5, 4, 11});
+  const Coords shape{2, pooling.channels, 9, 8, 21}, outputs{2, pooling.channels, 5, 4, 11};
+  const Array in(random, dtype, shape, pooling.strides(random, shape));
+  const Array out(random, dtype, outputs, pooling.strides(random, outputs));
+  const Array taps(random, tap_dtype, outputs, pooling.strides(random, outputs));
   const ops::PoolAttributes attributes{{0, 0, 0}, {0, 0, 0}, pooling.windows};
   const auto problem = [&](bool host, bool accumulate) {
     const auto view = [host](const Array& array) { return host ? array.host() : array.device(); };
@@ -178,7 +187,17 @@ void pooling(Random& random) {
   const std::vector<Footprint> windows(3, Footprint(3, 2, 1, 1, 1));
   const std::vector<Footprint> adaptive{Footprint::adaptive(9, 5), Footprint::adaptive(8, 4),
                                         Footprint::adaptive(21, 11)};
+  const std::vector<Footprint> disjoint(3, Footprint(2, 2, 1, 0, 0));
   for (const DType dtype : kFloating) {
+    // Vectors of channels, where the memory is aligned: Array begins at random.
+    for (int repeat = 0; repeat < 4; ++repeat) {
+      for (const auto& footprints : {windows, disjoint}) {
+        sums(random, dtype, {footprints, 0.25, repeat % 2 == 1, 24, true});
+        for (const DType taps : {DType::kUInt8, DType::kInt32}) {
+          maxima(random, dtype, taps, {footprints, 1, false, 24, true});
+        }
+      }
+    }
     for (const double slope : {1.0, 0.0, 0.25}) {
       sums(random, dtype, {windows, slope, false});
       sums(random, dtype, {windows, slope, true});
@@ -186,6 +205,7 @@ void pooling(Random& random) {
     }
     for (const DType taps : {DType::kUInt8, DType::kInt32}) {
       maxima(random, dtype, taps, {windows, 1, false});
+      maxima(random, dtype, taps, {disjoint, 1, false});
       maxima(random, dtype, taps, {adaptive, 1, false});
     }
   }
