@@ -51,7 +51,7 @@ namespace pydist::ops {
 template <ConvOp kOp, class Storage, ConvMath kMath, int kTileColumns>
 struct ConvMmaBody {
   static constexpr int kThreads = kTileThreads;
-  static constexpr int kRows = 64, kColumns = kTileColumns;
+  static constexpr int kRowBits = 6, kRows = 1 << kRowBits, kColumns = kTileColumns;
   static constexpr int kPack = 4 / sizeof(Storage);  // elements of a word
   static constexpr int kDepth = kTileWords * kPack;  // of a step
   static constexpr int kSlices = kTileWords / kMmaWords;
@@ -61,7 +61,8 @@ struct ConvMmaBody {
   static constexpr MmaFormat kFormat = std::is_same_v<Storage, float>     ? MmaFormat::kTf32
                                        : std::is_same_v<Storage, Float16> ? MmaFormat::kFloat16
                                                                           : MmaFormat::kBFloat16;
-  static_assert(kRows == kThreads / launch::kWarp * kMmaRows);
+  static_assert(kRows == kThreads / launch::kWarp * kMmaRows &&
+                std::has_single_bit(unsigned{kRows}));
 
   using Gather = ConvGather<kOp>;
   using Load = MmaLoad<kOp, Storage, kRows, kColumns>;
@@ -264,7 +265,8 @@ struct ConvMmaBody {
   PYDIST_HD void end(index_t block, int thread, const Peers& peers) const {
     constexpr int kQuads = kColumns / 4, kAhead = 4;
     const Where at = where(block);
-    const int rows = kRows / splits.cluster, first_row = at.rank * rows;
+    const int row_bits = kRowBits - splits.cluster_bits;
+    const int rows = 1 << row_bits, first_row = at.rank * rows;
     const bool is_part = splits.parts > 1, by_rows = !is_part && target_stride() != 1;
     const index_t stride = is_part ? 1 : target_stride();
     const Sums& own = peers(at.rank);
@@ -274,8 +276,8 @@ struct ConvMmaBody {
       // Of quad i of this thread: f(row and column of the tile, how many of it are inside, offset).
       const auto quad = [&](int i, const auto& f) {
         const int index = first + i * kThreads;
-        const int row = first_row + (by_rows ? index % rows : index / kQuads);
-        const int column = (by_rows ? index / rows : index % kQuads) * 4;
+        const int row = first_row + (by_rows ? index & (rows - 1) : index / kQuads);
+        const int column = (by_rows ? index >> row_bits : index % kQuads) * 4;
         const std::int32_t rest = n_extent - at.column - column;
         if (index >= rows * kQuads || at.row + row >= m_extent || rest <= 0) return;
         f(row, column, rest < 4 ? static_cast<int>(rest) : 4,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "launch/decomposition.hpp"
@@ -20,7 +21,7 @@ struct MmaSplits {
   static constexpr index_t kFewSteps = 16, kStepsInCluster = 4;
   static constexpr index_t kManySteps = 24, kStepsInPart = 8;
 
-  std::int32_t parts, cluster, steps;
+  std::int32_t parts, cluster, cluster_bits, steps;  // the cluster is a power of two
   Divisor part_count, ranks;
 
   // Depends only on the problem, and not on the device.
@@ -43,8 +44,12 @@ struct MmaSplits {
 
  private:
   static MmaSplits make(index_t parts, index_t cluster, index_t steps) {
-    return {static_cast<std::int32_t>(parts), static_cast<std::int32_t>(cluster),
-            static_cast<std::int32_t>(steps), Divisor::by(parts), Divisor::by(cluster)};
+    return {static_cast<std::int32_t>(parts),
+            static_cast<std::int32_t>(cluster),
+            static_cast<std::int32_t>(std::bit_width(static_cast<unsigned>(cluster))) - 1,
+            static_cast<std::int32_t>(steps),
+            Divisor::by(parts),
+            Divisor::by(cluster)};
   }
 };
 
