@@ -84,13 +84,14 @@ benchmark() {
 }
 tests kernels 70 kernels conv norm &
 tests operators 100 format operators &
-tests steps 110 graph input profile &
+tests steps 110 graph input &
 tests ranks 160 split training cuda_mpi &
 tests transports 160 nccl ipc &
 tests split_operators 160 split_operators &
 sanitize memcheck initcheck &
 sanitize racecheck synccheck &
 wait
+tests profile 40 profile # it compares times
 # The most important benchmarks come first: after a slow build, the last ones have no time.
 benchmark gpu_step 40
 benchmark gpu_boundary 30

@@ -61,7 +61,7 @@ TOGETHER = {
 """Parts that run at the same time, and end in any order."""
 BEFORE = ["build", "kernels"]
 AFTER = [
-    "gpu_step", "gpu_boundary", "gpu_pack", "gpu_overlap", "gpu_shards", "gpu_unet",
+    "tests_profile", "gpu_step", "gpu_boundary", "gpu_pack", "gpu_overlap", "gpu_shards", "gpu_unet",
     "gpu_transports", "gpu_whole", "gpu_input",
 ]  # fmt: skip
 PARTS = [*BEFORE, *TOGETHER, *AFTER]
@@ -107,7 +107,7 @@ def test_all_parts_are_run_and_counted(tree):
     assert (parts["tests_ranks"]["passed"], parts["tests_ranks"]["skipped"]) == (3, 1)
     assert parts["memcheck"]["errors"] == 0
     assert "-DPYDIST_CUDA_ARCHITECTURES=90" in (tree / "out/logs/build.log").read_text()
-    assert "21 of 21 parts passed" in found.stdout
+    assert "22 of 22 parts passed" in found.stdout
 
 
 def test_parts_can_be_run_alone(tree):
@@ -124,7 +124,7 @@ def test_a_failure_is_shown_and_does_not_end_it(tree):
     check_order(list(parts))
     assert (parts["racecheck"]["verdict"], parts["racecheck"]["errors"]) == ("FAILED", 2)
     assert parts["gpu_input"]["verdict"] == "passed"
-    assert "17 of 21 parts passed" in found.stdout
+    assert "18 of 22 parts passed" in found.stdout
 
 
 def test_what_is_out_of_time_still_says_what_it_has_found(tree):

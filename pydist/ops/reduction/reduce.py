@@ -156,7 +156,9 @@ def _nansum(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    return reduce_sum(input.masked_fill(input.isnan(), 0), dim, keepdim, dtype)  # type: ignore[arg-type]
+    total = reduce_sum(input.masked_fill(input.isnan(), 0), dim, keepdim, dtype)  # type: ignore[arg-type]
+    # On a device, autocast has a rule for the sum and none for this one.
+    return total if dtype else total.to(result_dtype(torch.nansum, ((2,), input)))
 
 
 @implements(torch.nanmean, torch.Tensor.nanmean)

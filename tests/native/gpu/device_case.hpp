@@ -52,6 +52,8 @@ class Array {
     });
     check(cudaMalloc(&device_, memory_.size()));
     check(cudaMemcpy(device_, memory_.data(), memory_.size(), cudaMemcpyHostToDevice));
+    // It may return before the copy has arrived, and the queue's stream does not wait for it.
+    check(cudaDeviceSynchronize());
   }
   Array(Random& random, DType dtype, const Coords& shape)
       : Array(random, dtype, shape, random.strides_for(shape)) {}

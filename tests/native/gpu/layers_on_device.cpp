@@ -307,6 +307,7 @@ void norm_rows(Random& random, DType dtype, index_t members) {
   host_counts[0] = 7;
   host_counts[1] = 12;
   check(cudaMemcpy(counts.device().data, host_counts, 16, cudaMemcpyHostToDevice));
+  check(cudaDeviceSynchronize());
   const auto parts = [&](bool host) {
     const auto doubles = [host](const Array& array) {
       return static_cast<double*>((host ? array.host() : array.device()).data);
