@@ -24,6 +24,8 @@ from pydist.exchange.consistency import consistency_of
 from pydist.exchange.history import entered
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.global_loss import agree_on_closures_of
+from pydist.gradients.forms.form import Form
+from pydist.gradients.forms.settings import Dense, Gradients, settings_of
 from pydist.gradients.lane import Lane
 from pydist.gradients.members import reducer_of
 from pydist.gradients.reducer import Reducer
@@ -64,6 +66,7 @@ def parallelize(
     batch_norm: str = "global",
     group_weight: str = "samples",
     sharded_weights: bool = False,
+    gradients: str | Gradients = "dense",
 ) -> _M:
     """Prepares `model` for training on a mesh: on split samples, over several groups, or both.
 
@@ -97,6 +100,11 @@ def parallelize(
             layers, with gradients and optimizer state, instead of whole weights. A sharded weight
             shows its global shape, and `state_dict()` is that of the whole network, but collective;
             see `pydist.slices`.
+        gradients: how the ranks average gradients: "dense", "fp16", "bf16", "torus",
+            "hierarchical", "powersgd", "dgc", or settings such as
+            `pydist.gradients.PowerSGD(rank=4)`. Compressed forms compress what is sent between
+            sample groups only. Gradients that `torch.autograd.grad` returns, those with a graph,
+            and those of parameters that belong to no model or are frozen at first are dense.
 
     Returns:
         The same object.
@@ -104,19 +112,27 @@ def parallelize(
     Raises:
         UsageError: an argument is none of these, the model or a part of it is already parallelized,
             ranks have different models, or can't send a parameter or buffer to each other.
-        NotSupported: a part of the model is compiled, or reduces gradients itself.
+        NotSupported: a part of the model is compiled, or reduces gradients itself; or weights are
+            sharded, and the form of gradients keeps state.
     """
     _check(model, mesh, batch_norm, group_weight)
+    form = settings_of(gradients)
+    if form.keeps and sharded_weights:
+        raise NotSupported(
+            f'gradients="{form.name}" with sharded_weights: its state would be that of slices; '
+            'possible are "dense", "fp16", "bf16", "torus" and "hierarchical"'
+        )
     given = {
         "batch_norm": batch_norm,
         "group_weight": group_weight,
         "sharded_weights": str(sharded_weights),
+        "gradients": str(form),
     }
     require_same(mesh.world, {**given, **facts_of(model)})
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
     entry = Entry(mesh, batch_norm, group_weight)
-    entry.adopt(model, sharded_weights=sharded_weights)
+    entry.adopt(model, sharded_weights=sharded_weights, gradients=form)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     if mesh.data_size > 1:
         # First, so that other hooks get its result; also called when the forward pass raises.
@@ -185,6 +201,7 @@ class Entry:
         self.mesh, self.statistics = mesh, statistics
         self.batches = Batches(mesh, group_weight == "samples")
         self._lanes: list[Lane] = []
+        self.gradients: Gradients = Dense()
         self.continues = False
         """Whether the next batch is a further part of the last one: it draws no new numbers."""
 
@@ -202,18 +219,30 @@ class Entry:
         raise NotSupported(_NO_SCRIPT.format("jit.script"))
 
     @property
+    def forms(self) -> list[Form]:
+        """How the gradients of the model's parameters are averaged, for each lane."""
+        return [lane.form for lane in self._lanes]
+
+    @property
     def reducer(self) -> Reducer:
         """The gradient reducer, which is shared by all models on the mesh."""
         return reducer_of(self.mesh)
 
-    def adopt(self, module: nn.Module, *, sharded_weights: bool = False) -> None:
+    def adopt(
+        self,
+        module: nn.Module,
+        *,
+        sharded_weights: bool = False,
+        gradients: Gradients | None = None,
+    ) -> None:
         """Broadcasts parameters and buffers from rank 0, and adds the module to the reducer."""
+        self.gradients = gradients or Dense()
         if self.mesh.size > 1:
             broadcast_state(module, self.mesh.world)
             _ = self.reducer  # installs its checks before the hooks of sharded weights
             if sharded_weights:
                 shard_weights(module, self.mesh, self.statistics)
-            self._lanes = self.reducer.add_lanes(module.named_parameters())
+            self._lanes = self.reducer.add_lanes(module.named_parameters(), gradients)
             consistency_of(self.mesh).parameters.hold(module, self.mesh.session.forwards)
 
     def release(self, parameters: Iterable[Tensor]) -> None:

@@ -13,6 +13,7 @@ import pydist
 PACKAGES = [
     "pydist.check",
     "pydist.data",
+    "pydist.gradients",
     "pydist.inference",
     "pydist.models",
     "pydist.optim",

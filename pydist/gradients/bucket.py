@@ -1,4 +1,4 @@
-"""A bucket: parameters whose gradients are sent in one message."""
+"""A bucket: parameters whose gradients are reduced together."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.comm.interface.reduction import divide
 from pydist.gradients.partitioned import Family, PartitionedGradient
+from pydist.gradients.pieces import pieces_of
 from pydist.gradients.rows import in_order_of, memory_of
 
 if TYPE_CHECKING:
     from pydist.comm.interface.handles import Work
-    from pydist.comm.interface.transport import Transport
+    from pydist.gradients.forms.form import Form
     from pydist.gradients.leaf import Leaf
 
 
@@ -33,14 +33,14 @@ class Remnant(IntEnum):
 
 
 class Bucket:
-    """Parameters whose gradients are reduced in one all-reduce.
+    """Parameters whose gradients are reduced together, as the lane's form says.
 
     The layout follows `Leaf.kind`, even if parameters change: a freed or changed parameter counts
     as zero, so the message has the same layout on all ranks.
     """
 
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self.leaves = leaves
+    def __init__(self, leaves: Sequence[Leaf], form: Form) -> None:
+        self.leaves, self._form = leaves, form
         self.expected = set(leaves)
         self._flat: Tensor | None = None
         self._places: list[Tensor] = []  # of the parameters in `_flat`
@@ -48,18 +48,18 @@ class Bucket:
         self._work: Work | None = None
         self._sent: dict[int, tuple[Tensor, int]] = {}  # see `interrupt`
 
-    def start(self, transport: Transport) -> None:
+    def start(self) -> None:
         """Starts the sum of the gradients; a missing one counts as zero."""
         self._row = self._own_memory() if len(self.leaves) == 1 else None
         if self._row is None:
             self._row = self._packed()
-        self._work = transport.all_reduce_async(self._row)
+        self._work = self._form.start(self._row, self.leaves)
 
-    def start_blank(self, transport: Transport) -> None:
+    def start_blank(self) -> None:
         """Sends the same message with zeros, as other ranks have begun theirs."""
         kind = self.leaves[0].kind
         self._row = torch.zeros(self._elements(), dtype=kind.dtype, device=kind.device)
-        self._work = transport.all_reduce_async(self._row)
+        self._work = self._form.start(self._row, self.leaves)
 
     def wait(self) -> None:
         """Waits until the message has arrived everywhere; before `finish`."""
@@ -74,7 +74,7 @@ class Bucket:
             exists: returns whether any rank has a gradient for the parameter.
         """
         assert self._row is not None
-        divide(self._row, family.transport.size)
+        self._form.complete(self._row)
         grads, means = [], []
         for leaf, piece in zip(self.leaves, self._places_in(self._row), strict=True):
             parameter = leaf.parameter()
@@ -149,7 +149,7 @@ class Bucket:
             return
         self._work.wait()
         assert self._row is not None
-        divide(self._row, family.transport.size)
+        self._form.complete(self._row)
         for leaf, piece in zip(self.leaves, self._places_in(self._row), strict=True):
             parameter = leaf.parameter()
             grad = None if parameter is None else parameter.grad
@@ -212,13 +212,7 @@ class Bucket:
         """Returns views of the parameters' places in a row that holds all of them."""
         if row is self._flat and self._places:
             return self._places
-        places, start = [], 0
-        for leaf in self.leaves:
-            piece = row[start : start + leaf.numel]
-            shape, stride = leaf.kind.shape, leaf.kind.stride
-            places.append(piece.as_strided(shape, stride) if leaf.dense else piece.view(shape))
-            start += leaf.numel
-        return places
+        return pieces_of(row, self.leaves)
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

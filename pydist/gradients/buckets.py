@@ -10,6 +10,7 @@ from pydist.gradients.partitioned_bucket import PartitionedBucket
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
+    from pydist.gradients.forms.form import Form
     from pydist.gradients.leaf import Leaf
 
 # Large enough that latency is negligible, small enough that the first bucket is sent early in
@@ -19,7 +20,7 @@ BUCKET_BYTES = 8 << 20
 ALONE_BYTES = 256 << 10
 
 
-def make_buckets(leaves: Sequence[Leaf], transport: Transport) -> list[Bucket]:
+def make_buckets(leaves: Sequence[Leaf], transport: Transport, form: Form) -> list[Bucket]:
     """Makes buckets, in the order in which backward completes them: last parameters first.
 
     Small parameters share buckets, even across large ones, which are sent alone.
@@ -42,6 +43,8 @@ def make_buckets(leaves: Sequence[Leaf], transport: Transport) -> list[Bucket]:
     made += [(state[1], bool(kind[2]), contents) for kind, (contents, state) in open_.items()]
     made.sort(key=lambda each: each[0])
     return [
-        PartitionedBucket(contents, transport) if partitioned else Bucket(contents)
+        PartitionedBucket(contents, form, transport)
+        if partitioned
+        else Bucket(form.arrange(contents), form)
         for _, partitioned, contents in made
     ]

@@ -12,13 +12,19 @@ from pydist.comm.interface.ledger import IN_BACKWARD
 from pydist.errors import NotSupported
 from pydist.gradients.bucket import Bucket, Remnant
 from pydist.gradients.buckets import make_buckets
+from pydist.gradients.forms.form import DenseForm
+from pydist.gradients.forms.settings import make_form
 from pydist.gradients.graph import is_reached
 from pydist.gradients.leaf import Leaf
 from pydist.gradients.partitioned import Family
 from pydist.gradients.partitioned_bucket import PartitionedBucket
+from pydist.grid import AXES
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
+    from pydist.gradients.forms.form import Form
+    from pydist.gradients.forms.settings import Gradients
+    from pydist.mesh import Mesh
     from pydist.timers import Timers
 
 
@@ -33,6 +39,8 @@ class Lane:
         axes: axes of the mesh along which the ranks hold the parameters.
         transport: connects these ranks, for this lane only: a rank without work starts its buckets
             late, after exchanges that other ranks start after their buckets.
+        transports: all groups whose collectives the lane uses.
+        form: says how these ranks average a bucket.
         leaves: the parameters, in the order of registration.
         bucket_of: the bucket of each parameter.
         pauses: number of open `no_sync` blocks.
@@ -42,8 +50,12 @@ class Lane:
         dropped: indices of the leaves that this rank has last proposed to drop.
     """
 
-    def __init__(self, axes: Sequence[str], transport: Transport, timers: Timers) -> None:
+    def __init__(
+        self, axes: Sequence[str], transport: Transport, timers: Timers, form: Form | None = None
+    ) -> None:
         self.axes, self.transport, self._timers = tuple(axes), transport, timers
+        self.form: Form = form or DenseForm(transport)
+        self.transports = list(dict.fromkeys([transport, *self.form.transports]))
         self.leaves: list[Leaf] = []
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[Leaf, Bucket] = {}
@@ -71,10 +83,22 @@ class Lane:
     def plan(self, leaves: Sequence[Leaf]) -> None:
         """Makes the buckets of these parameters. On all ranks, while none is in flight."""
         self.leaves = list(leaves)
-        self.buckets = make_buckets(self.leaves, self.transport)
+        self.buckets = make_buckets(self.leaves, self.transport, self.form)
         self.bucket_of = {leaf: bucket for bucket in self.buckets for leaf in bucket.leaves}
         self.dropped = []
         self.reset()
+
+    def refuse_parts(self) -> None:
+        """Raises if the form does not suit gradients that are partitioned over the ranks.
+
+        Raises:
+            NotSupported: it is not the dense one.
+        """
+        if self.form.name != "dense":
+            raise NotSupported(
+                f'gradients="{self.form.name}" with pydist.optim.sharded: possible are '
+                'gradients="dense", or use="never"'
+            )
 
     def arrive(self, leaf: Leaf) -> None:
         """Records a gradient, and starts the buckets that are complete.
@@ -122,6 +146,7 @@ class Lane:
         family = Family(self.transport)
         for bucket in self.buckets:
             bucket.finish(family, exists)
+        self.form.conclude(exists)
         self.pending = False
         for leaf in self.leaves:
             leaf.fired = leaf.paused = leaf.keeps_graph = False
@@ -143,23 +168,37 @@ class Lane:
             started: the largest number of buckets that any rank has sent.
             remnants: see `Bucket.resume`.
         """
-        ledger = self.transport.ledger
-        ledger.place = IN_BACKWARD  # as on the ranks that sent more
+        ledgers = [each.ledger for each in self.transports]
+        for ledger in ledgers:
+            ledger.place = IN_BACKWARD  # as on the ranks that sent more
         try:
             for bucket in self.buckets[self._next : started]:
-                bucket.start_blank(self.transport)
+                bucket.start_blank()
+            family = Family(self.transport)
+            for bucket in self.buckets:
+                bucket.resume(family, remnants)
         finally:
-            ledger.place = ""
-        family = Family(self.transport)
-        for bucket in self.buckets:
-            bucket.resume(family, remnants)
+            for ledger in ledgers:
+                ledger.place = ""
+        self.form.conclude(lambda leaf: remnants[leaf] is Remnant.SENT)
         self.reset()
 
     def abandon(self, *, wait: bool) -> None:
         """Forgets the running backward. See `Bucket.abandon`."""
         for bucket in self.buckets:
             bucket.abandon(wait=wait)
+        self.form.abandon()
         self.reset()
+
+    def progress(self) -> None:
+        """Lets messages in flight advance; see `Transport.progress`."""
+        for transport in self.transports:
+            transport.progress()
+
+    def forget_capture(self) -> None:
+        """Discards messages of a failed capture; see `Transport.forget_capture`."""
+        for transport in self.transports:
+            transport.forget_capture()
 
     def reset(self) -> None:
         """Prepares for another backward."""
@@ -169,7 +208,7 @@ class Lane:
 
     def _start_next(self) -> None:
         with torch.no_grad(), self._timers.measure("gradients"):
-            self.buckets[self._next].start(self.transport)
+            self.buckets[self._next].start()
         self._next += 1
 
 
@@ -177,3 +216,29 @@ def _may_come(leaf: Leaf) -> bool:
     """Returns whether the running backward may call the leaf's hooks."""
     parameter = leaf.parameter()
     return parameter is not None and (parameter.requires_grad or is_reached(parameter))
+
+
+def make_lane(
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    leaves: Sequence[Leaf] = (),
+    gradients: Gradients | None = None,
+) -> Lane:
+    """Makes a lane without buckets. Collective over the mesh.
+
+    Args:
+        mesh: the mesh.
+        axes: those along which the ranks hold the parameters.
+        leaves: the parameters.
+        gradients: how the ranks average gradients; dense by default.
+    """
+    group = mesh.world if axes == AXES else mesh.group(axes)
+    transport = group.split(0, group.rank)
+    form = None if gradients is None else make_form(gradients, mesh, axes, group, leaves)
+    return Lane(axes, transport, mesh.session.timers, form)
+
+
+def is_capturing(lanes: Sequence[Lane]) -> bool:
+    """Returns whether the running step is captured as a CUDA graph."""
+    on_device = any(leaf.kind.device.type == "cuda" for lane in lanes for leaf in lane.leaves[:1])
+    return on_device and torch.cuda.is_current_stream_capturing()

@@ -16,6 +16,7 @@ from pydist.gradients.rows import in_order_of, memory_of
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
+    from pydist.gradients.forms.form import Form
     from pydist.gradients.leaf import Leaf
 
 # Parts begin at multiples of cache lines and vectors, so that optimizers handle them like full
@@ -47,8 +48,8 @@ class PartitionedBucket(Bucket):
         kept: gradients of earlier backwards while one is running, by the id of the parameter.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], transport: Transport) -> None:
-        super().__init__(leaves)
+    def __init__(self, leaves: Sequence[Leaf], form: Form, transport: Transport) -> None:
+        super().__init__(leaves, form)
         elements = self._elements()
         chunk = -(-elements // (transport.size * _ALIGNMENT)) * _ALIGNMENT
         points = [min(rank * chunk, elements) for rank in range(transport.size + 1)]
@@ -71,18 +72,18 @@ class PartitionedBucket(Bucket):
             yield leaf, Part(cuts[rank], cuts[rank + 1], counts, first)
             first = last
 
-    def start(self, transport: Transport) -> None:
+    def start(self) -> None:
         """Starts the reduce-scatter of the gradients."""
         self._row = self._alone()
         if self._row is None:
             self._row = self._packed()
-        self._send(self._row, transport)
+        self._send(self._row)
 
-    def start_blank(self, transport: Transport) -> None:
+    def start_blank(self) -> None:
         """See `Bucket.start_blank`."""
         kind = self.leaves[0].kind
         self._row = torch.zeros(self._elements(), dtype=kind.dtype, device=kind.device)
-        self._send(self._row, transport)
+        self._send(self._row)
 
     def release(self) -> bool:
         """See `Bucket.release`."""
@@ -253,8 +254,8 @@ class PartitionedBucket(Bucket):
                 torch.autograd.graph.increment_version(parameter)
         self._row = self._work = None
 
-    def _send(self, row: Tensor, transport: Transport) -> None:
-        own = self.counts[transport.rank]
+    def _send(self, row: Tensor) -> None:
+        transport, own = self.transport, self.counts[self.transport.rank]
         self._own = torch.empty(own, dtype=row.dtype, device=row.device)
         self._work = transport.reduce_scatter_async(row, self._own, self.counts, transport.size)
 

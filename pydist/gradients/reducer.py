@@ -29,7 +29,7 @@ from pydist.gradients.flags import (
     show_unused,
 )
 from pydist.gradients.interrupted import interrupt, settle
-from pydist.gradients.lane import Lane
+from pydist.gradients.lane import Lane, is_capturing, make_lane
 from pydist.gradients.leaf import Leaf, leaf_of
 from pydist.gradients.newcomers import agree
 from pydist.gradients.partitioned import PartitionedGradient
@@ -38,6 +38,7 @@ from pydist.gradients.run import Run
 from pydist.grid import AXES
 
 if TYPE_CHECKING:
+    from pydist.gradients.forms.settings import Gradients
     from pydist.group_sizes import GroupSizes
     from pydist.mesh import Mesh
 
@@ -100,8 +101,10 @@ class Reducer:
 
     # -- members ----------------------------------------------------------------------------
 
-    def add_lanes(self, parameters: Iterable[tuple[str, Tensor]]) -> list[Lane]:
-        """Adds named parameters. Collective.
+    def add_lanes(
+        self, parameters: Iterable[tuple[str, Tensor]], gradients: Gradients | None = None
+    ) -> list[Lane]:
+        """Adds named parameters, whose gradients are reduced in a form. Collective.
 
         Returns:
             A lane of those that all ranks hold, and one of those in slices, if there are any.
@@ -119,7 +122,8 @@ class Reducer:
             found.setdefault(leaf.axes, []).append(leaf)
         lanes = []
         for axes, leaves in found.items():
-            lanes.append(self._new_lane(axes))
+            lanes.append(make_lane(self.mesh, axes, leaves, gradients))
+            self.lanes.append(lanes[-1])
             self._plan(lanes[-1], leaves)
         return lanes
 
@@ -157,10 +161,12 @@ class Reducer:
         """Partitions these gradients over the ranks from now on. Collective.
 
         Raises:
-            NotSupported: a parameter has hooks, which would need the full gradient.
+            NotSupported: a parameter has hooks, which would need the full gradient, or a lane with
+                another form than the dense one.
         """
         found = [leaf for p in parameters if (leaf := leaf_of(p)) in self._lane_of]
         for leaf in found:
+            self._lane_of[leaf].refuse_parts()
             leaf.refuse_hooks()
         self.gather_gradients()  # new buckets may have other parts
         for leaf in found:
@@ -349,7 +355,7 @@ class Reducer:
         own = self._lane_of.get(leaf)
         lane = own or self._found.get(leaf.axes)
         if lane is not None:
-            lane.transport.progress()
+            lane.progress()
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise NotSupported(f"a gradient of layout {parameter.grad.layout}; dense is possible")
         current = self._current(leaf, parameter)
@@ -383,7 +389,7 @@ class Reducer:
     def forget_capture(self) -> None:
         """Resets the reducer after a failed capture; see `Transport.forget_capture`."""
         for lane in self.lanes:
-            lane.transport.forget_capture()
+            lane.forget_capture()
             lane.abandon(wait=False)
         self._queued = self._interrupted = False
 
@@ -416,7 +422,7 @@ class Reducer:
             for lane in self.lanes:
                 if lane.wanted:
                     lane.start_rest()
-            captured = _is_capturing(self.lanes)
+            captured = is_capturing(self.lanes)
             checks = consistency_of(mesh)
             proof = checks.proof(mesh)
             anywhere, total = self._flags.exchange(mesh.world, own, proof, captured=captured)
@@ -488,7 +494,8 @@ class Reducer:
         for axes in dict.fromkeys(leaf.axes for leaf in news):
             found = self._found.get(axes)
             if found is None:
-                found = self._found[axes] = self._new_lane(axes)
+                found = self._found[axes] = make_lane(self.mesh, axes)
+                self.lanes.append(found)
             arrived = [leaf for leaf in news if leaf.axes == axes]
             for leaf in arrived:
                 del self._newcomers[leaf.key]
@@ -527,20 +534,8 @@ class Reducer:
             settle(self.mesh.world, self.lanes)
             self._interrupted = False
 
-    def _new_lane(self, axes: tuple[str, ...]) -> Lane:
-        mesh = self.mesh
-        group = mesh.world if axes == AXES else mesh.group(axes)
-        lane = Lane(axes, group.split(0, group.rank), mesh.session.timers)
-        self.lanes.append(lane)
-        return lane
-
     def _plan(self, lane: Lane, leaves: Sequence[Leaf]) -> None:
         lane.plan(leaves)
         self._lane_of = {leaf: lane for lane in self.lanes for leaf in lane.leaves}
         parts = (each for bucket in self.partitioned for each in bucket.parts())
         self.parts = {leaf.key: part for leaf, part in parts if leaf.parameter() is not None}
-
-
-def _is_capturing(lanes: Sequence[Lane]) -> bool:
-    on_device = any(leaf.kind.device.type == "cuda" for lane in lanes for leaf in lane.leaves[:1])
-    return on_device and torch.cuda.is_current_stream_capturing()

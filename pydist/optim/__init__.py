@@ -1,7 +1,11 @@
-"""Additions to torch's optimizers: LARS and LAMB, ZeRO-1 (partitioned steps), and schedules."""
+"""Additions to torch's optimizers: LARS and LAMB, ZeRO-1 (partitioned steps), and schedules.
+
+And the state of compressed gradients (`pydist.gradients`).
+"""
 
 from __future__ import annotations
 
+from pydist.optim.compressed import gradient_state, load_gradient_state, set_loss_scale
 from pydist.optim.layerwise import LAMB, LARS
 from pydist.optim.partitioned import ShardedOptimizer, gather_gradients, sharded
 from pydist.optim.schedules import SampleLR, schedule
@@ -12,6 +16,9 @@ __all__ = [
     "SampleLR",
     "ShardedOptimizer",
     "gather_gradients",
+    "gradient_state",
+    "load_gradient_state",
     "schedule",
+    "set_loss_scale",
     "sharded",
 ]

@@ -56,20 +56,24 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
         model: the parallelized model.
         use: "always", "never", or "auto": if it is estimated to be faster, that is on two ranks or
             more, from a million parameters on, with a supported optimizer. The estimate depends on
-            counts alone, not on measured time: a rerun decides the same.
+            counts alone, not on measured time: a rerun decides the same. Gradients of another form
+            than "dense" are never partitioned.
 
     Returns:
         A `ShardedOptimizer`, or the unchanged optimizer.
 
     Raises:
         UsageError: the model is not parallelized, or "always" with an unsupported optimizer.
+        NotSupported: "always", and the model's gradients have another form than "dense".
     """
     if use not in get_args(Use):
         raise UsageError(f"use={use!r}; possible are {', '.join(get_args(Use))}")
-    mesh = entry_of(model).mesh
-    if use == "never" or mesh.size == 1:
+    entry = entry_of(model)
+    if use == "never" or entry.mesh.size == 1:
         return optimizer
     if use == "auto":
+        if any(form.name != "dense" for form in entry.forms):
+            return optimizer
         elements = sum(
             p.numel() for g in optimizer.param_groups for p in g["params"] if p.requires_grad
         )

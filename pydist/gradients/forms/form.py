@@ -1,0 +1,107 @@
+"""`Form`, which says how the ranks average the gradients of a bucket; and the dense form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from pydist.comm.interface.reduction import divide
+from pydist.gradients.forms.messages import Messages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pydist.comm.interface.handles import Work
+    from pydist.comm.interface.transport import Transport
+    from pydist.gradients.leaf import Leaf
+
+
+class Form(Protocol):
+    """How the ranks of a lane average the rows of its buckets.
+
+    All ranks start the same rows in the same order. They wait for them in the same order, after all
+    of them have started.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name, for errors and logs."""
+        ...
+
+    @property
+    def transports(self) -> Sequence[Transport]:
+        """The groups whose collectives it uses."""
+        ...
+
+    def arrange(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Returns the parameters of a bucket in the order of their gradients in its row."""
+        ...
+
+    def start(self, row: Tensor, leaves: Sequence[Leaf]) -> Work:
+        """Starts the reduction of a row, in place.
+
+        Args:
+            row: this rank's gradients, [elements], of one floating-point dtype.
+            leaves: the parameters, in the order of `arrange`.
+        """
+        ...
+
+    def complete(self, row: Tensor) -> None:
+        """Makes the result of a complete reduction the mean over the ranks, in place."""
+        ...
+
+    def conclude(self, kept: Callable[[Leaf], bool]) -> None:
+        """Ends a backward pass, after all its reductions.
+
+        Args:
+            kept: returns whether a parameter has received its mean; the same on all ranks.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Ends a backward pass whose reductions are dropped."""
+        ...
+
+    def sent(self) -> Mapping[str, int]:
+        """Returns the bytes that this rank has sent so far, by the kind of group."""
+        ...
+
+
+class Stateless:
+    """Base of forms that keep nothing between backward passes."""
+
+    def arrange(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """See `Form.arrange`."""
+        return list(leaves)
+
+    def complete(self, row: Tensor) -> None:
+        """See `Form.complete`; here the reduction itself divides."""
+
+    def conclude(self, kept: Callable[[Leaf], bool]) -> None:
+        """See `Form.conclude`."""
+
+    def abandon(self) -> None:
+        """See `Form.abandon`."""
+
+
+class DenseForm(Stateless):
+    """One all-reduce over all ranks for each bucket."""
+
+    name = "dense"
+
+    def __init__(self, transport: Transport) -> None:
+        self._all = Messages(transport)
+        self.transports = [transport]
+
+    def start(self, row: Tensor, leaves: Sequence[Leaf]) -> Work:
+        """See `Form.start`."""
+        del leaves
+        return self._all.all_reduce(row)
+
+    def complete(self, row: Tensor) -> None:
+        """See `Form.complete`."""
+        divide(row, self._all.size)
+
+    def sent(self) -> Mapping[str, int]:
+        """See `Form.sent`."""
+        return {"all": self._all.sent}

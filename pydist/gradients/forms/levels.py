@@ -1,0 +1,162 @@
+"""Forms in two levels: within groups of ranks, and between these groups.
+
+Each bucket is reduce-scattered within the groups, the ranks that have received equal intervals
+reduce them between the groups, and the results are gathered within the groups:
+
+    within    rank 0 [ab]  rank 1 [ab]      rank 2 [ab]  rank 3 [ab]
+    sums      rank 0 [a ]  rank 1 [ b]      rank 2 [a ]  rank 3 [ b]
+    between   0 and 2: a, 1 and 3: b
+    gathered  [ab] on all
+
+With n ranks in a group, a rank sends an n-th of the bucket between groups. Forms differ in the
+groups, the intervals, and what they send between groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pydist.comm.interface.reduction import divide
+from pydist.gradients.forms.form import Stateless
+from pydist.gradients.forms.messages import Messages, Sequel, even_counts
+
+if TYPE_CHECKING:
+    from pydist.comm.interface.handles import Work
+    from pydist.comm.interface.transport import Transport
+    from pydist.gradients.leaf import Leaf
+
+
+class Levels(Stateless):
+    """Base of forms in two levels.
+
+    Attributes:
+        name: see `Form`.
+        within: the groups of the first level: the sample group, a host, or a row of a grid.
+        between: connects the ranks with one index in all these groups.
+    """
+
+    name: str
+
+    def __init__(self, within: Transport, between: Transport) -> None:
+        self.within, self.between = Messages(within), Messages(between)
+        self.transports = [within, between]
+
+    def start(self, row: Tensor, leaves: Sequence[Leaf]) -> Work:
+        """See `Form.start`."""
+        return Sequel(self._reduce(row, leaves))
+
+    def sent(self) -> Mapping[str, int]:
+        """See `Form.sent`."""
+        return {"within": self.within.sent, "between": self.between.sent}
+
+    def _reduce(self, row: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
+        within = self.within
+        if within.size == 1:
+            yield from self._exchange(row, leaves)
+            return
+        counts = self._counts(row, leaves)
+        part = torch.empty(counts[within.rank], dtype=row.dtype, device=row.device)
+        yield within.reduce_scatter(row, part, counts, self._divisor())
+        if part.numel():
+            yield from self._exchange(part, self._own(leaves))
+        yield within.all_gather(part, row, counts)
+
+    def _divisor(self) -> int:
+        """Returns the number by which sums within a group are divided: here they become means."""
+        return self.within.size
+
+    def _counts(self, row: Tensor, leaves: Sequence[Leaf]) -> list[int]:
+        """Returns the elements of the row that each rank of a group reduces between the groups."""
+        del leaves
+        return even_counts(row.numel(), self.within.size)
+
+    def _own(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+        """Returns the parameters of this rank's interval, where intervals are of whole ones."""
+        return leaves
+
+    def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
+        """Makes a group's interval the mean over the groups, in place."""
+        raise NotImplementedError
+
+
+class NarrowForm(Levels):
+    """Gradients that are rounded to fp16 or bf16 between sample groups.
+
+    Each rank rounds its group's mean once; the sum is formed in fp32, in the order of ranks,
+    divided and rounded once more. So a sum overflows only if the mean does. Values of more than
+    65504 become infinite in fp16.
+    """
+
+    def __init__(
+        self, name: str, dtype: torch.dtype, within: Transport, between: Transport
+    ) -> None:
+        super().__init__(within, between)
+        self.name, self._dtype = name, dtype
+
+    def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
+        del leaves
+        between = self.between
+        narrow = part.to(self._dtype, copy=True)
+        counts = even_counts(narrow.numel(), between.size)
+        mean = torch.empty(counts[between.rank], dtype=self._dtype, device=part.device)
+        yield between.reduce_scatter(narrow, mean, counts, between.size)
+        yield between.all_gather(mean, narrow, counts)
+        part.copy_(narrow)
+
+
+class TorusForm(Levels):
+    """The 2-D torus: reduce-scatter along rows, all-reduce along columns, all-gather along rows.
+
+    Of N ranks in rows of X a rank sends 2 (X - 1) / X of a bucket along its row and at most 2 / X
+    of it along its column, in 2 (X - 1) + 2 (N / X - 1) instead of 2 (N - 1) steps of rings.
+
+    Source: Mikami et al. (2018), arXiv:1811.05233.
+    """
+
+    name = "torus"
+
+    def _divisor(self) -> int:
+        return 1
+
+    def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
+        del leaves
+        yield self.between.all_reduce(part)
+        divide(part, self.within.size * self.between.size)
+
+
+class HierarchicalForm(Levels):
+    """Sums on each host, an all-reduce between the first ranks of the hosts, and a broadcast.
+
+    Hosts may have different numbers of ranks. The first rank of each sends whole buckets.
+
+    Source: Jia et al. (2018), arXiv:1807.11205.
+    """
+
+    name = "hierarchical"
+
+    def __init__(self, within: Transport, between: Transport, ranks: int) -> None:
+        """Connects the ranks.
+
+        Args:
+            within: the ranks on this host.
+            between: the first ranks of all hosts; on other ranks another group, which stays idle.
+            ranks: number of ranks on all hosts.
+        """
+        super().__init__(within, between)
+        self._ranks = ranks
+
+    def _divisor(self) -> int:
+        return 1
+
+    def _counts(self, row: Tensor, leaves: Sequence[Leaf]) -> list[int]:
+        del leaves
+        return [row.numel(), *[0] * (self.within.size - 1)]
+
+    def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
+        del leaves
+        yield self.between.all_reduce(part)
+        divide(part, self._ranks)
