@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -16,6 +16,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from pydist.errors import UsageError
 from pydist.train import config_io
 from pydist.train.config import Config, StagesConfig
+from pydist.train.gradients import FORMS, GradientsConfig, name_of
 
 _T = TypeVar("_T")
 
@@ -72,8 +73,20 @@ def _with_chosen(config: Config, arguments: Sequence[str]) -> Config:
 
 
 def _types() -> ConstructorRegistry:
-    """Returns the types of options that tyro has not: stages, as a number or as a TOML list."""
+    """Returns the types of options that tyro has not: stages and gradients, in TOML."""
     registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if info.type not in (FORMS, GradientsConfig, get_args(FORMS)[0]):
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="NAME|TABLE",
+            instance_from_str=lambda given: config_io.value(given[0]),
+            is_instance=lambda given: True,
+            str_from_instance=lambda given: [name_of(given)],
+        )
 
     @registry.primitive_rule
     def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:

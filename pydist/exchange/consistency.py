@@ -202,7 +202,10 @@ class Consistency:
         """
         if mesh.size > 1 and not is_capturing():
             for axes, held in parameters.items():
-                contents = self._shared.setdefault(mesh.grid.split(axes), Contents())
+                split = mesh.grid.split(axes)
+                if not split:  # no other rank has them
+                    continue
+                contents = self._shared.setdefault(split, Contents())
                 self._add(contents, held, mesh)
                 contents.turn += 1
 

@@ -11,6 +11,14 @@ between groups; with one group they send nothing else than the dense form.
 
 from __future__ import annotations
 
-from pydist.gradients.forms.settings import DGC, Dense, Hierarchical, Narrow, PowerSGD, Torus
+from pydist.gradients.forms.settings import (
+    DGC,
+    Dense,
+    Hierarchical,
+    Narrow,
+    PostLocal,
+    PowerSGD,
+    Torus,
+)
 
-__all__ = ["DGC", "Dense", "Hierarchical", "Narrow", "PowerSGD", "Torus"]
+__all__ = ["DGC", "Dense", "Hierarchical", "Narrow", "PostLocal", "PowerSGD", "Torus"]

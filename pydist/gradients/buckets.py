@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydist.gradients.bucket import Bucket
+from pydist.gradients.forms.form import DenseForm
 from pydist.gradients.partitioned_bucket import PartitionedBucket
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def make_buckets(leaves: Sequence[Leaf], transport: Transport, form: Form) -> li
     made.sort(key=lambda each: each[0])
     return [
         PartitionedBucket(contents, form, transport)
-        if partitioned
+        if partitioned and isinstance(form, DenseForm)
         else Bucket(form.arrange(contents), form)
         for _, partitioned, contents in made
     ]

@@ -71,6 +71,13 @@ class Lane:
         return self._next
 
     @property
+    def equal_axes(self) -> tuple[str, ...]:
+        """Axes along which parameters, and the gradients of this pass, are equal."""
+        if not self.form.is_local:
+            return self.axes
+        return tuple(axis for axis in self.axes if axis != "data")
+
+    @property
     def wanted(self) -> bool:
         """Whether this rank has gradients to be reduced now."""
         return self.touched or (self.pending and not self.pauses)

@@ -16,7 +16,7 @@ from pydist.gradients.rows import in_order_of, memory_of
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
-    from pydist.gradients.forms.form import Form
+    from pydist.gradients.forms.form import DenseForm
     from pydist.gradients.leaf import Leaf
 
 # Parts begin at multiples of cache lines and vectors, so that optimizers handle them like full
@@ -48,8 +48,9 @@ class PartitionedBucket(Bucket):
         kept: gradients of earlier backwards while one is running, by the id of the parameter.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], form: Form, transport: Transport) -> None:
+    def __init__(self, leaves: Sequence[Leaf], form: DenseForm, transport: Transport) -> None:
         super().__init__(leaves, form)
+        self._dense = form
         elements = self._elements()
         chunk = -(-elements // (transport.size * _ALIGNMENT)) * _ALIGNMENT
         points = [min(rank * chunk, elements) for rank in range(transport.size + 1)]
@@ -255,9 +256,9 @@ class PartitionedBucket(Bucket):
         self._row = self._work = None
 
     def _send(self, row: Tensor) -> None:
-        transport, own = self.transport, self.counts[self.transport.rank]
+        own = self.counts[self.transport.rank]
         self._own = torch.empty(own, dtype=row.dtype, device=row.device)
-        self._work = transport.reduce_scatter_async(row, self._own, self.counts, transport.size)
+        self._work = self._dense.scatter(row, self._own, self.counts)
 
     def _alone(self) -> Tensor | None:
         """Returns the only gradient's memory, if it has the order of the parameter's."""

@@ -433,9 +433,9 @@ class Reducer:
             taking_part = [lane for lane, u in zip(self.lanes, used, strict=True) if u]
             # Not older gradients: one rank alone may keep a replaced parameter.
             held: dict[tuple[str, ...], list[Tensor]] = {}
-            for leaf in (leaf for lane in taking_part for leaf in lane.leaves):
+            for axes, leaf in ((e.equal_axes, leaf) for e in taking_part for leaf in e.leaves):
                 if flags.get(leaf) == NEW and (parameter := leaf.parameter()) is not None:
-                    held.setdefault(leaf.axes, []).append(parameter)
+                    held.setdefault(axes, []).append(parameter)
             for lane in taking_part:
                 lane.start_rest()
             checks.sum_parameters(mesh, held)

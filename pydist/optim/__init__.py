@@ -5,7 +5,12 @@ And the state of compressed gradients (`pydist.gradients`).
 
 from __future__ import annotations
 
-from pydist.optim.compressed import gradient_state, load_gradient_state, set_loss_scale
+from pydist.optim.compressed import (
+    average_parameters,
+    gradient_state,
+    load_gradient_state,
+    set_loss_scale,
+)
 from pydist.optim.layerwise import LAMB, LARS
 from pydist.optim.partitioned import ShardedOptimizer, gather_gradients, sharded
 from pydist.optim.schedules import SampleLR, schedule
@@ -15,6 +20,7 @@ __all__ = [
     "LARS",
     "SampleLR",
     "ShardedOptimizer",
+    "average_parameters",
     "gather_gradients",
     "gradient_state",
     "load_gradient_state",

@@ -1,4 +1,4 @@
-"""The state of compressed gradients: for checkpoints, and the scale of the loss."""
+"""Functions for models with compressed gradients: state, scale of the loss, average parameters."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pydist.comm.consensus import together
 from pydist.errors import UsageError
+from pydist.gradients.forms.local import LocalForm
 from pydist.gradients.forms.stateful import Kept, StatefulForm
 from pydist.mesh import Mesh
 from pydist.parallel import Entry, entry_of
@@ -91,6 +93,56 @@ def load_gradient_state(model: nn.Module, state: Mapping[str, Any], steps: int =
         f'gradients = "{form.name}": the state is of {state["groups"]} sample groups, and there '
         f"are {groups}: each begins with the mean of what those had not sent"
     )
+
+
+@torch.no_grad()
+def average_parameters(
+    model: nn.Module, optimizer: Optimizer | None = None, *, always: bool = False
+) -> bool:
+    """Averages parameters over the sample groups, if `pydist.gradients.PostLocal` says so.
+
+    Collective. Call it after each step of the optimizer. It does nothing for other forms.
+
+    Args:
+        model: the parallelized model.
+        optimizer: its optimizer, whose state (of floating-point tensors with dims) is averaged as
+            well.
+        always: whether to average at once, for example before a validation, if groups differ.
+
+    Returns:
+        Whether it has averaged, the same on all ranks.
+    """
+    entry = entry_of(model)
+    averaged = False
+    for form in entry.forms:
+        if not isinstance(form, LocalForm) or not (form.is_due or (always and form.differs)):
+            continue
+        averaged = True
+        found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for each in _averaged(model, optimizer):
+            found.setdefault((each.dtype, each.device), []).append(each)
+        rows = [torch.cat([x.reshape(-1) for x in same]) for same in found.values()]
+        with entry.mesh.session.timers.measure("gradients"):
+            form.average(rows)
+        for row, same in zip(rows, found.values(), strict=True):
+            for x, mean in zip(same, row.split([x.numel() for x in same]), strict=True):
+                x.copy_(mean.view(x.shape))
+    return averaged
+
+
+def _averaged(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
+    """Returns a model's parameters, and their state in an optimizer, in one order on all ranks."""
+    found: list[Tensor] = []
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            found.append(parameter.detach())
+        state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        found += [
+            state[name] for name in sorted(state)
+            if isinstance(state[name], Tensor) and state[name].is_floating_point()
+            and state[name].dim()
+        ]  # fmt: skip
+    return found
 
 
 def _forms(entry: Entry) -> list[StatefulForm]:

@@ -15,6 +15,7 @@ from pydist.arguments import leaves, mapped
 from pydist.batches import refuse_pickling
 from pydist.comm.consensus import require_same, together
 from pydist.errors import NotSupported, UsageError
+from pydist.gradients.forms.settings import Gradients, settings_of
 from pydist.parallel import broadcast_state, entry_of, parallelize
 from pydist.stages.micro_batch import MicroBatch
 from pydist.stages.parts import Part, checksum_of, parts_of
@@ -50,6 +51,7 @@ def pipeline(
     batch_norm: str = "global",
     running_statistics: str = "micro_batch",
     group_weight: str = "samples",
+    gradients: str | Gradients = "dense",
 ) -> Pipeline:
     """Divides an unmodified network into stages, which run on different ranks.
 
@@ -80,6 +82,7 @@ def pipeline(
         running_statistics: how those of batch norms change in a step: "micro_batch", by each
             micro-batch in sequence; or "batch", once, by the statistics of all micro-batches.
         group_weight: as of `parallelize`.
+        gradients: as of `parallelize`, for the ranks of each stage; a form without state.
 
     Returns:
         The pipeline, with the plan as `plan`.
@@ -87,8 +90,16 @@ def pipeline(
     Raises:
         UsageError: an argument is none of these, ranks have different models, or the network makes
             different calls in two passes.
-        NotSupported: the network reads values in its forward pass.
+        NotSupported: the network reads values in its forward pass, or the form of gradients keeps
+            state.
     """
+    form = settings_of(gradients)
+    if form.keeps:
+        raise NotSupported(
+            f'gradients="{form.name}" in stages: a mesh reduces gradients several times in a step, '
+            'and the form counts steps; possible are "dense", "fp16", "bf16", "torus" and '
+            '"hierarchical"'
+        )
     if not isinstance(model, nn.Module) or not isinstance(stages, Stages):
         raise UsageError(
             f"pipeline({type(model).__name__}, {type(stages).__name__}); possible are a "
@@ -117,7 +128,7 @@ def pipeline(
     given = {
         "micro_batches": micro_batches, "schedule": schedule, "skips": skips, "cuts": str(cuts),
         "recompute": recompute, "batch_norm": batch_norm, "group_weight": group_weight,
-        "running_statistics": running_statistics,
+        "running_statistics": running_statistics, "gradients": str(form),
     }  # fmt: skip
     require_same(stages.world, {**given, **facts_of(model)})
     if any("_pydist_path" in module.__dict__ for module in model.modules()):
@@ -138,7 +149,7 @@ def pipeline(
     plan = plan_of_json(json.loads(message))
     uses = plan.uses(recorded, model, orders)
     broadcast_state(model, stages.world)
-    parallelize(model, stages.mesh, batch_norm, group_weight)
+    parallelize(model, stages.mesh, batch_norm, group_weight, gradients=form)
     elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.meshes_of(n, p)]
     entry_of(model).release(elsewhere)
     made = Pipeline(

@@ -14,6 +14,7 @@ from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.parsing import parse_json
 from pydist.train import checkpoint, config_io
 from pydist.train.config import Config, OptimizerConfig
+from pydist.train.gradients import effective
 from pydist.train.tasks import Task, task_of
 
 
@@ -60,6 +61,7 @@ def _objective(config: Config) -> dict[str, Any]:
         "ignore_label": train.ignore_label,
         "clip_norm": train.clip_norm,
         "amp": train.amp,
+        "gradients": effective(train.gradients),
     }
 
 

@@ -27,6 +27,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from pydist.errors import UsageError
 from pydist.registry import MODELS, OPTIMIZERS, Registry, transport_names
+from pydist.train.gradients import GradientsConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -493,6 +494,10 @@ class TrainConfig(_Table):
     """Norm to which larger gradients are scaled down."""
     amp: Literal["off", "bf16", "fp16"] = "off"
     """Automatic mixed precision."""
+    gradients: GradientsConfig = "dense"
+    """How sample groups average gradients: "dense"; rounded to "fp16" or "bf16"; in two levels, by
+    "torus" or "hierarchical" over hosts; compressed, by "powersgd" or "dgc"; or "post_local". Forms
+    with settings also as a table, such as {name = "powersgd", rank = 4}."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the network; "auto" is CUDA where each rank has a device and the transport carries
     its memory."""

@@ -18,6 +18,7 @@ from pydist.parsing import require_shallow
 from pydist.registry import MODELS, OPTIMIZERS
 from pydist.train import ranks
 from pydist.train.config import LIST_OF_STAGES, NUMBER_OF_STAGES, Config, StageConfig
+from pydist.train.gradients import TABLES as FORMS_OF_GRADIENTS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -138,6 +139,8 @@ def _explain(error: ErrorDetails) -> str:
     location = [p for p in error["loc"] if p not in (NUMBER_OF_STAGES, LIST_OF_STAGES)]
     if location[0] in CHOSEN and len(location) > 1:
         del location[1]
+    elif location[:2] == ["train", "gradients"] and len(location) > 2:
+        del location[2]
     where = ".".join(str(part) for part in location)
     if error["type"] == "union_tag_invalid":
         given, possible = error["ctx"]["tag"], error["ctx"]["expected_tags"]
@@ -160,6 +163,8 @@ def _hint(location: tuple[int | str, ...]) -> str:
         hint = chosen or get_type_hints(table).get(str(part))
         if part == LIST_OF_STAGES:
             hint = StageConfig
+        elif location[:2] == ("train", "gradients"):
+            hint = FORMS_OF_GRADIENTS.get(str(part), hint)
         if dataclasses.is_dataclass(hint):
             table = hint
     names = [f.name for f in dataclasses.fields(table)]

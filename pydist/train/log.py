@@ -6,7 +6,8 @@ One JSON object per line, each with "event" and "time" (seconds since 1970):
 start        device, transport, precision, unused_device (why an available CUDA device is not
              used), version, torch, ranks, mesh, threads, parameters, samples, batch, epochs, steps,
              step (where it starts), config
-step         step, epoch, loss, lr, seconds, samples_per_second, parts (seconds by part)
+step         step, epoch, loss, lr, seconds, samples_per_second, gradient_bytes (that this rank
+             has sent: "all", or "within" and "between" groups), parts (seconds by part)
 validation   step, epoch, samples, loss; of CosmoFlow mae; of segmentation, by class, dice (mean
              over volumes) and pooled_dice (of all their voxels)
 checkpoint   step, path, seconds

@@ -83,6 +83,7 @@ class Trainer:
         self.loss = math.nan
         """Global loss of the last step."""
         self._saved_at = state.step
+        self._sent = dict(state.network.sent())
         self._tuner = autotuner_of(self.mesh)
         self._tuner.listener = partial(_announce_tuning, log, self._tuner)
         self._tuned = 0
@@ -162,6 +163,7 @@ class Trainer:
             lr=rate,
             seconds=seconds,
             samples_per_second=batch.global_size / seconds,
+            gradient_bytes=self._sent_since(),
             parts=parts,
         )
         if self._tuner.problems > self._tuned:
@@ -169,6 +171,13 @@ class Trainer:
             text = f"autotuned {self._tuned} convolutions in {self._tuner.seconds:.1f} s so far"
             self.log.emit("notice", text=text)
         return stop
+
+    def _sent_since(self) -> dict[str, int]:
+        """Returns the bytes that this rank has sent for gradients in the last step."""
+        total = dict(self.state.network.sent())
+        found = {kind: count - self._sent.get(kind, 0) for kind, count in total.items()}
+        self._sent = total
+        return found
 
     def _reduce(self, loss_sum: float, batch: Batch) -> tuple[float, bool]:
         """Returns the mean loss over the step's samples, and whether any rank wants to stop."""
@@ -207,6 +216,7 @@ class Trainer:
         """
         assert self.validation_loader is not None
         model = self.state.model
+        self.state.network.equalize(self.state.optimizer)
         model.eval()
         rows, indices = [], list[int]()
         for batch in self.validation_loader.epoch(0):

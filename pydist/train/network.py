@@ -6,7 +6,7 @@ The training loop, checkpoints and validation use a `Network`, and do not know w
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,14 +17,22 @@ from torch.optim import Optimizer
 
 from pydist.backend.autotuner import autotuner_of
 from pydist.errors import UsageError
-from pydist.optim import sharded
-from pydist.parallel import parallelize
+from pydist.optim import (
+    average_parameters,
+    gradient_state,
+    load_gradient_state,
+    set_loss_scale,
+    sharded,
+)
+from pydist.parallel import entry_of, parallelize
 from pydist.stages import pipeline
 from pydist.train.device import autocast, memory_format
+from pydist.train.gradients import settings
 from pydist.train.ranks import least_samples
 
 if TYPE_CHECKING:
     from pydist.data.loader import Batch, Loader
+    from pydist.gradients.forms.settings import Gradients
     from pydist.mesh import Mesh
     from pydist.optim.partitioned import Use
     from pydist.stages import Plan
@@ -79,6 +87,26 @@ class Network(Protocol):
         """Prepares the gradients for the optimizer's step, and clips their norm, if given."""
         ...
 
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Ends a step: with "post_local" averages the groups' parameters, if it is due."""
+        ...
+
+    def equalize(self, optimizer: Optimizer) -> None:
+        """Makes parameters, and the optimizer's state, equal on all groups, if they differ."""
+        ...
+
+    def sent(self) -> Mapping[str, int]:
+        """Returns the bytes that this rank has sent for gradients, by the kind of group."""
+        ...
+
+    def gradient_state(self) -> dict[str, Any]:
+        """Returns the state of compressed gradients, on the rank that writes."""
+        ...
+
+    def load_gradient_state(self, state: Mapping[str, Any], step: int) -> None:
+        """Loads `gradient_state` of a run that has done so many steps."""
+        ...
+
     def evaluate(self, inputs: Tensor) -> Tensor | None:
         """Returns the output for a batch, without a graph; `None` where another stage has it.
 
@@ -111,11 +139,14 @@ class Network(Protocol):
 class MeshNetwork:
     """A parallelized network on one mesh; see `Network`."""
 
-    obstacle: str | None = None
-    notices: Sequence[str] = ()
-
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.model, self._mesh = model, mesh
+        self.notices: Sequence[str] = ()
+        form = entry_of(model).gradients
+        self._has_state = form.keeps
+        self.obstacle: str | None = (
+            f'gradients = "{form.name}" decides on the host in each step' if form.keeps else None
+        )
 
     def partitioned(self, optimizer: Optimizer, wanted: Use) -> Optimizer:
         """Partitions the optimizer over the mesh, if wanted."""
@@ -132,7 +163,10 @@ class MeshNetwork:
         """Runs the passes of the batch as a whole."""
         with mixed:
             loss = task.loss(self.model(batch.inputs), batch)
-        scaler.scale(loss * scale).backward()
+        scaled = scaler.scale(loss * scale)
+        if self._has_state:
+            set_loss_scale(self.model, scaler.get_scale())
+        scaled.backward()
         return loss.detach()
 
     def clip(self, scaler: GradScaler, optimizer: Optimizer, norm: float | None) -> None:
@@ -140,6 +174,28 @@ class MeshNetwork:
         if norm is not None:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """See `Network.after_step`."""
+        if self._has_state:
+            average_parameters(self.model, optimizer)
+
+    def equalize(self, optimizer: Optimizer) -> None:
+        """See `Network.equalize`."""
+        average_parameters(self.model, optimizer, always=True)
+
+    def sent(self) -> Mapping[str, int]:
+        """See `Network.sent`."""
+        return _sent(self.model)
+
+    def gradient_state(self) -> dict[str, Any]:
+        """See `Network.gradient_state`."""
+        return gradient_state(self.model)
+
+    def load_gradient_state(self, state: Mapping[str, Any], step: int) -> None:
+        """See `Network.load_gradient_state`; notes what could not be restored as it was."""
+        if line := load_gradient_state(self.model, state, step):
+            self.notices = [*self.notices, line]
 
     def evaluate(self, inputs: Tensor) -> Tensor | None:
         """Returns the output, on all ranks."""
@@ -172,6 +228,7 @@ class StagedNetwork:
         job: the ranks, in stages.
         sample: an input, for the plan.
         config: the run's configuration, with the options of `pydist.pipeline` in its table "mesh".
+        gradients: how the ranks of a stage average gradients.
 
     Raises:
         UsageError: `cuts` names a module that can't begin a stage, or the network makes different
@@ -181,7 +238,9 @@ class StagedNetwork:
 
     obstacle: str | None = "the network is in stages, whose hosts exchange messages in each step"
 
-    def __init__(self, model: nn.Module, job: Job, sample: Tensor, config: Config) -> None:
+    def __init__(
+        self, model: nn.Module, job: Job, sample: Tensor, config: Config, gradients: Gradients
+    ) -> None:
         assert job.stages is not None
         wanted = config.mesh
         with autocast(sample.device, config.train.amp):  # the plan is that of these kernels
@@ -196,6 +255,7 @@ class StagedNetwork:
                 recompute=wanted.recompute,
                 batch_norm=config.model.statistics,
                 running_statistics=wanted.running_statistics,
+                gradients=gradients,
             )
         self.model, self._job = model, job
         self._stages, self._mesh = job.stages, job.mesh
@@ -232,6 +292,23 @@ class StagedNetwork:
         self._pipe.unscale_(scaler, optimizer)
         if norm is not None:
             self._pipe.clip_grad_norm_(norm)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Does nothing: groups have equal parameters."""
+
+    def equalize(self, optimizer: Optimizer) -> None:
+        """Does nothing: groups have equal parameters."""
+
+    def sent(self) -> Mapping[str, int]:
+        """Returns the bytes that this rank has sent within its stage."""
+        return _sent(self.model)
+
+    def gradient_state(self) -> dict[str, Any]:
+        """Returns nothing: stages have no form with state."""
+        return {}
+
+    def load_gradient_state(self, state: Mapping[str, Any], step: int) -> None:
+        """Does nothing: stages have no form with state."""
 
     def evaluate(self, inputs: Tensor) -> Tensor | None:
         """Returns the output on the last stage."""
@@ -302,10 +379,11 @@ def place(model: nn.Module, job: Job, task: Task, loader: Loader, config: Config
     Raises:
         UsageError: a description of stages does not suit the network or the data.
     """
+    gradients = settings(config.train.gradients, len(loader))
     if job.stages is None:
         parallelize(
             model, job.mesh, batch_norm=config.model.statistics,
-            sharded_weights=config.mesh.sharded_weights,
+            sharded_weights=config.mesh.sharded_weights, gradients=gradients,
         )  # fmt: skip
         return MeshNetwork(model, job.mesh)
     left = len(loader.dataset) % config.train.batch
@@ -315,7 +393,16 @@ def place(model: nn.Module, job: Job, task: Task, loader: Loader, config: Config
             f"{left} of {len(loader.dataset)} samples, fewer than one for each sample group: "
             "choose another train.batch"
         )
-    return StagedNetwork(model, job, _sample(loader, task, config), config)
+    return StagedNetwork(model, job, _sample(loader, task, config), config, gradients)
+
+
+def _sent(model: nn.Module) -> dict[str, int]:
+    """Returns the bytes that this rank has sent for a model's gradients, by the kind of group."""
+    total: dict[str, int] = {}
+    for form in entry_of(model).forms:
+        for kind, count in form.sent().items():
+            total[kind] = total.get(kind, 0) + count
+    return total
 
 
 def _described(plan: Plan) -> str:

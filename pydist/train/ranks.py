@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydist.errors import UsageError
 from pydist.partition import divide
+from pydist.train import gradients
 from pydist.train.config import MeshConfig
 
 if TYPE_CHECKING:
@@ -24,12 +25,12 @@ _OF_EACH = ("spatial", "channel")
 
 
 def check(config: Config) -> None:
-    """Checks that the settings of mesh and stages suit each other.
+    """Checks that the settings of mesh, stages and gradients suit each other.
 
     Raises:
         UsageError: they do not; it names the setting, and what is possible.
     """
-    if found := [*_mistakes(config)]:
+    if found := [*_mistakes(config), *gradients.mistakes(config)]:
         raise UsageError("; ".join(found))
 
 

@@ -413,3 +413,14 @@ def test_a_part_that_one_stage_froze_blocks_nobody():
         return made.model.first.weight.grad is not None
 
     assert on_stages([ONE, ONE], body) == [True, False]
+
+
+def test_forms_of_gradients_that_count_steps_are_refused():
+    def rank(stages):
+        for form in ("powersgd", "dgc", "post_local"):
+            with pytest.raises(NotSupported, match=f'gradients="{form}" in stages: .*possible are'):
+                pipeline(initialized(Between()), stages, X[:1], cuts=["last"], gradients=form)
+        with pytest.raises(UsageError, match="gradients='fp8'; possible are dense"):
+            pipeline(initialized(Between()), stages, X[:1], cuts=["last"], gradients="fp8")
+
+    on_stages([ONE, ONE], rank)

@@ -33,6 +33,11 @@ class Form(Protocol):
         """The groups whose collectives it uses."""
         ...
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the running pass leaves the sample groups with different gradients."""
+        ...
+
     def arrange(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Returns the parameters of a bucket in the order of their gradients in its row."""
         ...
@@ -70,6 +75,11 @@ class Form(Protocol):
 class Stateless:
     """Base of forms that keep nothing between backward passes."""
 
+    @property
+    def is_local(self) -> bool:
+        """See `Form.is_local`."""
+        return False
+
     def arrange(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """See `Form.arrange`."""
         return list(leaves)
@@ -97,6 +107,16 @@ class DenseForm(Stateless):
         """See `Form.start`."""
         del leaves
         return self._all.all_reduce(row)
+
+    def scatter(self, row: Tensor, out: Tensor, counts: Sequence[int]) -> Work:
+        """Starts a reduction of which this rank gets the means of its interval (ZeRO-1).
+
+        Args:
+            row: this rank's gradients.
+            out: receives this rank's interval.
+            counts: elements of each rank's interval.
+        """
+        return self._all.reduce_scatter(row, out, counts, self._all.size)
 
     def complete(self, row: Tensor) -> None:
         """See `Form.complete`."""

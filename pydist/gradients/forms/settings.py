@@ -11,6 +11,7 @@ import torch
 from pydist.errors import UsageError
 from pydist.gradients.forms.form import Form
 from pydist.gradients.forms.levels import HierarchicalForm, NarrowForm, TorusForm
+from pydist.gradients.forms.local import LocalForm
 from pydist.gradients.forms.low_rank import LowRankForm
 from pydist.gradients.forms.places import hosts_of, rows_of, split
 from pydist.gradients.forms.sparse import SparseForm
@@ -157,9 +158,34 @@ class DGC:
             raise UsageError("DGC(nesterov=True) needs momentum > 0")
 
 
-Gradients: TypeAlias = "Dense | Narrow | Torus | Hierarchical | PowerSGD | DGC"
+@dataclass(frozen=True)
+class PostLocal:
+    """Gradients of the own sample group alone after the first steps, and averages of parameters.
 
-NAMES = ("dense", "fp16", "bf16", "torus", "hierarchical", "powersgd", "dgc")
+    Relaxed: from its first local step on a split run no longer computes what one device computes.
+    Call `pydist.optim.average_parameters(model, optimizer)` after each step.
+
+    Args:
+        every: number of steps between two averages of the groups' parameters.
+        start: number of first steps with the gradients of all groups.
+
+    Raises:
+        UsageError: a setting is out of range.
+    """
+
+    every: int = 8
+    start: int = 0
+    name: ClassVar[str] = "post_local"
+    keeps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_count("PostLocal(every=", self.every, 1)
+        _check_count("PostLocal(start=", self.start, 0)
+
+
+Gradients: TypeAlias = "Dense | Narrow | Torus | Hierarchical | PowerSGD | DGC | PostLocal"
+
+NAMES = ("dense", "fp16", "bf16", "torus", "hierarchical", "powersgd", "dgc", "post_local")
 """The names of all forms."""
 
 
@@ -169,9 +195,9 @@ def settings_of(given: str | Gradients) -> Gradients:
     Raises:
         UsageError: there is no such form.
     """
-    if isinstance(given, Dense | Narrow | Torus | Hierarchical | PowerSGD | DGC):
+    if isinstance(given, Dense | Narrow | Torus | Hierarchical | PowerSGD | DGC | PostLocal):
         return given
-    plain = {each.name: each for each in (Dense, Torus, Hierarchical, PowerSGD, DGC)}
+    plain = {each.name: each for each in (Dense, Torus, Hierarchical, PowerSGD, DGC, PostLocal)}
     if isinstance(given, str) and given in NAMES:
         return plain[given]() if given in plain else Narrow(given)  # type: ignore[arg-type]
     raise UsageError(
@@ -209,9 +235,12 @@ def make_form(
 
 
 def _compressed(
-    settings: Narrow | PowerSGD | DGC, mesh: Mesh, axes: tuple[str, ...], leaves: Sequence[Leaf]
+    settings: Narrow | PowerSGD | DGC | PostLocal,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    leaves: Sequence[Leaf],
 ) -> Form | None:
-    """Makes a form that compresses what is sent between sample groups, if there are several."""
+    """Makes a form that sends less between sample groups, if there are several."""
     if mesh.data_size == 1:
         if isinstance(settings, DGC) and settings.momentum:
             raise UsageError(
@@ -230,6 +259,10 @@ def _compressed(
             within, between, leaves, mesh.seed,
             rank=settings.rank, start=settings.start, least_saving=settings.least_saving,
         )  # fmt: skip
+    if isinstance(settings, PostLocal):
+        return LocalForm(
+            within, between, leaves, mesh.seed, every=settings.every, start=settings.start
+        )
     warmup = [each for each in settings.densities if each > settings.density]
     return SparseForm(
         within, between, leaves, mesh.seed,

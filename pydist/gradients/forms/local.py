@@ -1,0 +1,127 @@
+"""Post-local SGD: sample groups that train by themselves, and average parameters now and then.
+
+Relaxed: from its first local step on a split run no longer computes what one device computes.
+
+Source: Lin, Stich, Patel and Jaggi (2020), arXiv:1808.07217.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pydist.comm.interface.reduction import divide
+from pydist.errors import UsageError
+from pydist.gradients.forms.levels import Levels
+from pydist.gradients.forms.messages import Sequel, even_counts
+from pydist.gradients.forms.stateful import StatefulForm
+
+if TYPE_CHECKING:
+    from pydist.comm.interface.handles import Work
+    from pydist.comm.interface.transport import Transport
+    from pydist.gradients.leaf import Leaf
+
+
+class LocalForm(StatefulForm):
+    """Gradients of all sample groups for the first steps, and of the own group afterwards.
+
+    Its only state is the number of steps, equal on all ranks: all backward passes count, as groups
+    may see different gradients.
+    """
+
+    name = "post_local"
+
+    def __init__(
+        self,
+        within: Transport,
+        between: Transport,
+        leaves: Iterable[Leaf],
+        seed: int,
+        *,
+        every: int,
+        start: int,
+    ) -> None:
+        """Takes the settings of `pydist.gradients.PostLocal`."""
+        super().__init__(within, between, leaves, seed)
+        self._every, self._start = every, start
+        self._alone = 0  # passes since the groups were equal
+        self._averages = False
+
+    @property
+    def is_local(self) -> bool:
+        """See `Form.is_local`."""
+        return self.steps >= self._start
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is the step after which the groups average their parameters."""
+        return self._alone >= self._every
+
+    @property
+    def differs(self) -> bool:
+        """Whether the groups may have different parameters."""
+        return self._alone > 0
+
+    def start(self, row: Tensor, leaves: Sequence[Leaf]) -> Work:
+        """See `Form.start`.
+
+        Raises:
+            UsageError: the groups' parameters were not averaged when they should have been.
+        """
+        if self.is_due:
+            raise UsageError(
+                f'gradients="post_local": {self._alone} steps without an average of the sample '
+                "groups' parameters: call pydist.optim.average_parameters(model, optimizer) after "
+                "each step"
+            )
+        return super().start(row, leaves)
+
+    def conclude(self, kept: Callable[[Leaf], bool]) -> None:
+        """See `Form.conclude`."""
+        if any(kept(leaf) for leaf in self._leaves):
+            self._alone += self.is_local
+            self.steps += 1
+        self.abandon()
+
+    def average(self, rows: Sequence[Tensor]) -> None:
+        """Averages rows over the sample groups, in place. Collective.
+
+        Args:
+            rows: contiguous, and equal on the ranks of a sample group.
+        """
+        self._averages = True
+        try:
+            for work in [Sequel(Levels._reduce(self, row, ())) for row in rows]:
+                work.wait()
+        finally:
+            self._averages = False
+        self._alone = 0
+
+    def arrange(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """See `Form.arrange`."""
+        return list(leaves)
+
+    def quantities(self, name: str) -> Mapping[str, torch.Size]:
+        """See `StatefulForm.quantities`."""
+        del name
+        return {}
+
+    def _reduce(self, row: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
+        self._leaves += leaves
+        yield from Levels._reduce(self, row, leaves)
+
+    def _counts(self, row: Tensor, leaves: Sequence[Leaf]) -> list[int]:
+        del leaves
+        return even_counts(row.numel(), self.within.size)
+
+    def _own(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+        return leaves
+
+    def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
+        del leaves
+        if not self.is_local or self._averages:
+            yield self.between.all_reduce(part)
+            divide(part, self.between.size)

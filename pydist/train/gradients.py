@@ -1,0 +1,224 @@
+"""The configuration of gradient reduction: a name, or a table with the settings of a form.
+
+Nothing here imports torch, so that `pydist train --help` answers quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from pydist.gradients.forms.settings import Gradients
+    from pydist.train.config import Config
+
+_LARGEST = 2**31 - 1
+_Count = Annotated[int, Field(ge=1, le=_LARGEST, strict=True)]
+_CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST, strict=True)]
+_Epochs = Annotated[float, Field(ge=0, le=_LARGEST, strict=True, allow_inf_nan=False)]
+_Part = Annotated[float, Field(gt=0, le=1, strict=True)]
+_Fraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
+
+
+class _Form:
+    """Table of a form, in which unknown keys are errors."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class TorusConfig(_Form):
+    """Configuration of the 2-D torus; see `pydist.gradients.Torus`."""
+
+    name: Literal["torus"] = "torus"
+    """The form: "torus"."""
+    row: _Count | None = None
+    """Ranks in a row; by default those of a host."""
+
+
+@dataclass(frozen=True)
+class PowerSgdConfig(_Form):
+    """Configuration of PowerSGD; see `pydist.gradients.PowerSGD`."""
+
+    name: Literal["powersgd"] = "powersgd"
+    """The form: "powersgd"."""
+    rank: _Count = 4
+    """Columns of the two matrices that represent a gradient."""
+    start: _CountOrZero = 100
+    """First steps that send gradients as they are."""
+    least_saving: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] = 2.0
+    """How many times smaller the matrices are at least; other gradients are sent as they are."""
+
+
+@dataclass(frozen=True)
+class DgcConfig(_Form):
+    """Configuration of Deep Gradient Compression; see `pydist.gradients.DGC`."""
+
+    name: Literal["dgc"] = "dgc"
+    """The form: "dgc"."""
+    density: _Part = 0.001
+    """Fraction of the elements that each sample group sends."""
+    momentum: _Fraction = 0.9
+    """Momentum, which the optimizer must not have."""
+    nesterov: Annotated[bool, Field(strict=True)] = False
+    """Nesterov's form of momentum."""
+    masking: Annotated[bool, Field(strict=True)] = True
+    """Whether sending an element resets its velocity."""
+    warmup_epochs: _Epochs = 4.0
+    """First epochs with higher densities."""
+    densities: tuple[_Part, ...] = (0.25, 0.0625, 0.015625, 0.004)
+    """Those densities, for equal parts of the warm-up."""
+    sample: _Part = 0.01
+    """Fraction of the elements on which a threshold is estimated."""
+
+
+@dataclass(frozen=True)
+class PostLocalConfig(_Form):
+    """Configuration of post-local SGD; see `pydist.gradients.PostLocal`."""
+
+    name: Literal["post_local"] = "post_local"
+    """The form: "post_local"."""
+    every: _Count = 8
+    """Steps between two averages of the sample groups' parameters."""
+    start_epochs: _Epochs = 30.0
+    """First epochs with the gradients of all sample groups."""
+
+
+PLAIN = ("dense", "fp16", "bf16", "hierarchical")
+TABLES: dict[str, type[Any]] = {
+    "torus": TorusConfig,
+    "powersgd": PowerSgdConfig,
+    "dgc": DgcConfig,
+    "post_local": PostLocalConfig,
+}
+"""The forms with settings. pydantic adds the name to the location of an error."""
+_NAMES = ("dense", "fp16", "bf16", "torus", "hierarchical", "powersgd", "dgc", "post_local")
+
+
+def _as_table(given: Any) -> Any:
+    """Returns the table of a form that is given by its name, if the form has settings."""
+    name = given.get("name") if isinstance(given, dict) else getattr(given, "name", given)
+    if not isinstance(name, str) or name not in _NAMES:
+        raise PydanticCustomError(
+            "gradients",
+            "possible are {names}, and a table such as {table}",
+            {"names": ", ".join(_NAMES), "table": '{name = "powersgd", rank = 4}'},
+        )
+    if isinstance(given, dict) and name in PLAIN:
+        if len(given) > 1:
+            raise PydanticCustomError(
+                "gradients", "{name} has no settings; {tables} have some",
+                {"name": name, "tables": ", ".join(TABLES)},
+            )  # fmt: skip
+        return name
+    return {"name": given} if isinstance(given, str) and given in TABLES else given
+
+
+def _kind_of(given: Any) -> str:
+    name = given.get("name") if isinstance(given, dict) else getattr(given, "name", "")
+    return name if name in TABLES else "(a name)"
+
+
+FORMS = Annotated[
+    Annotated[Literal["dense", "fp16", "bf16", "hierarchical"], Tag("(a name)")]
+    | Annotated[TorusConfig, Tag("torus")]
+    | Annotated[PowerSgdConfig, Tag("powersgd")]
+    | Annotated[DgcConfig, Tag("dgc")]
+    | Annotated[PostLocalConfig, Tag("post_local")],
+    Discriminator(_kind_of),
+]
+GradientsConfig = Annotated[FORMS, BeforeValidator(_as_table)]
+
+
+def name_of(config: GradientsConfig) -> str:
+    """Returns the name of a form."""
+    return config if isinstance(config, str) else config.name
+
+
+def settings(config: GradientsConfig, steps: int) -> Gradients:
+    """Returns a form as `pydist.parallelize` takes it.
+
+    Args:
+        config: the configuration.
+        steps: number of steps of an epoch.
+    """
+    from pydist import gradients
+    from pydist.gradients.forms.settings import settings_of
+
+    if isinstance(config, TorusConfig):
+        return gradients.Torus(config.row)
+    if isinstance(config, PowerSgdConfig):
+        return gradients.PowerSGD(config.rank, config.start, config.least_saving)
+    if isinstance(config, DgcConfig):
+        own = asdict(config)
+        warmup = round(own.pop("warmup_epochs") * steps)
+        del own["name"]
+        return gradients.DGC(**own, warmup=warmup)
+    if isinstance(config, PostLocalConfig):
+        return gradients.PostLocal(config.every, round(config.start_epochs * steps))
+    return settings_of(config)
+
+
+def effective(config: GradientsConfig) -> Any:
+    """Returns the settings that affect the result of a step by more than rounding."""
+    if name_of(config) in ("dense", "torus", "hierarchical"):
+        return "dense"
+    return config if isinstance(config, str) else asdict(config)
+
+
+def mistakes(config: Config) -> Iterator[str]:
+    """Yields how a form of gradients does not suit the other settings."""
+    name = name_of(config.train.gradients)
+    given = f'train.gradients = "{name}"'
+    if name == "dense":
+        return
+    if config.optimizer.sharded == "always":
+        yield (
+            f'{given} with optimizer.sharded = "always": steps are divided for gradients that are '
+            '"dense" only; optimizer.sharded = "auto" and "never" are possible'
+        )
+    if name in ("powersgd", "dgc", "post_local"):
+        if config.mesh.stages is not None:
+            yield f"{given} with mesh.stages: possible are {', '.join(_without_state())}"
+        if config.mesh.sharded_weights:
+            yield f"{given} with mesh.sharded_weights: possible are {', '.join(_without_state())}"
+        if config.train.cuda_graph == "always":
+            yield (
+                f'{given} with train.cuda_graph = "always": the form decides in each step on the '
+                'host, which no graph holds; "auto" and "never" are possible'
+            )
+    if name == "post_local" and config.train.amp == "fp16":
+        yield f'{given} with train.amp = "fp16": groups would skip other steps; bf16 is possible'
+    if isinstance(config.train.gradients, DgcConfig):
+        yield from _mistakes_in_dgc(config, config.train.gradients)
+
+
+def _mistakes_in_dgc(config: Config, form: DgcConfig) -> Iterator[str]:
+    given, optimizer = 'train.gradients = "dgc"', config.optimizer
+    momentum = getattr(optimizer, "momentum", None)
+    if optimizer.name in ("lars", "lamb"):
+        yield f'{given} with optimizer.name = "{optimizer.name}": its norms need whole gradients'
+    elif form.momentum and (momentum is None or momentum):
+        what = f'name = "{optimizer.name}"' if momentum is None else f"momentum = {momentum:g}"
+        yield (
+            f"{given} has momentum of its own, {form.momentum:g}: with optimizer.{what} there "
+            'would be two; possible are optimizer.name = "sgd" with momentum = 0.0, and '
+            'gradients = {name = "dgc", momentum = 0.0}'
+        )
+    if config.train.clip_norm is not None:
+        yield (
+            f"{given} with train.clip_norm: gradients are sums of several steps when they arrive, "
+            "and have no norm to compare with; leave out train.clip_norm"
+        )
+    if form.nesterov and not form.momentum:
+        yield "train.gradients.nesterov = true needs train.gradients.momentum > 0"
+    if config.mesh.data == 1 and form.momentum:
+        yield f'{given} with mesh.data = 1: nothing is sent between groups; "dense" is possible'
+
+
+def _without_state() -> list[str]:
+    return [name for name in _NAMES if name in PLAIN or name == "torus"]
