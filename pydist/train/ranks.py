@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydist.errors import UsageError
 from pydist.partition import divide
-from pydist.train import gradients
+from pydist.train import reduction
 from pydist.train.config import MeshConfig
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def check(config: Config) -> None:
     Raises:
         UsageError: they do not; it names the setting, and what is possible.
     """
-    if found := [*_mistakes(config), *gradients.mistakes(config)]:
+    if found := [*_mistakes(config), *reduction.mistakes(config)]:
         raise UsageError("; ".join(found))
 
 

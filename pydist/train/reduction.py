@@ -1,0 +1,62 @@
+"""The forms of gradients that suit the other settings of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydist.train.config import Config
+from pydist.train.gradients import NAMES, PLAIN, DgcConfig, name_of
+
+
+def mistakes(config: Config) -> Iterator[str]:
+    """Yields how a form of gradients does not suit the other settings."""
+    name = name_of(config.train.gradients)
+    given = f'train.gradients = "{name}"'
+    if name == "dense":
+        return
+    if config.optimizer.sharded == "always":
+        yield (
+            f'{given} with optimizer.sharded = "always": steps are divided for gradients that are '
+            '"dense" only; optimizer.sharded = "auto" and "never" are possible'
+        )
+    if name in ("powersgd", "dgc", "post_local"):
+        if config.mesh.stages is not None:
+            yield f"{given} with mesh.stages: possible are {', '.join(_without_state())}"
+        if config.mesh.sharded_weights:
+            yield f"{given} with mesh.sharded_weights: possible are {', '.join(_without_state())}"
+        if config.train.cuda_graph == "always":
+            yield (
+                f'{given} with train.cuda_graph = "always": the form decides in each step on the '
+                'host, which no graph holds; "auto" and "never" are possible'
+            )
+    if name == "post_local" and config.train.amp == "fp16":
+        yield f'{given} with train.amp = "fp16": groups would skip other steps; bf16 is possible'
+    if isinstance(config.train.gradients, DgcConfig):
+        yield from _mistakes_in_dgc(config, config.train.gradients)
+
+
+def _mistakes_in_dgc(config: Config, form: DgcConfig) -> Iterator[str]:
+    given, optimizer = 'train.gradients = "dgc"', config.optimizer
+    momentum = getattr(optimizer, "momentum", None)
+    if optimizer.name in ("lars", "lamb"):
+        yield f'{given} with optimizer.name = "{optimizer.name}": its norms need whole gradients'
+    elif form.momentum and (momentum is None or momentum):
+        what = f'name = "{optimizer.name}"' if momentum is None else f"momentum = {momentum:g}"
+        yield (
+            f"{given} has momentum of its own, {form.momentum:g}: with optimizer.{what} there "
+            'would be two; possible are optimizer.name = "sgd" with momentum = 0.0, and '
+            'gradients = {name = "dgc", momentum = 0.0}'
+        )
+    if config.train.clip_norm is not None:
+        yield (
+            f"{given} with train.clip_norm: gradients are sums of several steps when they arrive, "
+            "and have no norm to compare with; leave out train.clip_norm"
+        )
+    if form.nesterov and not form.momentum:
+        yield "train.gradients.nesterov = true needs train.gradients.momentum > 0"
+    if config.mesh.data == 1 and form.momentum:
+        yield f'{given} with mesh.data = 1: nothing is sent between groups; "dense" is possible'
+
+
+def _without_state() -> list[str]:
+    return [name for name in NAMES if name in PLAIN or name == "torus"]
