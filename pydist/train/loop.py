@@ -83,7 +83,7 @@ class Trainer:
         self.loss = math.nan
         """Global loss of the last step."""
         self._saved_at = state.step
-        self._sent = dict(state.network.sent())
+        self._sent = state.network.gradients.sent()
         self._tuner = autotuner_of(self.mesh)
         self._tuner.listener = partial(_announce_tuning, log, self._tuner)
         self._tuned = 0
@@ -174,7 +174,7 @@ class Trainer:
 
     def _sent_since(self) -> dict[str, int]:
         """Returns the bytes that this rank has sent for gradients in the last step."""
-        total = dict(self.state.network.sent())
+        total = self.state.network.gradients.sent()
         found = {kind: count - self._sent.get(kind, 0) for kind, count in total.items()}
         self._sent = total
         return found
@@ -216,7 +216,7 @@ class Trainer:
         """
         assert self.validation_loader is not None
         model = self.state.model
-        self.state.network.equalize(self.state.optimizer)
+        self.state.network.gradients.equalize(self.state.optimizer)
         model.eval()
         rows, indices = [], list[int]()
         for batch in self.validation_loader.epoch(0):

@@ -6,7 +6,7 @@ The training loop, checkpoints and validation use a `Network`, and do not know w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,15 +17,11 @@ from torch.optim import Optimizer
 
 from pydist.backend.autotuner import autotuner_of
 from pydist.errors import UsageError
-from pydist.optim import (
-    average_parameters,
-    gradient_state,
-    load_gradient_state,
-    set_loss_scale,
-    sharded,
-)
-from pydist.parallel import entry_of, parallelize
+from pydist.gradients import Dense
+from pydist.optim import sharded
+from pydist.parallel import parallelize
 from pydist.stages import pipeline
+from pydist.train.averaged import Averaged
 from pydist.train.device import autocast, memory_format
 from pydist.train.gradients import settings
 from pydist.train.ranks import least_samples
@@ -40,6 +36,7 @@ if TYPE_CHECKING:
     from pydist.train.job import Job
     from pydist.train.tasks import Task
 
+DENSE = Dense()
 _LEAST_EXTENT = 64
 """Extent of the volume on which a network is measured that accepts several; see `_sample`."""
 
@@ -51,11 +48,13 @@ class Network(Protocol):
         model: the network. In stages a rank has up to date only its stage's part of it.
         obstacle: why a step can't be captured as a CUDA graph, if that is so.
         notices: lines for the log when training begins.
+        gradients: the average over the sample groups.
     """
 
     model: nn.Module
     obstacle: str | None
     notices: Sequence[str]
+    gradients: Averaged
 
     def partitioned(self, optimizer: Optimizer, wanted: Use) -> Optimizer:
         """Returns the optimizer, partitioned over the ranks if wanted."""
@@ -85,26 +84,6 @@ class Network(Protocol):
 
     def clip(self, scaler: GradScaler, optimizer: Optimizer, norm: float | None) -> None:
         """Prepares the gradients for the optimizer's step, and clips their norm, if given."""
-        ...
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Ends a step: with "post_local" averages the groups' parameters, if it is due."""
-        ...
-
-    def equalize(self, optimizer: Optimizer) -> None:
-        """Makes parameters, and the optimizer's state, equal on all groups, if they differ."""
-        ...
-
-    def sent(self) -> Mapping[str, int]:
-        """Returns the bytes that this rank has sent for gradients, by the kind of group."""
-        ...
-
-    def gradient_state(self) -> dict[str, Any]:
-        """Returns the state of compressed gradients, on the rank that writes."""
-        ...
-
-    def load_gradient_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Loads `gradient_state` of a run that has done so many steps."""
         ...
 
     def evaluate(self, inputs: Tensor) -> Tensor | None:
@@ -139,14 +118,11 @@ class Network(Protocol):
 class MeshNetwork:
     """A parallelized network on one mesh; see `Network`."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, gradients: Gradients = DENSE) -> None:
         self.model, self._mesh = model, mesh
         self.notices: Sequence[str] = ()
-        form = entry_of(model).gradients
-        self._has_state = form.keeps
-        self.obstacle: str | None = (
-            f'gradients = "{form.name}" decides on the host in each step' if form.keeps else None
-        )
+        self.gradients = Averaged(model, gradients)
+        self.obstacle = self.gradients.obstacle
 
     def partitioned(self, optimizer: Optimizer, wanted: Use) -> Optimizer:
         """Partitions the optimizer over the mesh, if wanted."""
@@ -164,8 +140,7 @@ class MeshNetwork:
         with mixed:
             loss = task.loss(self.model(batch.inputs), batch)
         scaled = scaler.scale(loss * scale)
-        if self._has_state:
-            set_loss_scale(self.model, scaler.get_scale())
+        self.gradients.before_backward(scaler)
         scaled.backward()
         return loss.detach()
 
@@ -174,28 +149,6 @@ class MeshNetwork:
         if norm is not None:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """See `Network.after_step`."""
-        if self._has_state:
-            average_parameters(self.model, optimizer)
-
-    def equalize(self, optimizer: Optimizer) -> None:
-        """See `Network.equalize`."""
-        average_parameters(self.model, optimizer, always=True)
-
-    def sent(self) -> Mapping[str, int]:
-        """See `Network.sent`."""
-        return _sent(self.model)
-
-    def gradient_state(self) -> dict[str, Any]:
-        """See `Network.gradient_state`."""
-        return gradient_state(self.model)
-
-    def load_gradient_state(self, state: Mapping[str, Any], step: int) -> None:
-        """See `Network.load_gradient_state`; notes what could not be restored as it was."""
-        if line := load_gradient_state(self.model, state, step):
-            self.notices = [*self.notices, line]
 
     def evaluate(self, inputs: Tensor) -> Tensor | None:
         """Returns the output, on all ranks."""
@@ -258,6 +211,7 @@ class StagedNetwork:
                 gradients=gradients,
             )
         self.model, self._job = model, job
+        self.gradients = Averaged(model, gradients)
         self._stages, self._mesh = job.stages, job.mesh
         self.notices: Sequence[str] = [_described(self._pipe.plan)]
         self._micro_batches = wanted.micro_batches
@@ -292,23 +246,6 @@ class StagedNetwork:
         self._pipe.unscale_(scaler, optimizer)
         if norm is not None:
             self._pipe.clip_grad_norm_(norm)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Does nothing: groups have equal parameters."""
-
-    def equalize(self, optimizer: Optimizer) -> None:
-        """Does nothing: groups have equal parameters."""
-
-    def sent(self) -> Mapping[str, int]:
-        """Returns the bytes that this rank has sent within its stage."""
-        return _sent(self.model)
-
-    def gradient_state(self) -> dict[str, Any]:
-        """Returns nothing: stages have no form with state."""
-        return {}
-
-    def load_gradient_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Does nothing: stages have no form with state."""
 
     def evaluate(self, inputs: Tensor) -> Tensor | None:
         """Returns the output on the last stage."""
@@ -385,7 +322,7 @@ def place(model: nn.Module, job: Job, task: Task, loader: Loader, config: Config
             model, job.mesh, batch_norm=config.model.statistics,
             sharded_weights=config.mesh.sharded_weights, gradients=gradients,
         )  # fmt: skip
-        return MeshNetwork(model, job.mesh)
+        return MeshNetwork(model, job.mesh, gradients)
     left = len(loader.dataset) % config.train.batch
     if 0 < left < job.mesh.data_size:
         raise UsageError(
@@ -394,15 +331,6 @@ def place(model: nn.Module, job: Job, task: Task, loader: Loader, config: Config
             "choose another train.batch"
         )
     return StagedNetwork(model, job, _sample(loader, task, config), config, gradients)
-
-
-def _sent(model: nn.Module) -> dict[str, int]:
-    """Returns the bytes that this rank has sent for a model's gradients, by the kind of group."""
-    total: dict[str, int] = {}
-    for form in entry_of(model).forms:
-        for kind, count in form.sent().items():
-            total[kind] = total.get(kind, 0) + count
-    return total
 
 
 def _described(plan: Plan) -> str:

@@ -84,9 +84,9 @@ class State:
         # On all ranks: buffers that differ between ranks are averaged, and the state of a
         # partitioned optimizer, or of stages, is gathered; sharded weights on rank 0 alone.
         with phase("saving a checkpoint"), state_on_rank_0():
-            self.network.equalize(self.optimizer)
+            self.network.gradients.equalize(self.optimizer)
             parts = self._parts()
-            if found := self.network.gradient_state():
+            if found := self.network.gradients.state():
                 parts["gradients"] = found
         with together(self.job.world, "saving a checkpoint"):
             if self.job.writes:
@@ -126,7 +126,8 @@ class State:
                 raise CheckpointError(
                     f"checkpoint {path} does not match this model and optimizer: {reason}"
                 ) from error
-        self.network.load_gradient_state(parts.get("gradients", {}), self.step)
+        if line := self.network.gradients.load(parts.get("gradients", {}), self.step):
+            self.network.notices = [*self.network.notices, line]
 
     def _require_same_settings(self, path: Path, parts: Mapping[str, Any]) -> None:
         """Raises `CheckpointError` if a checkpoint was written with other settings than this run's.

@@ -47,6 +47,6 @@ class TrainStep:
         with self.mesh.session.timers.measure("optimizer"):
             state.scaler.step(state.optimizer)
         state.scaler.update()
-        state.network.after_step(state.optimizer)
+        state.network.gradients.after_step(state.optimizer)
         state.optimizer.zero_grad()
         return loss
