@@ -11,9 +11,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from pydist import Mesh, parallelize
 from pydist.comm.transports.c10d import C10dTransport
-from pydist.gradients import DGC, PowerSGD, Torus
+from pydist.gradients import DGC, PostLocal, PowerSGD, Torus
 from pydist.gradients.forms import places
-from pydist.optim import gradient_state, load_gradient_state
+from pydist.optim import average_parameters, gradient_state, load_gradient_state
 from support.equivalence import error, randn
 from support.networks.small import loss_of, small
 from support.training.forms import SHAPES, Parameters, group_means, random_gradients, reduce_given
@@ -103,6 +103,40 @@ def _to_all(world, state):
     torch.save(state, stream)
     message = world.broadcast_bytes(stream.getvalue() if world.rank == 0 else None)
     return torch.load(io.BytesIO(message), weights_only=True)
+
+
+def test_post_local_sgd(world):
+    """Groups differ meanwhile, ranks of a group do not, and an average makes all equal."""
+    mesh = Mesh(world, 2, (2, 1, 1))
+    model = parallelize(small(norm=True), mesh, "group", gradients=PostLocal(every=3, start=1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    for step in range(1, 8):
+        loss_of(model, mesh, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged = average_parameters(model, optimizer)
+        assert averaged == (step in (4, 7))
+        weight = model[0].weight.detach().contiguous()
+        rows = world.all_gather(weight)
+        assert torch.equal(rows[0], rows[1])
+        assert torch.equal(rows[2], rows[3])
+        assert torch.equal(rows[0], rows[2]) == (step in (1, 4, 7))
+    assert_same_bits(world, [optimizer.state[p]["momentum_buffer"] for p in model.parameters()])
+
+
+@pytest.mark.parametrize("settings", ["bf16", "torus", PowerSGD(2, 0), DGC(0.1)], ids=str)
+def test_a_value_that_is_not_finite_reaches_all_ranks(world, settings):
+    mesh, given = Mesh(world, 2, (2, 1, 1)), random_gradients()
+
+    def spoiled(rank, step):
+        found = given(rank, step)
+        if rank == 2:
+            found[6][5, 7] = float("inf")
+        return found
+
+    (found,) = reduce_given(settings, mesh, spoiled)
+    assert not torch.isfinite(found[6]).all()
+    assert torch.isfinite(found[0]).all()
 
 
 class _Bucket:

@@ -13,9 +13,9 @@ from torch import nn
 
 from pydist import parallelize
 from pydist.errors import NotSupported, UsageError
-from pydist.gradients import Hierarchical, Narrow, Torus
+from pydist.gradients import Hierarchical, Narrow, Torus, buckets
 from pydist.gradients.forms.places import rows_of
-from support.equivalence import error, on_ranks, randn
+from support.equivalence import assert_same, error, on_ranks, randn
 from support.networks.small import check_use, gradients_of, loss_of, small
 from support.training.forms import (
     SHAPES,
@@ -24,6 +24,7 @@ from support.training.forms import (
     random_gradients,
     reduced,
 )
+from support.training.interrupted import run
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 GRIDS = [(2, (2, 1, 1)), (4, (1, 1, 1)), (3, (1, 1, 1)), (1, (4, 1, 1)), (2, (3, 1, 1))]
@@ -236,6 +237,45 @@ def test_channels_last_weights_and_slices(settings):
     for found in on_ranks((1, 1, 1), body, data=2, axes={"channel": 2}):
         for mine, p in zip(found, whole.parameters(), strict=True):
             assert error(mine, p.grad) < (2**-7 if settings == "bf16" else 1e-5)
+
+
+@pytest.mark.parametrize("settings", ["torus", "hierarchical"])
+@pytest.mark.parametrize("sizes", [[2, 2], [1, 3], [1, 1, 2]], ids=str)
+@pytest.mark.parametrize(
+    "program", ["b n r0 b s", "n r2 b s b", "b r2:1 z b s", "r2:0 b s", "b r0 h b s", "r1 r2 b s"]
+)
+def test_gradients_after_a_backward_that_raised(settings, sizes, program, monkeypatch):
+    """Ranks have begun different numbers of buckets, and hosts have different numbers of ranks."""
+    monkeypatch.setattr(buckets, "ALONE_BYTES", 1)
+    try:
+        expected = run(program, None, 2, shared=False)
+    except NotSupported:
+        expected = None
+
+    def body(mesh):
+        try:
+            return run(program, mesh, 2, shared=False, gradients=settings)
+        except NotSupported as error:
+            return str(error)
+
+    with on_hosts(sizes):
+        everyones = on_ranks((2, 1, 1), body, data=2)
+    dense = on_ranks((2, 1, 1), lambda mesh: refusal(program, mesh), data=2)
+    for found, refused in zip(everyones, dense, strict=True):
+        assert isinstance(found, str) == (refused is not None)
+        if refused is None:
+            assert_same(found, expected, where=program)
+        else:
+            assert found == refused
+
+
+def refusal(program, mesh):
+    """Returns the error of the dense form, as of programs that only one device can run."""
+    try:
+        run(program, mesh, 2, shared=False)
+    except NotSupported as error:
+        return str(error)
+    return None
 
 
 # -- refusals -------------------------------------------------------------------------------
