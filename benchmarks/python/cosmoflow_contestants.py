@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import pydist
 from pydist.comm import Transport
-from pydist.gradients.lane import Lane
+from pydist.gradients.forms.form import DenseForm
+from pydist.gradients.forms.messages import Messages
 from pydist.gradients.partitioned_bucket import PartitionedBucket
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
@@ -147,7 +148,8 @@ class Pydist(Plain):
         """Returns gradients and parameters that a step waits for, as bytes of an all-reduce."""
         reducer = entry_of(self._model).reducer
         (lane,) = reducer.lanes
-        users: list[Lane | PartitionedBucket] = [lane, *lane.partitioned]
+        assert isinstance(lane.form, DenseForm)
+        users: list[Messages | PartitionedBucket] = [lane.form.messages, *lane.partitioned]
         transport, noting = lane.transport, Noting(lane.transport)
         for user in users:
             user.transport = as_transport(noting)

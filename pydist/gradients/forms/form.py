@@ -95,18 +95,22 @@ class Stateless:
 
 
 class DenseForm(Stateless):
-    """One all-reduce over all ranks for each bucket."""
+    """One all-reduce over all ranks for each bucket.
+
+    Attributes:
+        messages: the collectives of all ranks.
+    """
 
     name = "dense"
 
     def __init__(self, transport: Transport) -> None:
-        self._all = Messages(transport)
+        self.messages = Messages(transport)
         self.transports = [transport]
 
     def start(self, row: Tensor, leaves: Sequence[Leaf]) -> Work:
         """See `Form.start`."""
         del leaves
-        return self._all.all_reduce(row)
+        return self.messages.all_reduce(row)
 
     def scatter(self, row: Tensor, out: Tensor, counts: Sequence[int]) -> Work:
         """Starts a reduction of which this rank gets the means of its interval (ZeRO-1).
@@ -116,12 +120,12 @@ class DenseForm(Stateless):
             out: receives this rank's interval.
             counts: elements of each rank's interval.
         """
-        return self._all.reduce_scatter(row, out, counts, self._all.size)
+        return self.messages.reduce_scatter(row, out, counts, self.messages.size)
 
     def complete(self, row: Tensor) -> None:
         """See `Form.complete`."""
-        divide(row, self._all.size)
+        divide(row, self.messages.size)
 
     def sent(self) -> Mapping[str, int]:
         """See `Form.sent`."""
-        return {"all": self._all.sent}
+        return {"all": self.messages.sent}

@@ -254,7 +254,7 @@ def test_gradients_after_a_backward_that_raised(settings, sizes, program, monkey
 
     def body(mesh):
         try:
-            return run(program, mesh, 2, shared=False, gradients=settings)
+            return run(program, mesh, 2, shared=False, form=settings)
         except NotSupported as error:
             return str(error)
 

@@ -156,13 +156,13 @@ def _second_model_takes_members_again() -> Patches:
     """Makes a parameter of two parallelized models a member of both, and reduces it in both."""
     add_lanes = Reducer.add_lanes
 
-    def anew(self: Reducer, parameters: Any) -> Any:
+    def anew(self: Reducer, parameters: Any, gradients: Any = None) -> Any:
         found = list(parameters)
         known = [leaf for _, p in found if (leaf := leaf_of(p)) is not None]
         with ExitStack() as stack:
             for leaf in known:
                 stack.enter_context(patch.object(leaf, "reducer", lambda: None))
-            return add_lanes(self, found)
+            return add_lanes(self, found, gradients)
 
     return [patch.object(Reducer, "add_lanes", anew)]
 

@@ -36,7 +36,7 @@ def network() -> nn.Module:
 
 
 def run(
-    program: str, mesh: Mesh | None, groups: int, *, shared: bool, gradients: str = "dense"
+    program: str, mesh: Mesh | None, groups: int, *, shared: bool, form: str = "dense"
 ) -> list[Tensor | None]:
     """Runs a program; returns its parameters and gradients.
 
@@ -48,13 +48,13 @@ def run(
         mesh: the mesh; None for one device.
         groups: number of sample groups, whose sizes are `SIZES`.
         shared: whether to use a partitioned optimizer.
-        gradients: how the ranks average gradients.
+        form: how the ranks average gradients.
     """
     model: Any = network()
     sizes = SIZES[groups]
     rows = slice(0, sum(sizes))
     if mesh is not None:
-        model = parallelize(model, mesh, gradients=gradients)
+        model = parallelize(model, mesh, gradients=form)
         first = sum(sizes[: mesh.data_index])
         rows = slice(first, first + sizes[mesh.data_index])
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
