@@ -25,7 +25,7 @@ from pydist.exchange.history import entered
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.global_loss import agree_on_closures_of
 from pydist.gradients.forms.form import Form
-from pydist.gradients.forms.settings import Dense, Gradients, settings_of
+from pydist.gradients.forms.settings import Dense, Gradients, check_groups, settings_of
 from pydist.gradients.lane import Lane
 from pydist.gradients.members import reducer_of
 from pydist.gradients.reducer import Reducer
@@ -117,6 +117,7 @@ def parallelize(
     """
     _check(model, mesh, batch_norm, group_weight)
     form = settings_of(gradients)
+    check_groups(form, mesh.data_size)
     if form.keeps and sharded_weights:
         raise NotSupported(
             f'gradients="{form.name}" with sharded_weights: its state would be that of slices; '

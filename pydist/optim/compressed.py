@@ -74,7 +74,7 @@ def load_gradient_state(model: nn.Module, state: Mapping[str, Any], steps: int =
         return (
             f'the state of gradients = "{state["form"]}" of {state["groups"]} sample groups is not '
             "used: this run sends no compressed gradients"
-            if state
+            if state.get("parameters")
             else ""
         )
     with together(entry.mesh.world, "loading the state of gradients"):
@@ -87,7 +87,7 @@ def load_gradient_state(model: nn.Module, state: Mapping[str, Any], steps: int =
         form.state.clear()
         for name, saved in state["parameters"].items():
             form.accept(name, saved, entry.mesh.data_index)
-    if state["groups"] == groups:
+    if state["groups"] == groups or not state["parameters"]:
         return ""
     return (
         f'gradients = "{form.name}": the state is of {state["groups"]} sample groups, and there '

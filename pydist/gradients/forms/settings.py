@@ -206,6 +206,20 @@ def settings_of(given: str | Gradients) -> Gradients:
     )
 
 
+def check_groups(settings: Gradients, groups: int) -> None:
+    """Checks that a form suits a number of sample groups.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if groups == 1 and isinstance(settings, DGC) and settings.momentum:
+        raise UsageError(
+            'gradients="dgc" with one sample group: nothing is compressed, and its momentum would '
+            'be missing; possible are gradients="dense" with an optimizer that has momentum, more '
+            "groups (data=2), and DGC(momentum=0)"
+        )
+
+
 def make_form(
     settings: Gradients, mesh: Mesh, axes: tuple[str, ...], group: Transport, leaves: Sequence[Leaf]
 ) -> Form | None:
@@ -242,12 +256,6 @@ def _compressed(
 ) -> Form | None:
     """Makes a form that sends less between sample groups, if there are several."""
     if mesh.data_size == 1:
-        if isinstance(settings, DGC) and settings.momentum:
-            raise UsageError(
-                'gradients="dgc" with one sample group: nothing is compressed, and its momentum '
-                'would be missing; possible are gradients="dense" with an optimizer that has '
-                "momentum, more groups (data=2), and DGC(momentum=0)"
-            )
         return None
     # Of their own: a rank without work starts its buckets after exchanges that others start later.
     inside = mesh.group(tuple(axis for axis in axes if axis != "data"))

@@ -226,6 +226,7 @@ def test_one_group_has_no_momentum_of_the_form():
         parallelize(nn.Linear(2, 2), mesh, gradients=DGC(momentum=0.0))
 
     on_ranks((2, 1, 1), body)
+    on_ranks((1, 1, 1), body)
 
 
 def test_training_approaches_the_dense_loss():
