@@ -213,6 +213,36 @@ def test_a_parameter_that_no_rank_uses_keeps_its_state(settings):
 
 
 @forms
+def test_a_parameter_that_is_frozen_for_a_while_keeps_its_place(settings):
+    """It has the form's momentum and its state afterwards, as if the passes had not been."""
+    given, large = random_gradients(), 6
+
+    def body(mesh):
+        model = parallelize(Parameters(SHAPES), mesh, gradients=settings)
+        steps_of(model, mesh, given, range(2))
+        before = gradient_state(model)
+        model.all[large].requires_grad_(False)
+        for step in range(2, 8):
+            model.backward(given(mesh.rank, step))
+            model.zero_grad()
+        name, meanwhile = f"'all.{large}'", gradient_state(model)
+        if mesh.rank == 0:
+            assert same(meanwhile["parameters"].get(name), before["parameters"].get(name))
+        model.all[large].requires_grad_(True)
+        (found,) = steps_of(model, mesh, given, [8])
+        after = gradient_state(model)
+        if mesh.rank == 0:
+            assert not same(after["parameters"][name], before["parameters"].get(name))
+        return float((found[large] == 0).double().mean()), torch.linalg.matrix_rank(found[large])
+
+    for zeros, rank in on_ranks((1, 1, 1), body, data=2):
+        if isinstance(settings, PowerSGD):
+            assert rank <= settings.rank
+        else:
+            assert zeros > 0.5
+
+
+@forms
 def test_accumulated_gradients_are_one_step(settings):
     given = random_gradients()
 
