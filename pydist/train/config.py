@@ -7,80 +7,46 @@ torch, so that `pydist train --help` answers quickly.
 
 from __future__ import annotations
 
-import contextlib
-import fnmatch
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    GetCoreSchemaHandler,
-    Tag,
-)  # fmt: skip
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from pydist.errors import UsageError
-from pydist.registry import MODELS, OPTIMIZERS, Registry, transport_names
+from pydist.registry import MODELS, Registry, transport_names
 from pydist.train.gradients import GradientsConfig
+from pydist.train.optimizers import (
+    AdamConfig,
+    LambConfig,
+    LarsConfig,
+    OptimizerConfig,
+    SgdConfig,
+)  # fmt: skip
+from pydist.train.settings import (
+    LARGEST,
+    Chosen,
+    Count,
+    CountOrZero,
+    Flag,
+    Fraction,
+    Number,
+    Positive,
+    Seed,
+    Table,
+    Weight,
+)  # fmt: skip
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
-# Strict: 1 is no flag and "8" no number, neither in a file nor in Python.
-Flag = Annotated[bool, Field(strict=True)]
-Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-# Bounded: products of a few of them and of torch's counts stay within 64 bits.
-_LARGEST = 2**31 - 1
-Count = Annotated[int, Field(ge=1, le=_LARGEST, strict=True)]
-CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST, strict=True)]
-Epochs = Annotated[float, Field(gt=0, le=_LARGEST, strict=True, allow_inf_nan=False)]
-EpochsOrZero = Annotated[float, Field(ge=0, le=_LARGEST, strict=True, allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
-Weight = Annotated[float, Field(ge=0, le=1e6, strict=True)]
-
-
-class _Table:
-    """Table of the configuration, in which unknown keys are errors."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-
-class _Chosen(_Table):
-    """Table whose `name` chooses its class from a registry."""
-
-    registry: ClassVar[Registry]
-    default: ClassVar[str]
-    """The name of a table without one."""
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        if "registry" not in cls.__dict__:
-            return handler(source)  # one of the classes
-        classes = {}
-        for name in cls.registry.names:
-            with contextlib.suppress(UsageError):  # its package can't be imported
-                classes[name] = handler.generate_schema(cls.registry.get(name))
-        return core_schema.tagged_union_schema(classes, discriminator=cls._name_of)
-
-    @classmethod
-    def _name_of(cls, table: Any) -> Any:
-        if isinstance(table, dict):
-            return table.get("name", cls.default)
-        return getattr(table, "name", None)
-
+__all__ = [
+    "AdamConfig", "CheckpointConfig", "Config", "CosmoFlowConfig", "DataConfig", "LambConfig",
+    "LarsConfig", "MeshConfig", "ModelConfig", "OptimizerConfig", "OutputConfig", "SgdConfig",
+    "SharesConfig", "StageConfig", "StagesConfig", "TrainConfig", "UNet3dConfig",
+]  # fmt: skip
 
 @dataclass(frozen=True)
-class ModelConfig(_Chosen):
+class ModelConfig(Chosen):
     """Configuration of the network, which determines the task; `name` is in `pydist.registry`."""
 
     registry: ClassVar[Registry] = MODELS
@@ -144,7 +110,7 @@ class UNet3dConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class DataConfig(_Table):
+class DataConfig(Table):
     """Configuration of the data set."""
 
     path: Path = Path("data")
@@ -169,7 +135,7 @@ Shares = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
-class SharesConfig(_Table):
+class SharesConfig(Table):
     """Parts of an axis in proportion, one number per part, for ranks of unequal speed.
 
     `pydist balance` measures them. Without numbers the parts of an axis are even.
@@ -193,7 +159,7 @@ class SharesConfig(_Table):
 
 
 @dataclass(frozen=True)
-class StageConfig(_Table):
+class StageConfig(Table):
     """Configuration of the ranks of one stage, which has a mesh of its own."""
 
     spatial: tuple[Count, Count, Count] = (1, 1, 1)
@@ -220,7 +186,7 @@ StagesConfig = Annotated[
 
 
 @dataclass(frozen=True)
-class MeshConfig(_Table):
+class MeshConfig(Table):
     """Configuration of the ranks: a grid, or one for each stage of the network."""
 
     data: Count | None = None
@@ -267,209 +233,7 @@ class MeshConfig(_Table):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(_Chosen):
-    """Configuration of the optimizer and learning rate; `name` is in `pydist.registry`."""
-
-    registry: ClassVar[Registry] = OPTIMIZERS
-    default: ClassVar[str] = "adam"
-
-    name: str
-    lr: Positive = 1e-3
-    """Learning rate after warm-up."""
-    lr_batch: Count | None = None
-    """Batch that `lr` and `end_lr` are for: they are multiplied by train.batch / lr_batch."""
-    weight_decay: NotNegative = 0.0
-    """L2 penalty."""
-    decayed: tuple[str, ...] = ("*",)
-    """Patterns of the names of parameters with weight decay, such as "head.fc[12].weight"."""
-    warmup_epochs: EpochsOrZero = 0.0
-    """Epochs over which the learning rate rises linearly to `lr`."""
-    warmup_start: NotNegative = 0.01
-    """Learning rate at the beginning of the warm-up, as a factor of `lr`."""
-    decay: Literal["linear", "polynomial", "cosine", "step", "none"] = "linear"
-    """Form in which the learning rate falls after warm-up; "step" by `milestones`."""
-    decay_epochs: Epochs = 100.0
-    """Epochs after warm-up over which the learning rate falls to `end_lr`."""
-    decay_power: Positive = 2.0
-    """Power of the polynomial."""
-    milestones: tuple[tuple[Epochs, NotNegative], ...] = ()
-    """Epochs, warm-up included, and the factor of `lr` from then on."""
-    end_lr: NotNegative = 1e-7
-    """Learning rate after decay."""
-    sharded: Literal["auto", "always", "never"] = "auto"
-    """Whether to partition the optimizer over the ranks (ZeRO-1), with the same result; "auto" does
-    from a million parameters on. See `pydist.optim.sharded`."""
-
-    def check(self) -> None:
-        """Checks that the settings suit each other.
-
-        Raises:
-            UsageError: they do not.
-        """
-        shown = [list(each) for each in self.milestones]
-        places = [place for place, _ in self.milestones]
-        if self.decay == "step" and not places:
-            raise UsageError('optimizer.decay = "step" needs milestones, as in [[30.0, 0.1]]')
-        if self.decay != "step" and places:
-            raise UsageError(
-                f'optimizer.milestones = {shown}: they are for decay = "step", and it is '
-                f'"{self.decay}"'
-            )
-        if places != sorted(set(places)):
-            raise UsageError(f"optimizer.milestones = {shown}: expected ascending epochs")
-        if self.decay in ("linear", "polynomial", "cosine") and self.end_lr > self.lr:
-            raise UsageError(
-                f"optimizer.end_lr = {self.end_lr:g} is above optimizer.lr = {self.lr:g}, which "
-                "decays to it"
-            )
-
-    def at(self, batch: int) -> OptimizerConfig:
-        """Returns the settings with the learning rates for a batch."""
-        scale = 1.0 if self.lr_batch is None else batch / self.lr_batch
-        return replace(self, lr=self.lr * scale, end_lr=self.end_lr * scale, lr_batch=None)
-
-    def groups(self, model: nn.Module) -> list[Any]:
-        """Returns the parameters of a model, in two groups if some have no weight decay.
-
-        Raises:
-            UsageError: a pattern of `decayed` fits no parameter.
-        """
-        if self.decayed == ("*",):
-            return list(model.parameters())
-        named = dict(model.named_parameters())
-        decayed = set[str]()
-        for pattern in self.decayed:
-            found = fnmatch.filter(named, pattern)
-            if not found:
-                raise UsageError(
-                    f"optimizer.decayed: {pattern!r} fits no parameter; there are, for example, "
-                    f"{', '.join([*named][:3])}"
-                )
-            decayed.update(found)
-        rest = [p for name, p in named.items() if name not in decayed]
-        groups: list[dict[str, Any]] = [{"params": [named[n] for n in named if n in decayed]}]
-        return [*groups, *([{"params": rest, "weight_decay": 0.0}] if rest else [])]
-
-    def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
-        """Creates the optimizer of parameters, or of groups of them, with this learning rate."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class AdamConfig(OptimizerConfig):
-    """Configuration of Adam, with the settings of the CosmoFlow paper."""
-
-    name: Literal["adam"] = "adam"
-    """The optimizer: "adam", "sgd" with momentum (MLPerf), "lars" or "lamb"."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decay rates of Adam's averages."""
-    eps: Positive = 1e-8
-    """Added to Adam's denominator."""
-
-    def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
-        """Creates `torch.optim.Adam`."""
-        from torch.optim import Adam
-
-        return Adam(
-            parameters, self.lr, self.betas, self.eps, weight_decay=self.weight_decay, fused=True
-        )
-
-
-@dataclass(frozen=True)
-class SgdConfig(OptimizerConfig):
-    """Configuration of SGD with momentum, as in MLPerf's CosmoFlow."""
-
-    name: Literal["sgd"] = "sgd"
-    """The optimizer: "sgd" with momentum."""
-    momentum: Fraction = 0.9
-    """Fraction of the last step that each step repeats."""
-    nesterov: Flag = False
-    """Nesterov's form of momentum: with warm-up, the baseline for large batches."""
-    form: Literal["torch", "paper"] = "torch"
-    """Whether the velocity holds no learning rates, as in torch, or does, as in TensorFlow."""
-
-    def check(self) -> None:
-        """See `OptimizerConfig.check`."""
-        super().check()
-        _check_nesterov(self.nesterov, self.momentum)
-
-    def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
-        """Creates `torch.optim.SGD`, or LARS without ratios for the form that torch lacks."""
-        from torch.optim import SGD
-
-        from pydist.optim import LARS
-        from pydist.optim.fused import start_momentum
-
-        if self.form == "paper":
-            return LARS(
-                parameters, self.lr, self.momentum, self.weight_decay,
-                nesterov=self.nesterov, exclude=None, adapt=False,
-            )  # fmt: skip
-
-        optimizer = SGD(
-            parameters, self.lr, self.momentum, weight_decay=self.weight_decay,
-            nesterov=self.nesterov, fused=True,
-        )  # fmt: skip
-        if self.momentum:
-            start_momentum(optimizer)
-        return optimizer
-
-
-@dataclass(frozen=True)
-class LarsConfig(OptimizerConfig):
-    """Configuration of LARS, for large batches."""
-
-    name: Literal["lars"] = "lars"
-    """The optimizer: "lars"."""
-    momentum: Fraction = 0.9
-    """Fraction of the last step that each step repeats."""
-    trust_coefficient: Positive = 0.001
-    """Step of a layer, relative to the norm of its weight, at a learning rate of 1."""
-    nesterov: Flag = False
-    """Nesterov's form of momentum."""
-    form: Literal["paper", "torch"] = "paper"
-    """Whether the velocity holds learning rates, as in the paper, or not, as in torch's SGD."""
-
-    def check(self) -> None:
-        """See `OptimizerConfig.check`."""
-        super().check()
-        _check_nesterov(self.nesterov, self.momentum)
-
-    def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
-        """Creates `pydist.optim.LARS`."""
-        from pydist.optim import LARS
-
-        return LARS(
-            parameters, self.lr, self.momentum, self.weight_decay, self.trust_coefficient,
-            nesterov=self.nesterov, form=self.form,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LambConfig(OptimizerConfig):
-    """Configuration of LAMB, the layer-wise form of Adam for large batches."""
-
-    name: Literal["lamb"] = "lamb"
-    """The optimizer: "lamb"."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decay rates of the averages."""
-    eps: Positive = 1e-6
-    """Added to the denominator."""
-
-    def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
-        """Creates `pydist.optim.LAMB`."""
-        from pydist.optim import LAMB
-
-        return LAMB(parameters, self.lr, self.betas, self.eps, self.weight_decay)
-
-
-def _check_nesterov(nesterov: bool, momentum: float) -> None:
-    if nesterov and not momentum:
-        raise UsageError("optimizer.nesterov = true needs optimizer.momentum > 0")
-
-
-@dataclass(frozen=True)
-class TrainConfig(_Table):
+class TrainConfig(Table):
     """Configuration of the training loop."""
 
     epochs: Count = 100
@@ -515,12 +279,12 @@ class TrainConfig(_Table):
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(_Table):
+class CheckpointConfig(Table):
     """Configuration of checkpoints."""
 
     every: CountOrZero = 0
     """Steps between checkpoints; 0 saves at the end of every epoch."""
-    keep: Annotated[int, Field(ge=2, le=_LARGEST, strict=True)] = 2
+    keep: Annotated[int, Field(ge=2, le=LARGEST, strict=True)] = 2
     """Number of latest checkpoints to keep."""
     resume: Literal["auto", "must", "never"] = "auto"
     """Whether to resume from the last checkpoint: "auto" if there is one, "must" with an error
@@ -530,7 +294,7 @@ class CheckpointConfig(_Table):
 
 
 @dataclass(frozen=True)
-class OutputConfig(_Table):
+class OutputConfig(Table):
     """Configuration of the run's output."""
 
     folder: Path = Path("runs/cosmoflow")
@@ -540,7 +304,7 @@ class OutputConfig(_Table):
 
 
 @dataclass(frozen=True)
-class Config(_Table):
+class Config(Table):
     """Configuration of a training run."""
 
     model: ModelConfig = field(default_factory=CosmoFlowConfig)
