@@ -205,6 +205,8 @@ class Entry:
         self.gradients: Gradients = Dense()
         self.continues = False
         """Whether the next batch is a further part of the last one: it draws no new numbers."""
+        self._given: dict[int, int | None] = {}
+        """Of the running call: index of its first sample, if given, by its number of samples."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         # A copy of the model (such as an average of its weights) runs on the same mesh; its
@@ -270,6 +272,10 @@ class Entry:
             draws_of(self.mesh).forget(self.mesh.session.forwards)
         if any(isinstance(each, ShardedTensor) for each in given):
             consistency_of(self.mesh).called(module, self.mesh, trains)
+        batch = batch_of(given)
+        self._given = {}
+        if isinstance(batch, ShardedTensor):
+            self._given[batch.shape[0]] = batch._origin.sizes.given_first
         sizes, forward = self.batches.enter(module, given), self.mesh.session.forwards
         return (
             tuple(self._enter(a, sizes, forward) for a in args),
@@ -302,9 +308,9 @@ class Entry:
 
     def of_batch(self, x: Tensor) -> ShardedTensor:
         """Wraps a plain tensor of the running batch as a sharded one that is not cut."""
-        entered: ShardedTensor = self._enter(
-            distribute_tensor(x, self.mesh, {}), self.batches.running
-        )
+        first = self._given.get(x.shape[0])
+        whole = distribute_tensor(x, self.mesh, {}, first_sample=first)
+        entered: ShardedTensor = self._enter(whole, self.batches.running)
         return entered
 
     def _cut(self, x: Any) -> Any:

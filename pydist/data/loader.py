@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pydist.comm.consensus import require_same
+from pydist.data.batch_sizes import BatchSizes, PassRule
 from pydist.data.blocks import (
     BlockSource,
     Read,
@@ -41,7 +42,7 @@ MOST_AHEAD = 1024
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one step for one sample group.
+    """The samples of one step, or of one pass of a step, for one sample group.
 
     Attributes:
         inputs: [N, C, D, H, W] with the group's N samples; this rank holds its blocks of them.
@@ -52,11 +53,16 @@ class Batch:
         indices: the samples' indices in the data set.
         count: the number of samples that count in a training step: N, or 0 for padding.
         first_sample: position in the global batch of the first one.
-        global_size: samples in the global batch.
-        loss_scale: factor for the group's mean loss that excludes padding: 1, unless the global
-            batch has fewer samples than there are groups, so that some groups get padding.
+        global_size: samples of all groups in this pass.
+        loss_scale: factor for the group's mean loss: the samples of the pass over those of the
+            step. It also excludes padding, where a pass has fewer samples than there are groups.
         epoch: of the batch.
-        step: position in the epoch.
+        step: number of the step in the epoch.
+        step_size: samples in the global batch, those of all passes.
+        part: number of the pass in the step.
+        parts: passes of the step.
+        is_last: whether the step ends with this pass.
+        ends_epoch: whether the epoch ends with this step.
     """
 
     inputs: ShardedTensor
@@ -69,6 +75,11 @@ class Batch:
     loss_scale: float
     epoch: int
     step: int
+    step_size: int
+    part: int = 0
+    parts: int = 1
+    is_last: bool = True
+    ends_epoch: bool = False
 
 
 class Loader:
@@ -86,7 +97,7 @@ class Loader:
     Args:
         dataset: the source of samples.
         mesh: determines the blocks and samples of this rank.
-        batch_size: samples in a global batch, over all groups.
+        batch_size: samples in a global batch, over all groups; or sizes that change in a run.
         training: use a new order each epoch, and pad groups so that they step together. Otherwise
             (evaluation) use the data set's order, each sample once; groups may get fewer batches.
         seed: of the order; by default the mesh's.
@@ -101,6 +112,8 @@ class Loader:
         pad: when training, give a group without samples one as padding, which the statistics of
             batch norm see. Without it the group gets an empty batch [0, C, D, H, W], which is exact
             but which not every network accepts; its mean loss is NaN.
+        passes: the rule for the passes of a step, each of which is a batch; by default one.
+        divide: whether they are batches; else a step is one batch that carries their number.
 
     Raises:
         UsageError: a batch smaller than the number of groups, another value out of range, or other
@@ -111,7 +124,7 @@ class Loader:
         self,
         dataset: BlockSource,
         mesh: Mesh,
-        batch_size: int,
+        batch_size: int | BatchSizes,
         *,
         training: bool = True,
         seed: int | None = None,
@@ -121,6 +134,8 @@ class Loader:
         device: torch.device | str = "cpu",
         memory_format: torch.memory_format = torch.contiguous_format,
         pad: bool = True,
+        passes: PassRule | None = None,
+        divide: bool = True,
     ) -> None:
         if not 1 <= prefetch <= MOST_AHEAD or on_bad_sample not in ("stop", "skip"):
             raise UsageError(
@@ -139,6 +154,8 @@ class Loader:
             drop_last=drop_last,
             pad=training and pad,
             shares=mesh.shares.get("data"),
+            passes=passes,
+            divide=divide,
         )
         if training:
             self.sampler.require_one_each()
@@ -160,12 +177,12 @@ class Loader:
             None if self.device.type == "cpu" else DeviceInput(self.device, memory_format)
         )
         self._training = training
-        self._ahead: deque[tuple[tuple[int, int], Future[Read]]] = deque()
+        self._ahead: deque[tuple[GroupBatch, Future[Read]]] = deque()
         self._pool = ThreadPoolExecutor(1, "pydist-loader")
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
     def __len__(self) -> int:
-        """Returns the number of global batches in an epoch."""
+        """Returns the number of global batches in the epoch of the next one."""
         return len(self.sampler)
 
     def __enter__(self) -> Loader:
@@ -202,15 +219,21 @@ class Loader:
 
     def start(self) -> None:
         """Starts reading the next batches now, before they are requested."""
-        epoch, step = self.sampler.epoch, self.sampler.step
-        self._fill((epoch + 1, 0) if step >= len(self) else (epoch, step))
+        self._fill((*self.sampler.next, 0))
+
+    def change_batch(self, size: int) -> None:
+        """Changes the size of the global batch from the next one on; drops what is read ahead.
+
+        On all ranks, between steps.
+        """
+        self.sampler.sizes.change(self.sampler.position, size)
+        self._forget()
 
     def _take(self, plan: GroupBatch) -> Read:
         """Waits for and returns the batch of `plan`; starts the reads of the following ones."""
-        position = plan.epoch, plan.step
-        if self._ahead and self._ahead[0][0] != position:
+        if self._ahead and self._ahead[0][0] != plan:
             self._forget()
-        self._fill(position)
+        self._fill((plan.epoch, plan.step, plan.part))
         started = time.perf_counter()
         try:
             with self.mesh.session.timers.measure("data"), phase("a batch", BLOCKED):
@@ -218,25 +241,23 @@ class Loader:
         finally:
             self.waited_s += time.perf_counter() - started
             self._ahead.popleft()
-            following = self._following(position)
+            following = self._following(plan)
             if following is not None:
                 self._fill(following)
 
-    def _fill(self, position: tuple[int, int]) -> None:
+    def _fill(self, position: tuple[int, int, int]) -> None:
         """Queues reads from `position` on until `prefetch` batches are in flight."""
         following = self._following(self._ahead[-1][0]) if self._ahead else position
         while following is not None and len(self._ahead) < self.prefetch:
             plan = self.sampler.batch(*following)
             job = self._pool.submit(read_group, self.dataset, self.mesh, plan, self._device_input)
-            self._ahead.append((following, job))
-            following = self._following(following)
+            self._ahead.append((plan, job))
+            following = self._following(plan)
 
-    def _following(self, position: tuple[int, int]) -> tuple[int, int] | None:
+    def _following(self, plan: GroupBatch) -> tuple[int, int, int] | None:
         """Returns the position of the next batch; `None` after the epoch of an evaluation."""
-        epoch, step = position
-        if step + 1 < len(self):
-            return epoch, step + 1
-        return (epoch + 1, 0) if self._training else None
+        following = self.sampler.after(plan)
+        return following if self._training or following[0] == plan.epoch else None
 
     def _forget(self) -> None:
         """Drops the batches that were read ahead."""
@@ -326,10 +347,20 @@ class Loader:
             first_sample=plan.first_sample,
             global_size=plan.global_size,
             # A group is weighted by its samples, and a padding sample counts as one there.
-            loss_scale=(plan.count / max(1, size))
-            * max(1.0, self.mesh.data_size / plan.global_size)
-            if self.sampler.pad
-            else 1.0,
+            loss_scale=self._loss_scale(plan),
             epoch=plan.epoch,
             step=plan.step,
+            step_size=plan.step_size,
+            part=plan.part,
+            parts=plan.parts,
+            is_last=plan.is_last,
+            ends_epoch=plan.ends_epoch,
         )
+
+    def _loss_scale(self, plan: GroupBatch) -> float:
+        scale = plan.global_size / plan.step_size
+        if not self.sampler.pad:
+            return scale
+        # A group is weighted by its samples, and a padding sample counts as one there.
+        counted = plan.count / max(1, len(plan.indices))
+        return scale * counted * max(1.0, self.mesh.data_size / plan.global_size)

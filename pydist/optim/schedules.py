@@ -57,6 +57,7 @@ def schedule(
     warmup_start: float = 0.01,
     power: float = 2.0,
     milestones: Sequence[tuple[float, float]] = (),
+    batch: Callable[[int], float] | None = None,
 ) -> SampleLR:
     """Returns a schedule with linear warm-up, then a decay, then a constant rate.
 
@@ -72,6 +73,8 @@ def schedule(
         power: of the polynomial.
         milestones: of "step": samples since the beginning, warm-up included, and the factor of the
             peak from then on.
+        batch: for a batch that changes and linear scaling: a further factor of all rates, of the
+            step that begins after a number of samples, such as its batch over the first one.
 
     Returns:
         A scheduler; call `step(samples)` after every step of the optimizer.
@@ -101,6 +104,9 @@ def schedule(
         )
 
     def factor(seen: int) -> float:
+        return of_schedule(seen) * (1.0 if batch is None else batch(seen))
+
+    def of_schedule(seen: int) -> float:
         if seen < warmup:
             return warmup_start + (1 - warmup_start) * seen / warmup
         if decay == "none":

@@ -25,6 +25,7 @@ from pydist.train.optimizers import (
     OptimizerConfig,
     SgdConfig,
 )  # fmt: skip
+from pydist.train.schedules import BatchScheduleConfig
 from pydist.train.settings import (
     LARGEST,
     Chosen,
@@ -40,10 +41,12 @@ from pydist.train.settings import (
 )  # fmt: skip
 
 __all__ = [
-    "AdamConfig", "CheckpointConfig", "Config", "CosmoFlowConfig", "DataConfig", "LambConfig",
-    "LarsConfig", "MeshConfig", "ModelConfig", "OptimizerConfig", "OutputConfig", "SgdConfig",
+    "AdamConfig", "BatchScheduleConfig", "CheckpointConfig", "Config", "CosmoFlowConfig",
+    "DataConfig", "LambConfig", "LarsConfig", "MeshConfig", "ModelConfig", "OptimizerConfig",
+    "OutputConfig", "SgdConfig",
     "SharesConfig", "StageConfig", "StagesConfig", "TrainConfig", "UNet3dConfig",
 ]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ModelConfig(Chosen):
@@ -241,7 +244,12 @@ class TrainConfig(Table):
     steps: Count | None = None
     """Number of steps after which to stop, if that is before the last epoch."""
     batch: Count = 4
-    """Samples per step, over all sample groups."""
+    """Samples per step, over all sample groups; with `batch_schedule` those of the first steps."""
+    accumulate: Count = 1
+    """Passes (forward and backward) over a step's batch, which accumulate its gradient: the same
+    step with less memory. Statistics of batch norm are those of a pass."""
+    batch_schedule: BatchScheduleConfig = field(default_factory=BatchScheduleConfig)
+    """Growth of the batch while the run trains."""
     loss: str = "auto"
     """Loss: by default the squared error for CosmoFlow, cross-entropy for the U-Net (as in the
     paper); "dice" is the mean soft Dice of the classes except background, "dice_ce" the sum of the

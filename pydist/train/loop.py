@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,8 +76,14 @@ class Trainer:
         self.folder = folder
         self._lock = lock
         step = TrainStep(state, task, config)
+        self._accumulate = step.accumulated
+        several = config.accumulate > 1 or config.batch_schedule.changes
+        if several and config.cuda_graph == "auto" and step.device.type == "cuda":
+            log.emit("notice", text="no CUDA graph: steps have several passes or sizes")
         self._take_step = GraphedStep(
-            step, config.cuda_graph, lambda text: log.emit("notice", text=text)
+            step,
+            "never" if several else config.cuda_graph,
+            lambda text: log.emit("notice", text=text),
         )
         loader = self.loader  # not self: a reference cycle would keep the trainer and its graph
         self.clock = StepClock(self.mesh.session.timers, lambda: loader.waited_s)
@@ -89,10 +97,20 @@ class Trainer:
         self._tuned = 0
 
     @property
-    def last_step(self) -> int:
-        """The step after which training ends."""
-        whole = self.config.epochs * len(self.loader)
-        return whole if self.config.steps is None else min(whole, self.config.steps)
+    def is_done(self) -> bool:
+        """Whether all epochs or steps are done."""
+        steps, (epoch, _) = self.config.steps, self.loader.sampler.next
+        return epoch >= self.config.epochs or (steps is not None and self.state.step >= steps)
+
+    def expected(self) -> tuple[int, int]:
+        """Returns the steps and epochs at the end, if the batch has no changes but known ones."""
+        epoch, step = self.loader.sampler.next
+        most = math.inf if self.config.steps is None else self.config.steps
+        steps = self.state.step - step
+        while epoch < self.config.epochs and steps < most:
+            steps += self.loader.sampler.steps(epoch)
+            epoch += 1
+        return int(min(steps, most)), epoch
 
     def fit(self, validated: bool = False) -> Validation | None:
         """Trains from the current state to the last step.
@@ -115,7 +133,7 @@ class Trainer:
                 # The run before may have ended between its checkpoint and the validation.
                 if self.state.step and not validated:
                     result = self._validate_if_due()
-                while self.state.step < self.last_step:
+                while not self.is_done:
                     self._epoch()
                     result = self._validate_if_due()
                 self._save()
@@ -127,9 +145,10 @@ class Trainer:
         """Trains the remainder of the current epoch."""
         self.state.model.train()
         self.clock.start()
-        for batch in self.loader:
-            stop = self._step(batch)
-            done = batch.step + 1 == len(self.loader) or self.state.step >= self.last_step
+        batches = iter(self.loader)
+        for batch in batches:
+            stop = self._step(batch, islice(batches, 0 if batch.is_last else batch.parts - 1))
+            done = batch.ends_epoch or self.is_done
             every = self.checkpoints.every
             if stop or (self.state.step % every == 0 if every else done):
                 self._save()
@@ -140,17 +159,25 @@ class Trainer:
                 break
             self.clock.start()
 
-    def _step(self, batch: Batch) -> bool:
-        """Performs one optimizer step; returns whether any rank was asked to stop."""
+    def _step(self, batch: Batch, rest: Iterator[Batch]) -> bool:
+        """Performs one optimizer step; returns whether any rank was asked to stop.
+
+        Args:
+            batch: of the first pass.
+            rest: of the other ones.
+        """
         state = self.state
-        loss = self._take_step(batch)
+        if batch.is_last:
+            loss, count = self._take_step(batch), batch.count
+        else:
+            loss, count = self._accumulate(chain([batch], rest)), 1
         rate = float(state.scheduler.get_last_lr()[0])
-        state.scheduler.step(batch.global_size)
+        state.scheduler.step(batch.step_size)
 
         with phase("the device", BLOCKED):
             value = loss.item()
         # The mean over no samples is NaN.
-        self.loss, stop = self._reduce(value * batch.count if batch.count else 0.0, batch)
+        self.loss, stop = self._reduce(value * count if count else 0.0, batch)
         if not math.isfinite(self.loss):
             self._explain_divergence(batch, rate)
         state.step += 1
@@ -161,8 +188,10 @@ class Trainer:
             epoch=batch.epoch,
             loss=self.loss,
             lr=rate,
+            batch=batch.step_size,
+            passes=batch.parts,
             seconds=seconds,
-            samples_per_second=batch.global_size / seconds,
+            samples_per_second=batch.step_size / seconds,
             gradient_bytes=self._sent_since(),
             parts=parts,
         )
@@ -185,7 +214,7 @@ class Trainer:
         mine = [loss_sum / self.job.ranks_a_sample, float(self.stop.received)]
         sums = torch.tensor(mine, dtype=torch.float64)
         self.job.world.all_reduce(sums)
-        return float(sums[0]) / batch.global_size, bool(sums[1] > 0)
+        return float(sums[0]) / batch.step_size, bool(sums[1] > 0)
 
     def _explain_divergence(self, batch: Batch, rate: float) -> None:
         where = f"at step {self.state.step + 1} (epoch {batch.epoch + 1})"
@@ -201,9 +230,9 @@ class Trainer:
         """Validates after the last step, and every `validate_every` epochs."""
         if self.validation_loader is None:
             return None
-        epochs, more = divmod(self.state.step, len(self.loader))
+        epochs, more = self.loader.sampler.next
         every = self.config.validate_every
-        ended = self.state.step >= self.last_step
+        ended = self.is_done
         if not ended and (more or not every or epochs % every):
             return None
         return self.validate(epochs if more else epochs - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -91,21 +91,23 @@ class SegmentationLoss:
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def of_parts(
-        self, labels: Tensor, mesh: Mesh, samples: int
+        self, labels: Sequence[Tensor], mesh: Mesh, samples: int
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """Returns the loss of some samples of a batch: its mean over parts is that of the batch.
 
         Collective over all ranks of the mesh.
 
         Args:
-            labels: of the sample group's batch.
+            labels: of the sample group's batch, one tensor for each pass.
             mesh: the mesh whose sample groups train together.
             samples: of all groups.
         """
         if not (self.has_entropy and self.weighted):
             return self
-        weights = self._voxel_weights(labels, self._weights_on(labels.device), torch.float64)
-        total = _plain(weights.sum(_VOXELS)).sum().reshape(1).cpu()
+        total = torch.zeros(1, dtype=torch.float64)
+        for each in labels:
+            weights = self._voxel_weights(each, self._weights_on(each.device), torch.float64)
+            total += _plain(weights.sum(_VOXELS)).sum().cpu()
         mesh.data.all_reduce(total)
         a_sample = (float(total) or 1.0) / samples
 

@@ -6,8 +6,8 @@ The training loop, checkpoints and validation use a `Network`, and do not know w
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from pydist.backend.autotuner import autotuner_of
 from pydist.errors import UsageError
 from pydist.gradients import Dense
 from pydist.optim import sharded
-from pydist.parallel import parallelize
+from pydist.parallel import entry_of, parallelize
 from pydist.stages import pipeline
 from pydist.train.averaged import Averaged
 from pydist.train.device import autocast, memory_format
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pydist.train.config import Config
     from pydist.train.job import Job
     from pydist.train.tasks import Task
+    from pydist.train.tasks.base import Criterion
 
 DENSE = Dense()
 _LEAST_EXTENT = 64
@@ -67,8 +68,9 @@ class Network(Protocol):
         scale: float | Tensor,
         scaler: GradScaler,
         mixed: AbstractContextManager[Any],
+        criterion: Criterion | None = None,
     ) -> Tensor:
-        """Runs the forward and backward passes of a training step.
+        """Runs the forward and backward passes of a training step, or of a part of its batch.
 
         Args:
             batch: the samples.
@@ -76,6 +78,7 @@ class Network(Protocol):
             scale: factor of the loss, 0 where the samples are padding; see `Batch.loss_scale`.
             scaler: scales the loss further, as gradients need it.
             mixed: autocast, for the forward pass.
+            criterion: computes the loss of a part of the step's batch; by default `task.loss`.
 
         Returns:
             The loss of the rank's sample group, without these factors.
@@ -135,14 +138,31 @@ class MeshNetwork:
         scale: float | Tensor,
         scaler: GradScaler,
         mixed: AbstractContextManager[Any],
+        criterion: Criterion | None = None,
     ) -> Tensor:
-        """Runs the passes of the batch as a whole."""
-        with mixed:
-            loss = task.loss(self.model(batch.inputs), batch)
-        scaled = scaler.scale(loss * scale)
-        self.gradients.before_backward(scaler)
-        scaled.backward()
+        """Runs the passes; the last part of a step reduces the gradient of all of them."""
+        with nullcontext() if batch.parts == 1 else self._part(batch):
+            with mixed:
+                output = self.model(batch.inputs)
+                if criterion is None:
+                    loss = task.loss(output, batch)
+                else:
+                    loss = criterion(output, batch.targets)
+            scaled = scaler.scale(loss * scale)
+            self.gradients.before_backward(scaler)
+            scaled.backward()
         return loss.detach()
+
+    @contextmanager
+    def _part(self, batch: Batch) -> Iterator[None]:
+        """Runs one of several passes of a step in the `with` block."""
+        entry = entry_of(self.model)
+        entry.continues = batch.part > 0  # random numbers go by the sample's place in the step
+        try:
+            with nullcontext() if batch.is_last else entry.no_sync():
+                yield
+        finally:
+            entry.continues = False
 
     def clip(self, scaler: GradScaler, optimizer: Optimizer, norm: float | None) -> None:
         """Clips the gradients, which are those of all ranks."""
@@ -214,7 +234,6 @@ class StagedNetwork:
         self.gradients = Averaged(model, gradients)
         self._stages, self._mesh = job.stages, job.mesh
         self.notices: Sequence[str] = [_described(self._pipe.plan)]
-        self._micro_batches = wanted.micro_batches
         self._ahead = 0
 
     def partitioned(self, optimizer: Optimizer, wanted: Use) -> Optimizer:
@@ -228,16 +247,17 @@ class StagedNetwork:
         scale: float | Tensor,
         scaler: GradScaler,
         mixed: AbstractContextManager[Any],
+        criterion: Criterion | None = None,
     ) -> Tensor:
         """Runs the passes of the batch's micro-batches."""
-        criterion, mesh = task.criterion(batch), self._mesh
+        found, mesh = criterion or task.criterion([batch]), self._mesh
         least = least_samples(batch.global_size, mesh.data_size, mesh.shares.get("data"))
         with mixed:
             loss = self._pipe.step(
                 batch.inputs,
                 batch.targets,
-                lambda output, targets: scaler.scale(criterion(output, targets) * scale),
-                micro_batches=min(self._micro_batches, least),
+                lambda output, targets: scaler.scale(found(output, targets) * scale),
+                micro_batches=min(batch.parts, least),
             )
         return loss / (scaler.get_scale() * scale)
 
@@ -323,8 +343,8 @@ def place(model: nn.Module, job: Job, task: Task, loader: Loader, config: Config
             sharded_weights=config.mesh.sharded_weights, gradients=gradients,
         )  # fmt: skip
         return MeshNetwork(model, job.mesh, gradients)
-    left = len(loader.dataset) % config.train.batch
-    if 0 < left < job.mesh.data_size:
+    left = loader.sampler.shortest(config.train.epochs)
+    if left < job.mesh.data_size:
         raise UsageError(
             f"mesh.stages with mesh.data = {job.mesh.data_size}: the last batch of an epoch has "
             f"{left} of {len(loader.dataset)} samples, fewer than one for each sample group: "

@@ -107,6 +107,13 @@ def stage_arguments(mesh: MeshConfig, ranks: int) -> list[Mapping[str, Any]]:
 
 
 def _mistakes(config: Config) -> Iterator[str]:
+    train = config.train
+    yield from train.batch_schedule.mistakes(train.batch, train.accumulate)
+    if train.cuda_graph == "always" and (train.accumulate > 1 or train.batch_schedule.changes):
+        yield (
+            'train.cuda_graph = "always" with train.accumulate or train.batch_schedule: a graph '
+            'holds a step of one pass and one size; "auto" and "never" are possible'
+        )
     mesh = config.mesh
     if mesh.stages == ():
         yield "mesh.stages = []: expected a mesh for each stage, as in [{spatial = [2, 1, 1]}, {}]"
@@ -197,6 +204,16 @@ def _mistakes_in_stages(config: Config) -> Iterator[str]:
         yield (
             'optimizer.sharded = "always" with mesh.stages: each stage has the optimizer state of '
             'its own parameters, and needs their gradients whole; "auto" and "never" are possible'
+        )
+    if config.train.accumulate > 1:
+        yield (
+            f"train.accumulate = {config.train.accumulate} with mesh.stages: stages accumulate the "
+            "gradient over mesh.micro_batches; set that instead"
+        )
+    if config.train.batch_schedule.noise_scale:
+        yield (
+            "train.batch_schedule.noise_scale with mesh.stages: no stage has the gradient of the "
+            "whole network; milestones are possible"
         )
     if config.train.cuda_graph == "always":
         yield (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from pydist._loader import native
 from pydist.backend.autotuner import autotuner_of
 from pydist.comm.consensus import require_same, together
 from pydist.data import Manifest, ShardDataset
+from pydist.data.batch_sizes import BatchSizes, PassRule
 from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, publish
@@ -184,16 +184,16 @@ def _run(
                 publish(folder / CONFIG_FILE, config_io.dumps(config).encode())
         for left in remove_unfinished(folder) if lock is not None else ():
             log.emit("notice", text=f"removed {left}, which an interrupted run left")
-        complete = ended and state.step >= trainer.last_step
+        complete = ended and trainer.is_done
         complete = complete and (validated or validation_loader is None)
         if complete:
             log.emit(
                 "notice",
-                text=f"nothing left to do: step {state.step} of {trainer.last_step} is done, and "
-                "its results were written; increase train.epochs to continue",
+                text=f"nothing left to do: step {state.step} of {trainer.expected()[0]} is done, "
+                "and its results were written; increase train.epochs to continue",
             )
         # The results need the last validation: if they are missing, it is repeated.
-        validation = trainer.fit(complete or (validated and state.step < trainer.last_step))
+        validation = trainer.fit(complete or (validated and not trainer.is_done))
     with together(job.world, "writing the results"):
         # A complete run keeps its figure, as its validation is not available.
         drawn = complete and (folder / report.PICTURE_FILE).exists()
@@ -228,13 +228,38 @@ def make_loader(config: Config, data: ShardDataset, job: Job, training: bool = T
     return Loader(
         data,
         job.mesh,
-        config.train.batch,
+        batch_sizes(config, len(data)) if training else config.train.batch,
         training=training,
         prefetch=config.data.prefetch,
         device=device,
         memory_format=memory_format(config.train, device),
         pad=False,  # the networks accept empty batches
+        passes=pass_rule(config) if training else None,
+        divide=job.stages is None,
     )
+
+
+def batch_sizes(config: Config, epoch: int) -> BatchSizes:
+    """Returns the sizes of the global batch in a run.
+
+    Args:
+        config: the configuration.
+        epoch: samples of the data set.
+
+    Raises:
+        UsageError: two milestones are at the same sample.
+    """
+    planned = config.train.batch_schedule
+    changes = [(planned.samples(place, epoch), size) for place, size in planned.milestones]
+    return BatchSizes(config.train.batch, changes, measured=planned.noise_scale)
+
+
+def pass_rule(config: Config) -> PassRule:
+    """Returns the rule for the passes of a step; in stages, for its micro-batches."""
+    train = config.train
+    planned = train.batch_schedule
+    first = train.accumulate if config.mesh.stages is None else config.mesh.micro_batches
+    return PassRule(train.batch, min(first, train.batch), planned.by, planned.largest_pass)
 
 
 def make_state(
@@ -274,14 +299,23 @@ def make_state(
     settings = config.optimizer.at(config.train.batch)
     made = settings.optimizer(settings.groups(model))
     optimizer = network.partitioned(made, settings.sharded)
-    scheduler = _schedule(settings, optimizer, len(loader.dataset))
+    sizes = loader.sampler.sizes
+    scaled = (
+        None if config.optimizer.lr_batch is None else lambda seen: sizes.at(seen) / sizes.first
+    )
+    scheduler = _schedule(settings, optimizer, len(loader.dataset), scaled)
     scaler = GradScaler(device.type, enabled=config.train.amp == "fp16")
     about = About(config, data.manifest).dump()
     return State(job, network, optimizer, scheduler, scaler, loader, about)
 
 
-def _schedule(config: OptimizerConfig, optimizer: Optimizer, epoch: int) -> SampleLR:
-    """Creates the schedule, in samples, from a configuration in epochs."""
+def _schedule(
+    config: OptimizerConfig,
+    optimizer: Optimizer,
+    epoch: int,
+    batch: Callable[[int], float] | None,
+) -> SampleLR:
+    """Creates the schedule, in samples, from a configuration in epochs; see `schedule`."""
     return schedule(
         optimizer,
         config.decay_epochs * epoch,
@@ -291,6 +325,7 @@ def _schedule(config: OptimizerConfig, optimizer: Optimizer, epoch: int) -> Samp
         warmup_start=config.warmup_start,
         power=config.decay_power,
         milestones=[(place * epoch, factor) for place, factor in config.milestones],
+        batch=batch,
     )
 
 
@@ -327,6 +362,7 @@ def _done_before(path: Path, state: State) -> tuple[bool, bool]:
 
 def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:
     job, state = trainer.job, trainer.state
+    steps, epochs = trainer.expected()
     log.emit(
         "start",
         **facts_of_run(trainer.loader.device, config.train.device, config.train.amp, job.world),
@@ -338,8 +374,9 @@ def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:
         parameters=sum(p.numel() for p in state.model.parameters()),
         samples=len(trainer.loader.dataset),
         batch=config.train.batch,
-        epochs=math.ceil(trainer.last_step / len(trainer.loader)),
-        steps=trainer.last_step,
+        accumulate=config.train.accumulate,
+        epochs=epochs,
+        steps=steps,
         step=state.step,
         config=config_io.to_dict(config),
     )

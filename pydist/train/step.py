@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from pydist.train.device import autocast
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from pydist.train.config import TrainConfig
     from pydist.train.state import State
     from pydist.train.tasks import Task
+    from pydist.train.tasks.base import Criterion
 
 
 class TrainStep:
@@ -39,14 +42,44 @@ class TrainStep:
         Returns:
             The group's loss, a scalar on the device.
         """
+        loss = self._backward(batch, scale, None)
+        self._update()
+        return loss
+
+    def accumulated(self, passes: Iterable[Batch]) -> Tensor:
+        """Performs the step in several passes, whose gradients are reduced once, with the last.
+
+        Args:
+            passes: the batches of the step. They are taken one by one; all first, if the loss of
+                one depends on the targets of all.
+
+        Returns:
+            The sum of the losses of the group's samples, a scalar on the device.
+        """
+        criterion: Criterion | None = None
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.task.weighs_targets:
+            passes = list(passes)
+            criterion = self.task.criterion(passes)
+        for batch in passes:
+            criterion = criterion or self.task.criterion([batch])
+            loss = self._backward(batch, batch.loss_scale, criterion)
+            if batch.count:  # the mean over no samples is NaN
+                total += loss.double() * batch.count
+        self._update()
+        return total
+
+    def _backward(self, batch: Batch, scale: float | Tensor, criterion: Criterion | None) -> Tensor:
+        mixed = autocast(self.device, self.config.amp)
+        state = self.state
+        return state.network.backward(batch, self.task, scale, state.scaler, mixed, criterion)
+
+    def _update(self) -> None:
+        """Steps the optimizer with the accumulated gradient, and clears it."""
         state, config = self.state, self.config
-        loss = state.network.backward(
-            batch, self.task, scale, state.scaler, autocast(self.device, config.amp)
-        )
         state.network.clip(state.scaler, state.optimizer, config.clip_norm)
         with self.mesh.session.timers.measure("optimizer"):
             state.scaler.step(state.optimizer)
         state.scaler.update()
         state.network.gradients.after_step(state.optimizer)
         state.optimizer.zero_grad()
-        return loss

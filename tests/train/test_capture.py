@@ -193,7 +193,7 @@ def small_step(world=None):
     step = TrainStep(state, task, TrainConfig())
     inputs = distribute_tensor(torch.rand(4, 3, 1, 1, 1), mesh)
     state.model.forward = lambda x: torch.nn.Sequential.forward(model, x.to_local().flatten(1))
-    batch = Batch(inputs, torch.rand(4, 2), torch.ones(4), (0, 1, 2, 3), 4, 0, 4, 1.0, 0, 0)
+    batch = Batch(inputs, torch.rand(4, 2), torch.ones(4), (0, 1, 2, 3), 4, 0, 4, 1.0, 0, 0, 4)
     return step, batch
 
 

@@ -37,7 +37,7 @@ from pydist.train.config import (
 from pydist.train.folder import TUNING_FILE
 from pydist.train.run import Result
 from pydist.train.signals import ending_at_once
-from support.training.runs import change, job
+from support.training.runs import assert_same_bits, change, job
 
 
 def alone(config, listeners=()):
@@ -56,22 +56,6 @@ def curve(config) -> list[float]:
 
 def last_state(config) -> dict:
     return checkpoint.read(checkpoint.complete(config.output.folder / "ckpt")[-1])
-
-
-def assert_same_bits(one, other) -> None:
-    """Asserts that nested states hold the same tensors, bit for bit, and the same values."""
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same_bits(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_same_bits(a, b)
-    else:
-        assert one == other
 
 
 @pytest.fixture(scope="module")

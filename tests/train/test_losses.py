@@ -186,7 +186,7 @@ def test_parts_of_a_batch_have_the_loss_of_the_batch(kind, weights, ignored):
     def body(mesh):
         first, last = ((0, 2), (2, 5))[mesh.data_index]
         mine = labels[first:last]
-        of_part = loss.of_parts(mine, mesh, 5)
+        of_part = loss.of_parts([mine], mesh, 5)
         parts = [(first, first + 1), (first + 1, last)]
         found = [float(of_part(scores[a:b], labels[a:b])) * (b - a) for a, b in parts]
         return sum(found) / 5

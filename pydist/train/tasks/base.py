@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,10 +58,18 @@ class Task(Protocol):
         """Computes the mean loss over the batch's samples, a scalar."""
         ...
 
-    def criterion(self, batch: Batch) -> Criterion:
-        """Returns the loss of a part of the batch's samples, for a network in stages.
+    @property
+    def weighs_targets(self) -> bool:
+        """Whether the loss of some samples depends on the targets of all samples of the step."""
+        ...
 
-        The mean of the parts' losses, weighted by their samples, is the loss of the batch.
+    def criterion(self, batches: Sequence[Batch]) -> Criterion:
+        """Returns the loss of a part of a step's samples, for stages and for several passes.
+
+        The mean of the parts' losses, weighted by their samples, is the loss of the step.
+
+        Args:
+            batches: all passes of the step; at least the first, unless `weighs_targets`.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,12 @@ class Regression:
         """Computes the mean squared error."""
         return F.mse_loss(output, batch.targets)
 
-    def criterion(self, batch: Batch) -> Criterion:
+    @property
+    def weighs_targets(self) -> bool:
+        """Returns that it does not: the loss is a mean over samples."""
+        return False
+
+    def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the mean squared error."""
         return F.mse_loss
 

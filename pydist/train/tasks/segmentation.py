@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,9 +138,15 @@ class Segmentation:
         counts = batch.count > 0
         return self._loss(output, batch.targets, batch.inputs.mesh, counts=counts)
 
-    def criterion(self, batch: Batch) -> Criterion:
+    @property
+    def weighs_targets(self) -> bool:
+        """Returns whether voxels have different weights in the cross-entropy."""
+        return self._loss.has_entropy and self._loss.weighted
+
+    def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the configured loss; weighted voxels count as in the global batch."""
-        return self._loss.of_parts(batch.targets, batch.inputs.mesh, batch.global_size)
+        labels = [batch.targets for batch in batches]
+        return self._loss.of_parts(labels, batches[0].inputs.mesh, batches[0].step_size)
 
     def measure(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns sums for the cross-entropy, Dice loss, and confusion, [N, 3 + classes²]."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
+
 from pydist.comm import Transport, run_local
 from pydist.mesh import Mesh
 from pydist.stages import Stages
@@ -53,3 +55,19 @@ def in_stages(config: Config, listeners: Sequence[Listener] = ()) -> list[Result
     """Runs training on the ranks that its stages need; returns the results in rank order."""
     ranks = ranks_a_sample(config.mesh) * (config.mesh.data or 1)
     return run_local(staged_job, ranks, config, listeners, timeout=120)
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    """Asserts that nested states hold the same tensors, bit for bit, and the same values."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same_bits(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same_bits(a, b)
+    else:
+        assert one == other

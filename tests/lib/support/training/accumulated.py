@@ -1,0 +1,237 @@
+"""Steps in several passes, on a mesh and in plain torch, over samples in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from pydist import Mesh, parallelize
+from pydist.data.batch_sizes import BatchSizes, PassRule
+from pydist.data.loader import Loader
+from pydist.optim import gather_gradients, sharded
+from pydist.partition import Box
+from pydist.tensor import ShardedTensor
+from pydist.train.config import TrainConfig
+from pydist.train.losses import SegmentationLoss
+from pydist.train.network import MeshNetwork
+from pydist.train.step import TrainStep
+from support.equivalence import randint, randn
+from support.networks.small import initialized
+
+SHAPE = 2, 6, 4, 3
+CLASSES = 3
+WEIGHTS = 0.25, 1.0, 2.5
+
+
+class Samples:
+    """Source of random samples in memory, with two values to predict, or classes of voxels."""
+
+    sample_shape = SHAPE
+    num_targets = 2
+    dtype = torch.float64
+
+    def __init__(self, count: int, *, labelled: bool = False) -> None:
+        self.inputs = randn(count, *SHAPE, seed=1)
+        self.labelled = labelled
+        self.values = randn(count, 2, seed=2)
+        self.labels = randint(CLASSES, count, *SHAPE[1:])
+        self.identity = f"{count} samples"
+
+    @property
+    def targets(self) -> Tensor:
+        return self.labels if self.labelled else self.values
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def shape_of(self, index: int) -> tuple[int, int, int, int]:
+        return SHAPE
+
+    def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
+        return self.inputs[index][_slices(box)]
+
+    def read_labels(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
+        return self.labels[index][_slices(box)]
+
+    def target(self, index: int) -> Tensor:
+        return self.values[index]
+
+
+def _slices(box: Box | None) -> tuple[slice, ...]:
+    if box is None:
+        return (slice(None),)
+    return tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+
+
+class _Pooled(nn.Module):
+    """Two convolutions, and a head on plain tensors; with dropout before and in it."""
+
+    def __init__(self, dropout: float, norm: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv3d(2, 4, 3, padding=1),
+            nn.BatchNorm3d(4) if norm else nn.Identity(),
+            nn.Tanh(),
+            nn.Dropout(dropout),
+            nn.Conv3d(4, 3, 3, padding=1),
+            nn.Tanh(),
+        )
+        self.drop, self.head = nn.Dropout(dropout), nn.Linear(3, 2)
+
+    def forward(self, x: Any) -> Any:
+        pooled = self.body(x).mean((2, 3, 4))
+        if isinstance(pooled, ShardedTensor):
+            pooled = pooled.full_tensor()
+        return self.head(self.drop(pooled))
+
+
+def network(labelled: bool, dropout: float = 0.0, norm: bool = False) -> nn.Module:
+    """Creates a network of voxels, or of values."""
+    if not labelled:
+        return initialized(_Pooled(dropout, norm))
+    return initialized(
+        nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv3d(4, CLASSES, 3, padding=1))
+    )
+
+
+class _Task:
+    """The mean squared error, or a weighted cross-entropy with one label ignored."""
+
+    def __init__(self, labelled: bool) -> None:
+        self._loss = SegmentationLoss("cross_entropy", WEIGHTS, 1) if labelled else None
+        self.weighs_targets = labelled
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        if self._loss is None:
+            return F.mse_loss(output, batch.targets)
+        return self._loss(output, batch.targets, batch.inputs.mesh, counts=batch.count > 0)
+
+    def criterion(self, batches: Sequence[Any]) -> Callable[[Tensor, Tensor], Tensor]:
+        if self._loss is None:
+            return F.mse_loss
+        labels = [batch.targets for batch in batches]
+        return self._loss.of_parts(labels, batches[0].inputs.mesh, batches[0].step_size)
+
+
+@dataclass
+class Trained:
+    """The loss of each step, and the parameters, buffers and last gradients."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def loader_of(mesh: Mesh, source: Samples, sizes: BatchSizes, rule: PassRule) -> Loader:
+    return Loader(source, mesh, sizes, seed=3, pad=False, passes=rule)
+
+
+def steps_of(loader: Loader) -> Iterator[Any]:
+    """Yields the passes of each step of an epoch."""
+    batches = iter(loader)
+    for first in batches:
+        yield chain([first], islice(batches, first.parts - 1))
+
+
+def on_mesh(
+    mesh: Mesh,
+    source: Samples,
+    sizes: BatchSizes,
+    rule: PassRule,
+    *,
+    epochs: int = 2,
+    partitioned: bool = False,
+    **options: Any,
+) -> Trained:
+    """Trains with pydist's steps; the gradients of the last step are gathered and kept."""
+    model = parallelize(network(source.labelled, **options), mesh)
+    optimizer = optimizer_of(model)
+    if partitioned:
+        optimizer = sharded(optimizer, model, "always")
+    found: dict[str, Tensor] = {}
+
+    def keep(*_: Any) -> None:
+        if partitioned:
+            gather_gradients(model)
+        found.update({n: p.grad.clone() for n, p in model.named_parameters()})
+
+    optimizer.register_step_pre_hook(keep)
+    losses = []
+    with loader_of(mesh, source, sizes, rule) as loader:
+        state: Any = SimpleNamespace(
+            mesh=mesh, model=model, network=MeshNetwork(model, mesh), optimizer=optimizer,
+            scaler=GradScaler("cpu", enabled=False), loader=loader,
+        )  # fmt: skip
+        task: Any = _Task(source.labelled)
+        step = TrainStep(state, task, TrainConfig())
+        for _ in range(epochs):
+            for each in steps_of(loader):
+                passes = list(each)
+                loss = step.accumulated(passes) / mesh.sample_size
+                mesh.world.all_reduce(loss)
+                losses.append(float(loss) / passes[0].step_size)
+    gradients = {f"grad of {name}": grad for name, grad in found.items()}
+    buffers = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
+    return Trained(
+        losses, {n: p.detach().clone() for n, p in model.named_parameters()} | gradients | buffers
+    )
+
+
+def plainly(
+    source: Samples,
+    steps: Sequence[Sequence[int]],
+    passes: Callable[[int], int] | None = None,
+    **options: Any,
+) -> Trained:
+    """Trains in plain torch on one device.
+
+    Args:
+        source: the samples.
+        steps: the samples of each step.
+        passes: number of passes over a number of samples; by default each step is one batch.
+        options: of the network.
+    """
+    model, losses = network(source.labelled, **options), []
+    optimizer = optimizer_of(model)
+    for rows in steps:
+        optimizer.zero_grad()
+        count, total = 1 if passes is None else passes(len(rows)), 0.0
+        for i in range(count):
+            part = rows[len(rows) * i // count : len(rows) * (i + 1) // count]
+            output, target = model(source.inputs[part]), source.targets[part]
+            if source.labelled:
+                loss = F.cross_entropy(
+                    output, target, torch.tensor(WEIGHTS).double(), ignore_index=1
+                )
+            else:
+                loss = F.mse_loss(output, target) * len(part) / len(rows)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    state = {n: p.detach() for n, p in model.named_parameters()}
+    state |= {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    state |= {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+    return Trained(losses, state)
+
+
+def assert_as(found: Trained, expected: Trained, bound: float = 1e-12) -> None:
+    """Checks losses, parameters, buffers and gradients, each relative to its largest value."""
+    assert len(found.losses) == len(expected.losses)
+    for a, b in zip(found.losses, expected.losses, strict=True):
+        assert abs(a - b) <= bound * max(1.0, abs(b))
+    assert found.state.keys() == expected.state.keys()
+    for name, tensor in expected.state.items():
+        error = float((found.state[name] - tensor).abs().max())
+        assert error <= bound * max(float(tensor.abs().max()), 1e-3), (name, error)

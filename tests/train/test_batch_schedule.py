@@ -1,0 +1,196 @@
+"""Tests of runs whose steps have several passes, and of a batch that changes in a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from pydist.comm import LocalTransport, run_local
+from pydist.errors import UsageError
+from pydist.train import checkpoint, config_io, log
+from pydist.train.config import (
+    BatchScheduleConfig,
+    Config,
+    SgdConfig,
+    SharesConfig,
+    StageConfig,
+)  # fmt: skip
+from support.training.runs import assert_same_bits, change, in_stages, job
+
+GROWING = BatchScheduleConfig(((1.0, 3), (1.5, 6)))
+"""Of the six samples: steps of 2, 2, 2; of 3, and 3 that are left of a batch of 6; and of 6."""
+
+
+def steps(config: Config, name: str) -> list:
+    path = config.output.folder / "log.jsonl"
+    return [event[name] for event in log.read(path) if event["event"] == "step"]
+
+
+def last_state(config: Config) -> dict:
+    return checkpoint.read(checkpoint.complete(config.output.folder / "ckpt")[-1])
+
+
+@pytest.fixture
+def growing(config) -> Config:
+    """Returns a run of three epochs with dropout whose batch grows, first within the second."""
+    table = SgdConfig(lr=1e-3, lr_batch=2, warmup_epochs=0.5, decay_epochs=3.0)
+    train = {"epochs": 3, "batch": 2, "accumulate": 2, "batch_schedule": GROWING}
+    return change(
+        config, model={"variant": "paper"}, optimizer={**vars(table)}, train=train,
+        checkpoint={"every": 1},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "spatial", "shares"),
+    [(1, (1, 1, 1), None), (2, (1, 1, 1), None), (2, (2, 1, 1), (1.0, 2.0))],
+)
+def test_passes_train_as_the_whole_batch(config, tmp_path, data, spatial, shares):
+    """The network has dropout, and two groups share the five samples of a batch unevenly."""
+    config = change(config, model={"variant": "paper"}, train={"batch": 5})
+    job(LocalTransport(), config)
+    mesh = {"spatial": spatial, "shares": SharesConfig(data=shares)}
+    parts = change(
+        config, train={"accumulate": 2}, mesh=mesh, output={"folder": tmp_path / "parts"}
+    )
+    run_local(job, data * spatial[0], parts, data, spatial)
+    assert steps(parts, "loss") == pytest.approx(steps(config, "loss"), rel=1e-4)
+    assert steps(parts, "passes") == [2, 1, 2, 1]
+    assert steps(parts, "batch") == steps(config, "batch") == [5, 1, 5, 1]
+
+
+def test_the_batch_follows_its_milestones_and_the_rate_follows_the_batch(growing, tmp_path):
+    job(LocalTransport(), growing)
+    assert steps(growing, "batch") == [2, 2, 2, 3, 3, 6]
+    assert steps(growing, "passes") == [2, 2, 2, 3, 3, 6]
+    seen, sizes, expected = 0, [2, 2, 2, 3, 6, 6], []
+    for size, used in zip(sizes, steps(growing, "batch"), strict=True):
+        peak, end = 1e-3 * size / 2, 1e-7 * size / 2
+        if seen < 3:
+            expected.append(peak * (0.01 + 0.99 * seen / 3))
+        else:
+            expected.append(end + (peak - end) * (1 - (seen - 3) / 18))
+        seen += used
+    assert steps(growing, "lr") == pytest.approx(expected, rel=1e-12)
+    fixed = change(growing, optimizer={"lr_batch": None}, output={"folder": tmp_path / "fixed"})
+    job(LocalTransport(), fixed)
+    rates = [rate * 2 / size for rate, size in zip(expected, sizes, strict=True)]
+    assert steps(fixed, "lr") == pytest.approx(rates, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("by", "largest", "passes"),
+    [("accumulate", None, [2, 2, 2, 3, 3, 6]), ("batch", None, [2, 2, 2, 2, 1, 2]),
+     ("both", 2, [2, 2, 2, 2, 2, 3])],
+)  # fmt: skip
+def test_what_grows_does_not_change_the_training(growing, tmp_path, by, largest, passes):
+    job(LocalTransport(), growing)
+    table = BatchScheduleConfig(GROWING.milestones, by=by, largest_pass=largest)
+    other = change(growing, train={"batch_schedule": table}, output={"folder": tmp_path / "other"})
+    run_local(job, 2, other, 1, (2, 1, 1))
+    assert steps(other, "batch") == steps(growing, "batch")
+    assert steps(other, "passes") == passes
+    assert steps(other, "loss") == pytest.approx(steps(growing, "loss"), abs=5e-6)
+
+
+def test_milestones_in_samples(growing):
+    table = BatchScheduleConfig(((6, 3), (9, 6)), unit="samples")
+    config = change(growing, train={"batch_schedule": table})
+    job(LocalTransport(), config)
+    assert steps(config, "batch") == [2, 2, 2, 3, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "data", "tables"),
+    [
+        (1, 1, {"model": {"batch_norm": True}}),
+        (2, 1, {"optimizer": {"sharded": "always"}, "mesh": {"spatial": (2, 1, 1)}}),
+        (2, 2, {"model": {"batch_norm": True}, "train": {"accumulate": 1}}),
+        (2, 1, {"mesh": {"channel": 2, "sharded_weights": True}}),
+    ],
+    ids=["one rank", "partitioned", "groups", "slices"],
+)
+def test_a_run_resumes_within_a_change_bit_by_bit(growing, tmp_path, ranks, data, tables):
+    """It is interrupted within epochs: before a change, right at one, and after the last."""
+    through = change(growing, **tables)
+    spatial = through.mesh.spatial
+    run_local(job, ranks, through, data, spatial)
+    parts = change(through, output={"folder": tmp_path / "parts"})
+    for stop in (2, 4, 5, None):
+        run_local(job, ranks, change(parts, train={"steps": stop}), data, spatial)
+    for name in ("loss", "lr", "batch", "passes"):
+        assert steps(parts, name) == steps(through, name)
+    assert_same_bits(last_state(parts), last_state(through))
+
+
+def test_a_checkpoint_goes_on_with_other_passes_but_not_with_other_batches(growing, tmp_path):
+    job(LocalTransport(), growing)
+    parts = change(growing, output={"folder": tmp_path / "parts"})
+    job(LocalTransport(), change(parts, train={"steps": 4}))
+    table = BatchScheduleConfig(((1.0, 3), (2.0, 6)))
+    with pytest.raises(UsageError, match=r"batches that change at \[\(6, 3\), \(9, 6\)\]"):
+        job(LocalTransport(), change(parts, train={"batch_schedule": table}))
+    with pytest.raises(UsageError, match=r"change at .* this one at \[\]"):
+        job(LocalTransport(), change(parts, train={"batch_schedule": BatchScheduleConfig()}))
+    table = BatchScheduleConfig(GROWING.milestones, by="batch")
+    run_local(job, 2, change(parts, train={"batch_schedule": table, "accumulate": 1}), 2)
+    assert steps(parts, "loss") == pytest.approx(steps(growing, "loss"), abs=5e-6)
+
+
+def test_stages_accumulate_over_more_micro_batches(growing, tmp_path):
+    job(LocalTransport(), growing)
+    mesh = {"stages": (StageConfig(), StageConfig((2, 1, 1))), "micro_batches": 2}
+    staged = change(
+        growing, mesh=mesh, train={"accumulate": 1}, output={"folder": tmp_path / "staged"}
+    )
+    in_stages(staged)
+    assert steps(staged, "batch") == steps(growing, "batch")
+    assert steps(staged, "passes") == [2, 2, 2, 3, 6, 6]
+    assert steps(staged, "loss") == pytest.approx(steps(growing, "loss"), abs=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"train": {"batch": 2, "accumulate": 3}}, "a batch of train.batch = 2 has at most 2"),
+        ({"train": {"batch_schedule": {"milestones": [[2.0, 4], [1.0, 8]]}}}, "ascending places"),
+        ({"train": {"batch_schedule": {"by": "batch"}}}, "neither milestones nor noise_scale"),
+        ({"train": {"batch_schedule": {"milestones": [[1.0, 0]]}}}, "greater than or equal to 1"),
+        ({"train": {"batch_schedule": {"milestones": [[1.0, 8]], "by": "both"}}},
+         "needs the samples of the largest pass"),
+        ({"train": {"batch_schedule": {"milestones": [[1.0, 8]], "largest_pass": 4}}},
+         "other values have none"),
+        ({"train": {"batch_schedule": {"milestones": [[1.0, 8]], "by": "both", "largest_pass": 2}}},
+         "the first passes have 3 samples"),
+        ({"train": {"batch_schedule": {"noise_scale": True}}}, "needs the largest batch"),
+        ({"train": {"batch_schedule": {"noise_scale": True, "largest": 2}}},
+         "largest = 2 is below train.batch = 3"),
+        ({"train": {"batch_schedule": {"milestones": [[1.0, 8]], "largest": 9}}},
+         "milestones name theirs"),
+        ({"train": {"batch_schedule": {"milestones": [[1.0, 8]], "noise_scale": True,
+                                       "largest": 9}}}, "either is possible"),
+        ({"train": {"batch_schedule": {"milestones": [[1.0, 1]], "by": "batch"}, "accumulate": 2}},
+         "a batch of 1 in train.accumulate = 2 passes"),
+        ({"train": {"batch_schedule": {"milestons": [[1.0, 8]]}}}, 'did you mean "milestones"'),
+        ({"train": {"accumulate": 3, "cuda_graph": "always"}}, "a step of one pass and one size"),
+        ({"train": {"accumulate": 3}, "mesh": {"stages": 2}}, "mesh.micro_batches; set that"),
+        ({"train": {"batch_schedule": {"noise_scale": True, "largest": 9}}, "mesh": {"stages": 2}},
+         "no stage has the gradient of the whole network"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_impossible_are_named_in_one_line(tables, message):
+    given = {**tables, "train": {"batch": 3, **tables["train"]}}
+    with pytest.raises(UsageError, match=message) as caught:
+        config_io.check(given, "run.toml")
+    assert "\n" not in str(caught.value)
+
+
+def test_more_passes_than_the_groups_have_samples_for(config):
+    with pytest.raises(UsageError, match=r"3 in 3 passes: .* possible are up to 1 passes"):
+        run_local(job, 2, change(config, train={"accumulate": 3}), 2)
+
+
+def test_a_schedule_is_read_and_written_as_toml():
+    text = "[train]\naccumulate = 2\n[train.batch_schedule]\nmilestones = [[1.5, 8]]\nby = 'batch'"
+    config = config_io.loads(text, "run.toml")
+    assert config.train.batch_schedule == BatchScheduleConfig(((1.5, 8),), by="batch")
+    assert config_io.loads(config_io.dumps(config), "again") == config
