@@ -306,6 +306,11 @@ class Entry:
         with nullcontext() if self.mesh.size == 1 else self.reducer.paused(self._lanes):
             yield
 
+    def reduce(self) -> None:
+        """Reduces the gradients accumulated under `no_sync` now. Collective."""
+        if self.mesh.size > 1:
+            self.reducer.reduce()
+
     def of_batch(self, x: Tensor) -> ShardedTensor:
         """Wraps a plain tensor of the running batch as a sharded one that is not cut."""
         first = self._given.get(x.shape[0])

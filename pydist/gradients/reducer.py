@@ -199,6 +199,12 @@ class Reducer:
             for each in lanes:
                 each.pauses -= 1
 
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Reduces what `no_sync` blocks have accumulated, without a backward pass. Collective."""
+        self.settle()
+        self._finish()
+
     # -- partitioned steps ------------------------------------------------------------------
 
     @torch.no_grad()

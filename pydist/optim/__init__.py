@@ -12,12 +12,14 @@ from pydist.optim.compressed import (
     set_loss_scale,
 )
 from pydist.optim.layerwise import LAMB, LARS
+from pydist.optim.noise_scale import NoiseScale
 from pydist.optim.partitioned import ShardedOptimizer, gather_gradients, sharded
 from pydist.optim.schedules import SampleLR, schedule
 
 __all__ = [
     "LAMB",
     "LARS",
+    "NoiseScale",
     "SampleLR",
     "ShardedOptimizer",
     "average_parameters",

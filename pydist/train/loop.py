@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pydist.data.lock import FolderLock
     from pydist.train.config import CheckpointConfig, TrainConfig
     from pydist.train.log import EventLog
+    from pydist.train.noise import Figures
     from pydist.train.state import State
     from pydist.train.tasks import Task, Validation
 
@@ -76,7 +77,7 @@ class Trainer:
         self.folder = folder
         self._lock = lock
         step = TrainStep(state, task, config)
-        self._accumulate = step.accumulated
+        self._several = step
         several = config.accumulate > 1 or config.batch_schedule.changes
         if several and config.cuda_graph == "auto" and step.device.type == "cuda":
             log.emit("notice", text="no CUDA graph: steps have several passes or sizes")
@@ -166,12 +167,16 @@ class Trainer:
             batch: of the first pass.
             rest: of the other ones.
         """
-        state = self.state
-        if batch.is_last:
+        state, adaptive = self.state, self.state.adaptive
+        figures = None
+        if adaptive is not None and adaptive.is_due(state.step):
+            (loss, figures), count = self._several.measured(chain([batch], rest)), 1
+        elif batch.is_last:
             loss, count = self._take_step(batch), batch.count
         else:
-            loss, count = self._accumulate(chain([batch], rest)), 1
+            loss, count = self._several.accumulated(chain([batch], rest)), 1
         rate = float(state.scheduler.get_last_lr()[0])
+        self._adapt(batch, figures)  # before the rate of the next step, which follows the batch
         state.scheduler.step(batch.step_size)
 
         with phase("the device", BLOCKED):
@@ -207,6 +212,26 @@ class Trainer:
         found = {kind: count - self._sent.get(kind, 0) for kind, count in total.items()}
         self._sent = total
         return found
+
+    def _adapt(self, batch: Batch, figures: Figures | None) -> None:
+        """Adds a measurement of the noise scale, and changes the batch if it is time to."""
+        state, adaptive = self.state, self.state.adaptive
+        if adaptive is None:
+            return
+        scale = adaptive.scale
+        if figures is not None and scale.add(*figures, batch.step_size):
+            self.log.emit(
+                "noise_scale",
+                step=state.step + 1,
+                noise_scale=scale.value,
+                noise=scale.noise,
+                signal=scale.signal,
+                batch=batch.step_size,
+            )
+        grown = adaptive.decide(self.loader.sampler.position - batch.step_size)
+        if grown is not None:
+            text = f"batch of {grown} from step {state.step + 2} on: noise scale {scale.value:.4g}"
+            self.log.emit("notice", text=text)
 
     def _reduce(self, loss_sum: float, batch: Batch) -> tuple[float, bool]:
         """Returns the mean loss over the step's samples, and whether any rank wants to stop."""

@@ -44,6 +44,7 @@ from pydist.train.job import Job
 from pydist.train.log import EventLog, Listener, done_at, losses
 from pydist.train.loop import Trainer
 from pydist.train.network import place
+from pydist.train.noise import AdaptiveBatch
 from pydist.train.ranks import meshes_of
 from pydist.train.state import State, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
@@ -306,7 +307,9 @@ def make_state(
     scheduler = _schedule(settings, optimizer, len(loader.dataset), scaled)
     scaler = GradScaler(device.type, enabled=config.train.amp == "fp16")
     about = About(config, data.manifest).dump()
-    return State(job, network, optimizer, scheduler, scaler, loader, about)
+    planned = config.train.batch_schedule
+    adaptive = AdaptiveBatch(planned, loader) if planned.noise_scale else None
+    return State(job, network, optimizer, scheduler, scaler, loader, about, adaptive=adaptive)
 
 
 def _schedule(

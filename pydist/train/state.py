@@ -35,6 +35,7 @@ from pydist.train import checkpoint
 from pydist.train.about import differences
 from pydist.train.job import Job
 from pydist.train.network import Network
+from pydist.train.noise import AdaptiveBatch
 from pydist.watchdog import phase
 
 _DOES_NOT_MATCH = (
@@ -58,6 +59,8 @@ class State:
     """The information for prediction besides the weights; see `pydist.train.about`."""
     step: int = 0
     """Number of optimizer steps done."""
+    adaptive: AdaptiveBatch | None = None
+    """The batch that follows the gradient noise scale, if it does."""
 
     @property
     def mesh(self) -> Mesh:
@@ -113,6 +116,8 @@ class State:
                 self.scheduler.load_state_dict(parts["scheduler"])
                 self.scaler.load_state_dict(parts["scaler"])
                 self.loader.load_state_dict(parts["sampler"])
+                if self.adaptive is not None and "noise_scale" in parts:
+                    self.adaptive.load_state_dict(parts["noise_scale"])
                 self.step = parts["step"]
                 self.mesh.session.forwards = parts["mesh"]["forwards"]
                 _set_random_state(parts["random"])
@@ -148,7 +153,9 @@ class State:
 
     def _parts(self) -> dict[str, object]:
         model, optimizer = self.network.state(self.optimizer)
+        adaptive = self.adaptive
         return {
+            **({} if adaptive is None else {"noise_scale": adaptive.state_dict()}),
             "model": model,
             "optimizer": optimizer,
             "scheduler": self.scheduler.state_dict(),

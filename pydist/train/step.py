@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pydist.parallel import entry_of
 from pydist.train.device import autocast
+from pydist.train.noise import Figures, GradientSquares
 
 if TYPE_CHECKING:
     from pydist.data.loader import Batch
@@ -56,6 +59,21 @@ class TrainStep:
         Returns:
             The sum of the losses of the group's samples, a scalar on the device.
         """
+        return self._over(passes, None)
+
+    def measured(self, passes: Iterable[Batch]) -> tuple[Tensor, Figures]:
+        """Performs the step as `accumulated`, and measures the norms of its parts' gradients.
+
+        The gradients of all passes are reduced after the last one.
+
+        Returns:
+            The sum of losses, and `GradientSquares.figures`.
+        """
+        squares = GradientSquares(self.state.model, self.mesh)
+        total = self._over(passes, squares)
+        return total, squares.figures
+
+    def _over(self, passes: Iterable[Batch], squares: GradientSquares | None) -> Tensor:
         criterion: Criterion | None = None
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.task.weighs_targets:
@@ -63,9 +81,15 @@ class TrainStep:
             criterion = self.task.criterion(passes)
         for batch in passes:
             criterion = criterion or self.task.criterion([batch])
-            loss = self._backward(batch, batch.loss_scale, criterion)
+            with nullcontext() if squares is None else entry_of(self.state.model).no_sync():
+                loss = self._backward(batch, batch.loss_scale, criterion)
+            if squares is not None:
+                squares.add_pass(batch)
             if batch.count:  # the mean over no samples is NaN
                 total += loss.double() * batch.count
+        if squares is not None:
+            entry_of(self.state.model).reduce()
+            squares.finish(self.state.scaler.get_scale())
         self._update()
         return total
 

@@ -6,7 +6,7 @@ import pytest
 
 from pydist.comm import LocalTransport, run_local
 from pydist.errors import UsageError
-from pydist.train import checkpoint, config_io, log
+from pydist.train import config_io, log
 from pydist.train.config import (
     BatchScheduleConfig,
     Config,
@@ -14,7 +14,7 @@ from pydist.train.config import (
     SharesConfig,
     StageConfig,
 )  # fmt: skip
-from support.training.runs import assert_same_bits, change, in_stages, job
+from support.training.runs import assert_same_bits, change, in_stages, job, last_state
 
 GROWING = BatchScheduleConfig(((1.0, 3), (1.5, 6)))
 """Of the six samples: steps of 2, 2, 2; of 3, and 3 that are left of a batch of 6; and of 6."""
@@ -23,10 +23,6 @@ GROWING = BatchScheduleConfig(((1.0, 3), (1.5, 6)))
 def steps(config: Config, name: str) -> list:
     path = config.output.folder / "log.jsonl"
     return [event[name] for event in log.read(path) if event["event"] == "step"]
-
-
-def last_state(config: Config) -> dict:
-    return checkpoint.read(checkpoint.complete(config.output.folder / "ckpt")[-1])
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from pydist import Mesh, parallelize
 from pydist.data.batch_sizes import BatchSizes, PassRule
 from pydist.data.loader import Loader
+from pydist.exchange.own_slice import is_sharded_weight
 from pydist.optim import gather_gradients, sharded
 from pydist.partition import Box
 from pydist.tensor import ShardedTensor
@@ -127,6 +128,8 @@ class Trained:
 
     losses: list[float]
     state: dict[str, Tensor]
+    figures: list[tuple[float, float, int]] = field(default_factory=list)
+    """Of each step, as of `GradientSquares`."""
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -152,25 +155,32 @@ def on_mesh(
     *,
     epochs: int = 2,
     partitioned: bool = False,
+    measures: bool = False,
+    sharded_weights: bool = False,
     **options: Any,
 ) -> Trained:
     """Trains with pydist's steps; the gradients of the last step are gathered and kept."""
-    model = parallelize(network(source.labelled, **options), mesh)
+    made = network(source.labelled, **options)
+    model = parallelize(made, mesh, sharded_weights=sharded_weights)
     optimizer = optimizer_of(model)
     if partitioned:
         optimizer = sharded(optimizer, model, "always")
     found: dict[str, Tensor] = {}
 
-    def keep(*_: Any) -> None:
-        if partitioned:
-            gather_gradients(model)
-        found.update({n: p.grad.clone() for n, p in model.named_parameters()})
+    class Keeping(MeshNetwork):
+        def clip(self, *arguments: Any) -> None:
+            if partitioned:
+                gather_gradients(model)
+            for name, p in model.named_parameters():
+                assert p.grad is not None
+                found[name] = whole_of(p.grad)
 
-    optimizer.register_step_pre_hook(keep)
-    losses = []
+    if sharded_weights and mesh.size > 1:
+        assert any(map(is_sharded_weight, model.parameters()))
+    losses, figures = [], []
     with loader_of(mesh, source, sizes, rule) as loader:
         state: Any = SimpleNamespace(
-            mesh=mesh, model=model, network=MeshNetwork(model, mesh), optimizer=optimizer,
+            mesh=mesh, model=model, network=Keeping(model, mesh), optimizer=optimizer,
             scaler=GradScaler("cpu", enabled=False), loader=loader,
         )  # fmt: skip
         task: Any = _Task(source.labelled)
@@ -178,14 +188,23 @@ def on_mesh(
         for _ in range(epochs):
             for each in steps_of(loader):
                 passes = list(each)
-                loss = step.accumulated(passes) / mesh.sample_size
+                if measures:
+                    loss, measured = step.measured(passes)
+                    figures.append(measured)
+                else:
+                    loss = step.accumulated(passes)
+                loss /= mesh.sample_size
                 mesh.world.all_reduce(loss)
                 losses.append(float(loss) / passes[0].step_size)
     gradients = {f"grad of {name}": grad for name, grad in found.items()}
     buffers = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
-    return Trained(
-        losses, {n: p.detach().clone() for n, p in model.named_parameters()} | gradients | buffers
-    )
+    parameters = {n: whole_of(p.detach()) for n, p in model.named_parameters()}
+    return Trained(losses, parameters | gradients | buffers, figures)
+
+
+def whole_of(x: Tensor) -> Tensor:
+    """Returns a copy of a tensor, gathered if ranks hold slices of it."""
+    return (x.full_tensor() if isinstance(x, ShardedTensor) else x).clone()
 
 
 def plainly(

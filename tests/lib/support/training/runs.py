@@ -11,7 +11,7 @@ import torch
 from pydist.comm import Transport, run_local
 from pydist.mesh import Mesh
 from pydist.stages import Stages
-from pydist.train import config_io
+from pydist.train import checkpoint, config_io
 from pydist.train.config import Config
 from pydist.train.log import Listener
 from pydist.train.ranks import check_ranks, ranks_a_sample, stage_arguments
@@ -55,6 +55,11 @@ def in_stages(config: Config, listeners: Sequence[Listener] = ()) -> list[Result
     """Runs training on the ranks that its stages need; returns the results in rank order."""
     ranks = ranks_a_sample(config.mesh) * (config.mesh.data or 1)
     return run_local(staged_job, ranks, config, listeners, timeout=120)
+
+
+def last_state(config: Config) -> dict[str, Any]:
+    """Returns the parts of a run's last checkpoint."""
+    return checkpoint.read(checkpoint.complete(config.output.folder / "ckpt")[-1])
 
 
 def assert_same_bits(one: Any, other: Any) -> None:
