@@ -11,7 +11,7 @@ from pydist.optim.compressed import (
     load_gradient_state,
     set_loss_scale,
 )
-from pydist.optim.layerwise import LAMB, LARS
+from pydist.optim.layerwise import LAMB, LARS, Trust, trust_ratios
 from pydist.optim.noise_scale import NoiseScale
 from pydist.optim.partitioned import ShardedOptimizer, gather_gradients, sharded
 from pydist.optim.schedules import SampleLR, schedule
@@ -22,6 +22,7 @@ __all__ = [
     "NoiseScale",
     "SampleLR",
     "ShardedOptimizer",
+    "Trust",
     "average_parameters",
     "gather_gradients",
     "gradient_state",
@@ -29,4 +30,5 @@ __all__ = [
     "schedule",
     "set_loss_scale",
     "sharded",
+    "trust_ratios",
 ]

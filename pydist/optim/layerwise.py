@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from pydist.errors import UsageError
+from pydist.exchange.own_slice import own_slice
 
 Group = dict[str, Any]
 Sums = Callable[[Sequence[Tensor], Tensor], Tensor]
@@ -39,6 +40,9 @@ class LayerwiseOptimizer(Optimizer):
 
     _exclude: Callable[[Tensor], bool] | None = None
     _sums: Sums | None = None
+    recorded: dict[int, Tensor] | None = None
+    """If set, steps add norm of the parameter, norm of its direction and ratio, [3], by the id of
+    the parameter or of this rank's part; see `trust_ratios`."""
 
     def __init__(
         self,
@@ -130,10 +134,23 @@ class LayerwiseOptimizer(Optimizer):
             if group["adapt"]:
                 weights, lengths = norms[:, start : start + len(parameters)]
                 start += len(parameters)
-                found = self._ratio(group, weights, lengths)
-                ratios = torch.where((weights > 0) & (lengths > 0), found, 1.0)
+                ratios = self.ratios(group, weights, lengths)
+                self.record(parameters, weights, lengths, ratios)
             self._move(group, parameters, directions, ratios)
         return loss
+
+    def ratios(self, group: Group, weights: Tensor, lengths: Tensor) -> Tensor:
+        """Returns trust ratios [P], from norms of parameters and of their directions."""
+        found = self._ratio(group, weights, lengths)
+        return torch.where((weights > 0) & (lengths > 0), found, 1.0)
+
+    def record(
+        self, parameters: Sequence[Tensor], weights: Tensor, lengths: Tensor, ratios: Tensor
+    ) -> None:
+        """Records norms and ratios [P], if wanted."""
+        if self.recorded is not None:
+            rows = torch.stack([weights, lengths, ratios], 1).double()
+            self.recorded |= {id(p): row for p, row in zip(parameters, rows, strict=True)}
 
     @abstractmethod
     def _directions(self, group: Group, parameters: list[Tensor]) -> list[Tensor]:
@@ -330,6 +347,35 @@ class LAMB(LayerwiseOptimizer):
     ) -> None:
         steps: Any = directions if ratios is None else _scaled(directions, ratios)
         torch._foreach_add_(parameters, steps, alpha=-group["lr"])
+
+
+class Trust(NamedTuple):
+    """What a layer-wise step has used of a parameter."""
+
+    weight: float
+    """Norm of the parameter."""
+    direction: float
+    """Norm of its gradient (LARS), or of Adam's step with decay (LAMB)."""
+    ratio: float
+
+
+def trust_ratios(
+    optimizer: LayerwiseOptimizer, named: Iterable[tuple[str, Tensor]]
+) -> dict[str, Trust]:
+    """Returns the recorded norms and ratios of the last step, by name.
+
+    Excluded parameters, whose ratio is 1, are not among them.
+
+    Args:
+        optimizer: LARS or LAMB, the one that was partitioned; its `recorded` was set to {} before.
+        named: parameters, as from `model.named_parameters()`.
+    """
+    recorded = optimizer.recorded or {}
+    found = {n: recorded[id(own_slice(p))] for n, p in named if id(own_slice(p)) in recorded}
+    if not found:
+        return {}
+    rows = torch.stack(list(found.values())).tolist()
+    return {n: Trust(*row) for n, row in zip(found, rows, strict=True) if row[0] or row[1]}
 
 
 def _with_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -200,7 +200,21 @@ class ShardedOptimizer(Optimizer):
             finally:
                 if norms is not None:
                     norms.finish()
+        if norms is not None:
+            self._record(some, norms)
         return failure
+
+    def _record(self, some: Collection[int], norms: _Norms) -> None:
+        """Records norms and ratios of whole parameters, also of those without a part here."""
+        inner = self._inner
+        assert isinstance(inner, LayerwiseOptimizer)
+        if inner.recorded is None:
+            return
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if id(p) in some]
+            if group["adapt"] and parameters:
+                weights, lengths = norms.of(parameters)
+                inner.record(parameters, weights, lengths, inner.ratios(group, weights, lengths))
 
     @contextmanager
     def _with_norms(self, norms: _Norms | None) -> Iterator[None]:
@@ -340,6 +354,10 @@ class _Norms:
         self._all[:, places] = squares
         self.finish()
         return self._all[:, places]
+
+    def of(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Returns the norms of whole parameters, [2, P], after `finish`."""
+        return self._all[:, [self._places[id(p)] for p in parameters]].sqrt()
 
     def finish(self) -> None:
         """Takes part in the sum, once, also without parts or after a failure."""

@@ -48,8 +48,9 @@ class About:
 
 
 def _effective(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Returns the settings that affect the result of a step, unlike `sharded`."""
-    return {name: value for name, value in asdict(optimizer).items() if name != "sharded"}
+    """Returns the settings that affect the result of a step, unlike `sharded` and `log_every`."""
+    others = ("sharded", "log_every")
+    return {name: value for name, value in asdict(optimizer).items() if name not in others}
 
 
 def _objective(config: Config) -> dict[str, Any]:

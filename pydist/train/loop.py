@@ -169,6 +169,8 @@ class Trainer:
         """
         state, adaptive = self.state, self.state.adaptive
         figures = None
+        if state.layers is not None:
+            state.layers.begin(state.step)
         if adaptive is not None and adaptive.is_due(state.step):
             (loss, figures), count = self._several.measured(chain([batch], rest)), 1
         elif batch.is_last:
@@ -200,6 +202,9 @@ class Trainer:
             gradient_bytes=self._sent_since(),
             parts=parts,
         )
+        layers = None if state.layers is None else state.layers.entry()
+        if layers:
+            self.log.emit("layers", step=state.step, layers=layers)
         if self._tuner.problems > self._tuned:
             self._tuned = self._tuner.problems
             text = f"autotuned {self._tuned} convolutions in {self._tuner.seconds:.1f} s so far"

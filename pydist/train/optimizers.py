@@ -15,6 +15,7 @@ from pydist.registry import OPTIMIZERS, Registry
 from pydist.train.settings import (
     Chosen,
     Count,
+    CountOrZero,
     Epochs,
     EpochsOrZero,
     Flag,
@@ -191,6 +192,8 @@ class LarsConfig(OptimizerConfig):
     """Nesterov's form of momentum."""
     form: Literal["paper", "torch"] = "paper"
     """Whether the velocity holds learning rates, as in the paper, or not, as in torch's SGD."""
+    log_every: CountOrZero = 0
+    """Steps between entries of the log with the norms and trust ratios of the layers; 0: none."""
 
     def check(self) -> None:
         """See `OptimizerConfig.check`."""
@@ -217,6 +220,8 @@ class LambConfig(OptimizerConfig):
     """Decay rates of the averages."""
     eps: Positive = 1e-6
     """Added to the denominator."""
+    log_every: CountOrZero = 0
+    """Steps between entries of the log with the norms and trust ratios of the layers; 0: none."""
 
     def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
         """Creates `pydist.optim.LAMB`."""

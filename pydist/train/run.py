@@ -24,6 +24,7 @@ from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, publish
 from pydist.errors import CheckpointError, Stopped, UsageError
 from pydist.optim import SampleLR, schedule
+from pydist.optim.layerwise import LayerwiseOptimizer
 from pydist.train import checkpoint, config_io, report
 from pydist.train.about import About
 from pydist.train.device import (
@@ -41,6 +42,7 @@ from pydist.train.folder import (
     remove_unfinished,
 )
 from pydist.train.job import Job
+from pydist.train.layer_log import LayerLog
 from pydist.train.log import EventLog, Listener, done_at, losses
 from pydist.train.loop import Trainer
 from pydist.train.network import place
@@ -309,7 +311,12 @@ def make_state(
     about = About(config, data.manifest).dump()
     planned = config.train.batch_schedule
     adaptive = AdaptiveBatch(planned, loader) if planned.noise_scale else None
-    return State(job, network, optimizer, scheduler, scaler, loader, about, adaptive=adaptive)
+    every, layers = getattr(config.optimizer, "log_every", 0), None
+    if every and isinstance(made, LayerwiseOptimizer):
+        layers = LayerLog(made, model, job, every)
+    return State(
+        job, network, optimizer, scheduler, scaler, loader, about, layers=layers, adaptive=adaptive
+    )
 
 
 def _schedule(

@@ -34,6 +34,7 @@ from pydist.slices.steps import shard_state
 from pydist.train import checkpoint
 from pydist.train.about import differences
 from pydist.train.job import Job
+from pydist.train.layer_log import LayerLog
 from pydist.train.network import Network
 from pydist.train.noise import AdaptiveBatch
 from pydist.watchdog import phase
@@ -59,6 +60,8 @@ class State:
     """The information for prediction besides the weights; see `pydist.train.about`."""
     step: int = 0
     """Number of optimizer steps done."""
+    layers: LayerLog | None = None
+    """Records norms and trust ratios, if they are logged."""
     adaptive: AdaptiveBatch | None = None
     """The batch that follows the gradient noise scale, if it does."""
 
