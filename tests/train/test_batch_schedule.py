@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pydist.comm import LocalTransport, run_local
@@ -190,3 +192,19 @@ def test_a_schedule_is_read_and_written_as_toml():
     config = config_io.loads(text, "run.toml")
     assert config.train.batch_schedule == BatchScheduleConfig(((1.5, 8),), by="batch")
     assert config_io.loads(config_io.dumps(config), "again") == config
+
+
+def test_the_example_runs(universes, tmp_path):
+    """On four ranks and six samples: the batch grows from 4 to 8 and 16, larger than an epoch."""
+    path = Path(__file__).parents[2] / "examples" / "cosmoflow-growing-batch.toml"
+    config = config_io.load(path)
+    config = change(
+        config, data={"path": universes}, output={"folder": tmp_path / "run", "plot": False}
+    )
+    assert config.mesh.spatial == (2, 1, 1)
+    run_local(job, 4, config, config.mesh.data, config.mesh.spatial)
+    assert steps(config, "batch") == [4, 2, 6, 6, 6]
+    assert steps(config, "passes") == [2, 1, 2, 2, 2]
+    events = [e for e in log.read(config.output.folder / "log.jsonl") if e["event"] == "layers"]
+    assert [event["step"] for event in events] == [4]
+    assert all(row["ratio"] > 0 for row in events[0]["layers"].values())
