@@ -144,7 +144,17 @@ class Split:
         count = shape[0]
         inputs = pydist.ShardedTensor.from_local(shard, layout, 0)
         self._batch = Batch(
-            inputs, targets, torch.ones(count), tuple(range(count)), count, 0, count, 1.0, 0, 0, count,
+            inputs,
+            targets,
+            torch.ones(count),
+            tuple(range(count)),
+            count,
+            0,
+            count,
+            1.0,
+            0,
+            0,
+            count,
         )
         self.model = model = pydist.parallelize(model, mesh)
         state = SimpleNamespace(

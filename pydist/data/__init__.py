@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pydist.data.batch_sizes import BatchSizes, PassRule
     from pydist.data.dataset import BadSample, ShardDataset
     from pydist.data.loader import Batch, Loader
     from pydist.data.manifest import Manifest
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "BadSample": "dataset",
     "Batch": "loader",
+    "BatchSizes": "batch_sizes",
     "CTOptions": "medical",
     "GridOptions": "medical",
     "Loader": "loader",
     "Manifest": "manifest",
     "MeshSampler": "sampler",
     "NiftiOptions": "medical",
+    "PassRule": "batch_sizes",
     "ShardDataset": "dataset",
     "UniverseOptions": "universes",
     "convert_nifti": "medical",
@@ -45,12 +48,14 @@ _HOMES = {
 __all__ = [
     "BadSample",
     "Batch",
+    "BatchSizes",
     "CTOptions",
     "GridOptions",
     "Loader",
     "Manifest",
     "MeshSampler",
     "NiftiOptions",
+    "PassRule",
     "ShardDataset",
     "UniverseOptions",
     "convert_nifti",
