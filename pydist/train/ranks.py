@@ -107,14 +107,16 @@ def stage_arguments(mesh: MeshConfig, ranks: int) -> list[Mapping[str, Any]]:
 
 
 def _mistakes(config: Config) -> Iterator[str]:
-    train = config.train
-    yield from train.batch_schedule.mistakes(train.batch, train.accumulate)
+    train, mesh = config.train, config.mesh
+    passes = train.accumulate
+    if mesh.stages is not None and passes == 1:
+        passes = min(mesh.micro_batches, train.batch)
+    yield from train.batch_schedule.mistakes(train.batch, passes)
     if train.cuda_graph == "always" and (train.accumulate > 1 or train.batch_schedule.changes):
         yield (
             'train.cuda_graph = "always" with train.accumulate or train.batch_schedule: a graph '
             'holds a step of one pass and one size; "auto" and "never" are possible'
         )
-    mesh = config.mesh
     if mesh.stages == ():
         yield "mesh.stages = []: expected a mesh for each stage, as in [{spatial = [2, 1, 1]}, {}]"
         return

@@ -16,6 +16,7 @@ from pydist.train.config import (
     SharesConfig,
     StageConfig,
 )  # fmt: skip
+from pydist.train.run import pass_rule
 from support.training.runs import assert_same_bits, change, in_stages, job, last_state
 
 GROWING = BatchScheduleConfig(((1.0, 3), (1.5, 6)))
@@ -180,6 +181,16 @@ def test_settings_that_are_impossible_are_named_in_one_line(tables, message):
     with pytest.raises(UsageError, match=message) as caught:
         config_io.check(given, "run.toml")
     assert "\n" not in str(caught.value)
+
+
+def test_stages_take_a_largest_micro_batch():
+    table = {"milestones": [[1.0, 8]], "by": "both", "largest_pass": 2}
+    tables = {
+        "train": {"batch": 4, "batch_schedule": table},
+        "mesh": {"stages": 2, "micro_batches": 4},
+    }
+    rule = pass_rule(config_io.check(tables, "run.toml"))
+    assert [rule.passes(n, n) for n in (4, 8, 16)] == [4, 4, 8]
 
 
 def test_more_passes_than_the_groups_have_samples_for(config):
