@@ -23,7 +23,7 @@ when the machine was faster or slower by up to 40 %, and from other commits: com
 figures are medians. Every contestant of a step was first checked with a double-precision reference.
 [`benchmarks/results`](../benchmarks/results) has the full results, with commit, quartiles, page
 faults, errors and the machine; `tools/bench NAME` repeats one, and
-`python benchmarks/python/tables.py > docs/performance.md` makes this page. No figure here is from a
+`python benchmarks/python/tables.py > docs/performance.md` makes this page. The last part is from one
 GPU.
 """
 
@@ -73,6 +73,39 @@ skips. Spatial: the image is cut. Composed: two stages, and each cuts the image 
 the ranks.
 """
 
+DEVICE = """\
+## One GPU
+
+On one {device} (driver {driver}, CUDA {cuda}, cuDNN {cudnn}, torch {torch}), by the scripts
+that [`tools/gpu_check.sh`](../tools/gpu_check.sh) runs. Contestants of a run took turns; medians of
+times by the device's events. Nothing has been measured on two GPUs.
+
+A training step at 128³: forward, backward and a fused optimizer, on a mesh of one rank, against
+plain torch. "Graph": the whole step as one CUDA graph. MLPerf's CosmoFlow in bf16 trains
+{samples:.0f} samples/s with its inputs in device memory. (The best published figure, 207 samples/s
+per H100, is of whole runs of a large system, with input and all-reduces.)
+"""
+
+UNETS = """\
+U-Nets in a loop as users write it, without a graph, batch 1. pydist's host work per call is several
+times torch's: where the device is faster than the host, as for MONAI's UNet of many small layers,
+the step takes as long as the host needs.
+"""
+
+BOUNDARY = """\
+The contribution of a halo slab to its neighbor's boundary planes, which cuDNN computes as a
+convolution of the slab and an addition. Ratio: cuDNN's time divided by that of pydist's choice,
+which may be cuDNN; geometric mean, and the range, over {count} layers and passes of CosmoFlow and the
+U-Net.
+"""
+
+PACKING = """\
+Packing faces of 8.4 MB of a tensor of 32 × 256³ floats, from memory: bytes read and written per
+second, divided by those of a contiguous copy of the same size; in brackets, torch's strided copy of
+the face takes so many times as long. A width face of a contiguous tensor has one float in each 64
+bytes, which the device reads together.
+"""
+
 
 def main() -> None:
     """Prints the page."""
@@ -82,7 +115,7 @@ def main() -> None:
 def page() -> str:
     """Returns the page, as Markdown."""
     parts = [INTRODUCTION, STEP, _steps(), STACK, _stack(), HALO, _halo(), MEMORY, _memory()]
-    return "\n".join([*parts, ACTIVATIONS, _activations(), *_frontier()])
+    return "\n".join([*parts, ACTIVATIONS, _activations(), *_frontier(), *_device()])
 
 
 def _steps() -> str:
@@ -173,6 +206,69 @@ def _frontier() -> Iterator[str]:
             for ranks in (2, 4, 8)
         ],
     )
+
+
+def _device() -> Iterator[str]:
+    steps = _result("gpu_step")
+    samples = steps["mlperf_samples_per_s"]
+    yield DEVICE.format(samples=samples, **_machine(steps))
+    names = ("torch", "pydist", "torch, graph", "pydist, graph")
+    yield _table(
+        ["CosmoFlow", "precision", "batch", *(f"{n}, ms" for n in names), "torch / pydist, graphs"],
+        [
+            [row["network"], row["precision"], str(row["batch"])]
+            + [_seconds(row["steps"][name]["median"] * 1e3) for name in names]
+            + [_ratio(1 / row["ratio_graph"])]
+            for row in steps["rows"]
+        ],
+    )
+    yield UNETS
+    kinds = ("torch", "torch, compiled", "pydist")
+    rows = _result("gpu_unet")["rows"]
+    yield _table(
+        ["U-Net", "precision", *(f"{kind}, ms" for kind in kinds)],
+        [
+            [row["network"], row["precision"]]
+            + [
+                _seconds(row["steps"][k]["median"] * 1e3) if k in row["steps"] else ""
+                for k in kinds
+            ]
+            for row in rows
+        ],
+    )
+    boundary = _result("gpu_boundary")
+    yield BOUNDARY.format(count=len({(r["layer"], r["role"]) for r in boundary["rows"]}))
+    precisions = list(boundary["gains"])
+    gains = {
+        kind: [row["gain"] for row in boundary["rows"] if row["precision"] == kind]
+        for kind in precisions
+    }
+    cells = [
+        f"{boundary['gains'][kind]:.2f} ({min(gains[kind]):.2f} – {max(gains[kind]):.1f})"
+        for kind in precisions
+    ]
+    yield _table(["", *precisions], [["cuDNN / pydist", *cells]])
+    yield PACKING
+    packed = [row for row in _result("gpu_pack")["rows"] if row["face"]]
+    kernels = list(dict.fromkeys(row["kernel"] for row in packed))
+    faces = list(dict.fromkeys((row["face"], row["format"]) for row in packed))
+    shares = {
+        (row["kernel"], row["face"], row["format"]): (
+            f"{row['memory']['of_copy']:.2f} ({row['memory']['of_torch']:.2f})"
+        )
+        for row in packed
+    }
+    yield _table(
+        ["face", *kernels],
+        [[", ".join(face), *(shares[kernel, *face] for kernel in kernels)] for face in faces],
+    )
+
+
+def _machine(result: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a result says of its device."""
+    found = {name: str(value) for name, value in result["machine"].items()}
+    found["driver"] = found.get("driver_version", found.get("driver", ""))
+    return found
 
 
 def _result(name: str) -> dict[str, Any]:
