@@ -24,15 +24,24 @@ template <class T>
 inline constexpr int kVectorElements = kVectorBytes / static_cast<int>(sizeof(T));
 
 // N adjacent elements. In memory they are aligned to their size, or to kVectorBytes if they are
-// longer, and each access has that size.
+// longer, and each access has that size. One element is accessed as such: a compiler for the host
+// vectorizes loops over it.
 template <class T, int N>
 struct Vector {
   T element[N];
 
   static PYDIST_HD Vector load(const T* from) {
-    return bits_as<Vector>(*reinterpret_cast<const Words*>(from));
+    if constexpr (N == 1) {
+      return {*from};
+    } else {
+      return bits_as<Vector>(*reinterpret_cast<const Words*>(from));
+    }
   }
   PYDIST_HD void store(T* to) const {
+    if constexpr (N == 1) {
+      *to = element[0];
+      return;
+    }
     const Words words = this->words();
     Word<kWord>* const at = reinterpret_cast<Words*>(to)->word;
     PYDIST_UNROLLED

@@ -19,10 +19,4 @@ struct alignas(2) [[gnu::may_alias]] Word<2> {
   std::uint16_t part;
 };
 
-// Elements that fill a word, as they lie in memory; 16 bytes of them unless given otherwise.
-template <class T, int kCount = static_cast<int>(16 / sizeof(T))>
-struct alignas(kCount * sizeof(T)) [[gnu::may_alias]] WordOf {
-  T values[kCount];
-};
-
 }  // namespace pydist::ops

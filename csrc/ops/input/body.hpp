@@ -10,6 +10,7 @@
 #include "launch/host_device.hpp"
 #include "launch/run_body.hpp"
 #include "ops/common/half.hpp"
+#include "ops/common/vector.hpp"
 #include "ops/common/word.hpp"
 #include "ops/input/rescaled.hpp"
 
@@ -121,16 +122,16 @@ struct LookUp {
       if (unit_steps()) find_vectors(source, target, head, vectors);
       if (vectors > 0) {
         const auto* const words = reinterpret_cast<const Stored*>(source + head);
-        auto* const values = reinterpret_cast<WordOf<To>*>(target + head);
+        To* const values = target + head;
         loop(vectors, launch::Move{[=](index_t j) { return words[j]; },
                                    [=](index_t j, const Stored& word) {
-                                     const auto stored = bits_as<WordOf<From, kVector>>(word);
-                                     WordOf<To> made;
+                                     const auto stored = bits_as<Vector<From, kVector>>(word);
+                                     Vector<To, kVector> made;
                                      PYDIST_UNROLLED
-                                     for (int i = 0; i < kVector; ++i) {
-                                       made.values[i] = value_of(stored.values[i]);
+                                     for (int e = 0; e < kVector; ++e) {
+                                       made.element[e] = value_of(stored.element[e]);
                                      }
-                                     values[j] = made;
+                                     made.store(values + j * kVector);
                                    }});
         if (head > 0) elements(0, head);
         head += vectors * kVector;
@@ -141,7 +142,7 @@ struct LookUp {
   }
 
  private:
-  static constexpr int kVector = static_cast<int>(16 / sizeof(To));
+  static constexpr int kVector = kVectorElements<To>;
   using Stored = Word<kVector * sizeof(From)>;  // of as many elements
 
   PYDIST_HD bool unit_steps() const { return grid.from_stride[3] == 1 && grid.to_stride[3] == 1; }
@@ -151,7 +152,7 @@ struct LookUp {
   PYDIST_HD void find_vectors(const From* source, const To* target, index_t& head,
                               index_t& vectors) const {
     const auto address = reinterpret_cast<std::uintptr_t>(target);
-    const auto beyond = static_cast<index_t>(address % 16 / sizeof(To));
+    const auto beyond = static_cast<index_t>(address % kVectorBytes / sizeof(To));
     const index_t first = beyond == 0 ? 0 : kVector - beyond;
     if (reinterpret_cast<std::uintptr_t>(source + first) % sizeof(Stored) != 0) return;
     if (grid.extent[3] - first < kVector) return;

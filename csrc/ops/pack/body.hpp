@@ -9,6 +9,7 @@
 
 #include "launch/run_body.hpp"
 #include "ops/common/half.hpp"
+#include "ops/common/vector.hpp"
 #include "ops/common/word.hpp"
 #include "ops/pack/runs.hpp"
 
@@ -32,17 +33,18 @@ struct ValueTable {
   PYDIST_HD const RunBox* boxes() const { return data; }
 };
 
-// The address of word j of a run, on one side whose units are `stride` bytes apart.
+// The address of word j of a run, on one side whose units are `stride` bytes apart. A word is a V,
+// or a vector of them, and has kBytes.
 //
 // kPieces: units may have several words. Otherwise, as on the CPU, word j is unit j, and a loop
 // over j has no division.
-template <class V, bool kPieces, class Byte>
+template <class V, int kBytes, bool kPieces, class Byte>
 PYDIST_HD auto* word_at(Byte* first, index_t stride, const Divisor& words, index_t j) {
   using Value = std::conditional_t<std::is_const_v<Byte>, const V, V>;
   if constexpr (kPieces) {
     const auto at = static_cast<std::int32_t>(j);  // a row has a few KB
     const std::int32_t unit = words.quotient(at), within = at - unit * words.divisor;
-    first += unit * stride + within * static_cast<std::int32_t>(sizeof(V));
+    first += unit * stride + within * kBytes;
   } else {
     first += j * stride;
   }
@@ -146,9 +148,9 @@ struct CopyRuns {
     const Divisor words = run.words;
     loop(run.length * words.divisor,
          launch::Move{
-             [=](index_t j) { return *word_at<Word<N>, kPieces>(from, from_stride, words, j); },
+             [=](index_t j) { return *word_at<Word<N>, N, kPieces>(from, from_stride, words, j); },
              [=](index_t j, const Word<N>& word) {
-               *word_at<Word<N>, kPieces>(to, to_stride, words, j) = word;
+               *word_at<Word<N>, N, kPieces>(to, to_stride, words, j) = word;
              }});
   }
 };
@@ -166,12 +168,10 @@ PYDIST_HD T add_values(T a, T b) {
   }
 }
 
-template <class T>
-PYDIST_HD WordOf<T> add_values(WordOf<T> a, const WordOf<T>& b) {
+template <class T, int N>
+PYDIST_HD Vector<T, N> add_values(Vector<T, N> a, const Vector<T, N>& b) {
   PYDIST_UNROLLED
-  for (int i = 0; i < static_cast<int>(16 / sizeof(T)); ++i) {
-    a.values[i] = add_values(a.values[i], b.values[i]);
-  }
+  for (int e = 0; e < N; ++e) a.element[e] = add_values(a.element[e], b.element[e]);
   return a;
 }
 
@@ -201,35 +201,34 @@ struct AddRuns {
                         run.length * run.unit() / static_cast<index_t>(sizeof(T)), loop);
     }
     if constexpr (kVectors<Loop>) {
-      if (run.word == 16) return strided<WordOf<T>>(to, from, run, loop);
+      if (run.word == kVectorBytes) return strided<kVector>(to, from, run, loop);
     }
-    strided<T>(to, from, run, loop);
+    strided<1>(to, from, run, loop);
   }
 
  private:
   // On CPUs the compiler vectorizes; vectors of single bytes would need too many registers.
   template <class Loop>
   static constexpr bool kVectors = !launch::BulkLoop<Loop> && sizeof(T) > 1;
-  static constexpr index_t kVector = 16 / sizeof(T);
+  static constexpr int kVector = kVectorElements<T>;
 
   // Elements up to the first aligned vector, the vectors, the remaining elements.
   template <class Loop>
   static PYDIST_HD void contiguous(T* to, const T* from, index_t count, const Loop& loop) {
     if constexpr (kVectors<Loop>) {
       const auto address = reinterpret_cast<std::uintptr_t>(to);
-      const index_t beyond = static_cast<index_t>(address % 16 / sizeof(T));
+      const index_t beyond = static_cast<index_t>(address % kVectorBytes / sizeof(T));
       const index_t head = beyond == 0 ? 0 : kVector - beyond;
-      const bool alike = (address ^ reinterpret_cast<std::uintptr_t>(from)) % 16 == 0;
+      const bool alike = (address ^ reinterpret_cast<std::uintptr_t>(from)) % kVectorBytes == 0;
       if (alike && head < count) {
         const index_t middle = (count - head) / kVector, done = head + middle * kVector;
         if (head > 0) few(to, from, head, loop);
-        unit_stride(reinterpret_cast<WordOf<T>*>(to + head),
-                    reinterpret_cast<const WordOf<T>*>(from + head), middle, loop);
+        unit_stride<kVector>(to + head, from + head, middle, loop);
         if (done < count) few(to + done, from + done, count - done, loop);
         return;
       }
     }
-    unit_stride(to, from, count, loop);
+    unit_stride<1>(to, from, count, loop);
   }
 
   template <class Loop>
@@ -237,32 +236,36 @@ struct AddRuns {
     loop(count, [=](index_t j) { to[j] = add_values(to[j], from[j]); });
   }
 
-  template <class V>
+  template <int N>
   struct Pair {
-    V to, from;
+    Vector<T, N> to, from;
+
+    static PYDIST_HD Pair load(const T* to, const T* from) {
+      return {Vector<T, N>::load(to), Vector<T, N>::load(from)};
+    }
+    PYDIST_HD void add(T* sum) const { add_values(to, from).store(sum); }
   };
 
-  template <class V, class Loop>
-  static PYDIST_HD void unit_stride(V* to, const V* from, index_t count, const Loop& loop) {
-    loop(count, launch::Move{[=](index_t j) { return Pair<V>{to[j], from[j]}; },
-                             [=](index_t j, const Pair<V>& pair) {
-                               to[j] = add_values(pair.to, pair.from);
-                             }});
+  template <int N, class Loop>
+  static PYDIST_HD void unit_stride(T* to, const T* from, index_t count, const Loop& loop) {
+    loop(count, launch::Move{[=](index_t j) { return Pair<N>::load(to + j * N, from + j * N); },
+                             [=](index_t j, const Pair<N>& pair) { pair.add(to + j * N); }});
   }
 
-  template <class V, class Loop>
+  template <int N, class Loop>
   static PYDIST_HD void strided(char* to, const char* from, const Run& run, const Loop& loop) {
     constexpr bool kPieces = !launch::BulkLoop<Loop>;
+    constexpr int kBytes = N * static_cast<int>(sizeof(T));
     const Divisor words = run.words;
     const index_t to_stride = run.view_stride, from_stride = run.buffer_stride;
     loop(run.length * words.divisor,
          launch::Move{[=](index_t j) {
-                        return Pair<V>{*word_at<V, kPieces>(to, to_stride, words, j),
-                                       *word_at<V, kPieces>(from, from_stride, words, j)};
+                        return Pair<N>::load(
+                            word_at<T, kBytes, kPieces>(to, to_stride, words, j),
+                            word_at<T, kBytes, kPieces>(from, from_stride, words, j));
                       },
-                      [=](index_t j, const Pair<V>& pair) {
-                        *word_at<V, kPieces>(to, to_stride, words, j) =
-                            add_values(pair.to, pair.from);
+                      [=](index_t j, const Pair<N>& pair) {
+                        pair.add(word_at<T, kBytes, kPieces>(to, to_stride, words, j));
                       }});
   }
 };
