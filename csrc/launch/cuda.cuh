@@ -42,16 +42,28 @@ cudaError_t run_on_cuda(const Body& body, index_t words, cudaStream_t stream) {
   return cudaGetLastError();  // of this launch; clears it
 }
 
-// Whether the current device has clusters (compute capability 9.0 and later).
+// What a device runs of this file: the code for its own compute capability, or for an earlier one.
+template <class = void>
+__global__ void probe_kernel() {}
+
+// Whether kernels on the current device form clusters and wait for an earlier kernel: those that
+// were compiled for compute capability 9.0 or later. Code for 8.0 runs on such devices, too, if
+// there is no other (PYDIST_CUDA_ARCHITECTURES), and has neither the barrier nor the wait.
 inline bool has_clusters() {
-  int device = 0, has = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&has, cudaDevAttrClusterLaunch, device) == cudaSuccess && has != 0;
+  thread_local int asked = -1;
+  thread_local bool has = false;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  if (device != asked) {
+    cudaFuncAttributes code{};
+    has = cudaFuncGetAttributes(&code, probe_kernel<>) == cudaSuccess && code.ptxVersion >= 90;
+    asked = device;
+  }
+  return has;
 }
 
 // As run_kernel, launched while the kernel before it on the stream still runs; its threads wait
-// until that kernel is complete. This hides the latency of a launch (devices before sm_90: it does
-// not).
+// until that kernel is complete. This hides the latency of a launch (before sm_90 it does not).
 template <RunBody Body>
 __global__ void __launch_bounds__(kRunThreads, run_blocks<Body>())
     run_after_kernel(const __grid_constant__ Body body, const RunGrid grid) {
@@ -74,8 +86,9 @@ cudaError_t run_after_on_cuda(const Body& body, index_t words, cudaStream_t stre
   config.blockDim = kRunThreads;
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = has_clusters() ? 1 : 0;  // the same devices have both
-  return cudaLaunchKernelEx(&config, run_after_kernel<Body>, body, grid);
+  config.numAttrs = has_clusters() ? 1 : 0;
+  static_cast<void>(cudaLaunchKernelEx(&config, run_after_kernel<Body>, body, grid));
+  return cudaGetLastError();
 }
 
 // The same for tiles. Without a bound, unless a body sets one: 0 is none.
@@ -261,7 +274,8 @@ cudaError_t run_warp_tiles_on_cuda(const Body& body, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, warp_tile_kernel<Body>, body);
+  static_cast<void>(cudaLaunchKernelEx(&config, warp_tile_kernel<Body>, body));
+  return cudaGetLastError();
 }
 
 }  // namespace pydist::launch
