@@ -3,11 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdint>
+#include <limits>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "conv_cases.hpp"
+#include "core/errors.hpp"
 #include "launch/emulate.hpp"
 #include "ops/conv/kernels.hpp"
 #include "ops/conv/mma_body.hpp"
@@ -404,6 +407,13 @@ TEST(Divisor, DividesAsTheProcessorDoes) {
     for (const std::int32_t n : {0, 1, 2, d - 1, d, kLast / d * d - 1, kLast / d * d, kLast}) {
       EXPECT_EQ(divisor.quotient(n), n / d) << n << " / " << d;
     }
+  }
+}
+
+TEST(Divisor, RefusesWhatDoesNotFitInto32Bits) {
+  constexpr index_t kLast = std::numeric_limits<std::int32_t>::max();
+  for (const index_t d : {index_t{0}, kLast + 1, index_t{1} << 32, (index_t{1} << 32) + 1}) {
+    EXPECT_THROW(ops::Divisor::by(d), UsageError) << d;
   }
 }
 

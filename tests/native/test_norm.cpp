@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/errors.hpp"
 #include "launch/emulate.hpp"
 #include "ops/common/half.hpp"
 #include "ops/norm/kernels.hpp"
@@ -281,6 +282,32 @@ TEST(NormLong, LongLinesAreTheDefinition) {
       check(Case<float>::make(static_cast<unsigned>(channels), 1e4, &shape), 1e-6, 1e-6, "long");
     }
   }
+}
+
+// 512^3 x 32 values: beyond the indices that 32 bits hold. No memory is needed to find the last
+// run.
+template <bool kChannelsLast>
+void check_large() {
+  NormProblem problem{};
+  problem.shape = {1, 32, 512 * 512 * 512, kChannelsLast, false};
+  constexpr int kWide = 8;
+  const auto body =
+      ops::NormWriteBody<true, kChannelsLast, ops::Activation::kNone, ops::BFloat16, kWide>::make(
+          problem);
+  const auto last = body.row(body.rows() - 1);
+  EXPECT_EQ(last.begin + last.count * kWide, index_t{1} << 32);
+}
+
+TEST(NormLarge, TheLastRunEndsWithTheArray) {
+  check_large<false>();
+  check_large<true>();
+}
+
+TEST(NormLarge, MorePiecesThanADeviceCountsAreRefused) {
+  NormProblem problem{};
+  problem.shape = {1 << 20, 1 << 12, 1, false, true};
+  using Body = ops::NormWriteBody<true, false, ops::Activation::kNone, float, 1>;
+  EXPECT_THROW(Body::make(problem), UsageError);
 }
 
 TEST(NormActivation, NaNStaysAndInfinityIsCutOff) {

@@ -183,6 +183,34 @@ TEST(PoolBody, HasNothingToAddWhereTheSourceReachesNothing) {
   EXPECT_EQ(Backward::make(far.problem()).rows(), 0);
 }
 
+// Arrays of 512^3 x 32 elements: beyond the indices that 32 bits hold. No memory is needed.
+TEST(PoolLanes, TheLastPlaceIsTheLastElementOfALargeArray) {
+  constexpr index_t kWidth = 512, kArea = kWidth * kWidth, kVolume = kArea * kWidth, kChannels = 32;
+  constexpr index_t kAll = kChannels * kVolume;
+  const ops::Span targets[] = {{0, kWidth}, {0, kWidth}, {0, kWidth}};
+  const ops::SpatialArray arrays[] = {
+      {nullptr, {kAll, kVolume, kArea, kWidth, 1}},
+      {nullptr, {kAll, 1, kArea * kChannels, kWidth * kChannels, kChannels}}};
+  for (const ops::SpatialArray& array : arrays) {
+    const int elements = array.strides[1] == 1 ? 8 : 1;
+    const auto lanes = ops::PoolLanes::make(1, kChannels, targets, array, elements);
+    const auto row = lanes.position(lanes.row_count - 1);
+    const auto place = lanes.place(lanes.run_length() - 1);
+    const index_t first =
+        row.sample * array.strides[0] + (row.channel + place.channel) * array.strides[1] +
+        row.z * array.strides[2] + row.y * array.strides[3] + place.x * array.strides[4];
+    EXPECT_EQ(first + elements, kAll);
+  }
+}
+
+TEST(PoolLanes, RefusesMoreRowsThanADeviceCounts) {
+  const ops::Span targets[] = {{0, 1}, {0, 1}, {0, 1}};
+  const ops::SpatialArray array{nullptr, {1 << 12, 1, 1, 1, 1}};
+  const ops::SpatialArray apart{nullptr, {1 << 13, 2, 1, 1, 1}};
+  EXPECT_EQ(ops::PoolLanes::make(1 << 20, 1 << 12, targets, array, 1).row_count, 1 << 20);
+  EXPECT_THROW(ops::PoolLanes::make(1 << 20, 1 << 12, targets, apart, 1), UsageError);
+}
+
 TEST(PoolProblem, RefusesIndicesThatOverflow) {
   auto test = PoolCase<double>::make(4);
   test.attributes.out_lo = {index_t{1} << 62, 0, 0};

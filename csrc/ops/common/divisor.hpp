@@ -5,7 +5,10 @@
 
 #include <bit>
 #include <cstdint>
+#include <limits>
+#include <string>
 
+#include "core/errors.hpp"
 #include "core/index.hpp"
 #include "launch/host_device.hpp"
 
@@ -21,6 +24,9 @@ struct Divisor {
   std::int32_t shift, divisor;
 
   static Divisor by(index_t divisor) {
+    PYDIST_EXPECT(
+        divisor >= 1 && divisor <= std::numeric_limits<std::int32_t>::max(),
+        "an extent of " + std::to_string(divisor) + "; a device counts from 1 to 2^31 - 1");
     const auto d = static_cast<std::uint32_t>(divisor);
     const int bits = std::bit_width(d - 1);
     return {static_cast<std::uint32_t>((std::uint64_t{1} << (31 + bits)) / d + 1), 31 + bits,
