@@ -115,7 +115,10 @@ def widened(
     """
     if x.dtype.itemsize != 2 or not torch.is_autocast_enabled(x.device.type):
         return x
-    dtype = result_dtype(function, ((1,) * (dims + 2), x), arguments=(1, *arguments))
+    try:
+        dtype = result_dtype(function, ((1,) * (dims + 2), x), arguments=(1, *arguments))
+    except NotImplementedError:  # torch has no kernel for the dtype here, as on a simulated device
+        return x
     return x if dtype == x.dtype else wrap(local_of(x).to(dtype), x._layout, x)
 
 
