@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _WARM_UP, _REPEATS = 3, 11
 _HEAD_START, _MOST_HEAD_START = 2_000_000, 512_000_000
-"""Clock cycles for which the device is kept busy: about a millisecond, and a quarter of a second."""
+"""Clock cycles that keep the device busy: about a millisecond, and a quarter of a second."""
 NEVER = 1e9
 """Time of a kernel that refuses a problem, in seconds, so that it is not chosen."""
 

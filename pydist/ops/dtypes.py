@@ -64,8 +64,9 @@ def _result_dtype(
 ) -> torch.dtype:
     """Probes a call; `mixed` is part of the key alone, as autocast is on or off around the call."""
     zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in probes]
-    found = function(*zeros, *arguments)
-    return (found[0] if isinstance(found, tuple) else found).dtype
+    found: Any = function(*zeros, *arguments)
+    first: Tensor = found[0] if isinstance(found, tuple) else found
+    return first.dtype
 
 
 def _refusal(function: Callable[..., Any], x: Tensor, parameter: Tensor, rule: str) -> UsageError:

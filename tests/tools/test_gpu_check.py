@@ -61,8 +61,8 @@ TOGETHER = {
 """Parts that run at the same time, and end in any order."""
 BEFORE = ["build", "kernels"]
 AFTER = [
-    "tests_profile", "gpu_step", "gpu_boundary", "gpu_pack", "gpu_overlap", "gpu_shards", "gpu_unet",
-    "gpu_transports", "gpu_whole", "gpu_input",
+    "tests_profile", "gpu_step", "gpu_boundary", "gpu_pack", "gpu_overlap", "gpu_shards",
+    "gpu_unet", "gpu_transports", "gpu_whole", "gpu_input",
 ]  # fmt: skip
 PARTS = [*BEFORE, *TOGETHER, *AFTER]
 
