@@ -28,6 +28,7 @@ from pydist.gradients.flags import (
     refuse_frozen,
     show_unused,
 )
+from pydist.gradients.forms.stateful import StatefulForm
 from pydist.gradients.interrupted import interrupt, settle
 from pydist.gradients.lane import Lane, is_capturing, make_lane
 from pydist.gradients.leaf import Leaf, leaf_of
@@ -117,6 +118,7 @@ class Reducer:
                 leaf = Leaf(parameter, repr(name), self)
             elif known is not None and known.key in self._newcomers:
                 leaf = self._newcomers.pop(known.key)
+                leaf.name = repr(name)  # a call before `parallelize` knew its shape only
             else:
                 continue
             found.setdefault(leaf.axes, []).append(leaf)
@@ -408,6 +410,12 @@ class Reducer:
         """Returns the parameter's leaf; a new one if its dtype, shape or strides changed."""
         if leaf.describes(parameter):
             return leaf
+        if isinstance(getattr(self._lane_of.get(leaf), "form", None), StatefulForm):
+            raise NotSupported(
+                f"the parameter {leaf.name} has another dtype or memory format since parallelize("
+                'gradients=...), whose form keeps state of it: change it before, or use "dense", '
+                '"fp16", "bf16", "torus" or "hierarchical"'
+            )
         fresh = leaf.renewed(parameter)
         self._newcomers[fresh.key] = fresh
         return fresh

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from pydist import parallelize
+from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.gradients import DGC, PowerSGD
 from pydist.optim import gradient_state, load_gradient_state, set_loss_scale
@@ -338,6 +338,54 @@ def test_refusals():
             load_gradient_state(model, {**bad, "parameters": {name: wrong}})
         with pytest.raises(NotSupported, match='gradients="powersgd" with sharded_weights'):
             parallelize(nn.Linear(2, 2), mesh, sharded_weights=True, gradients="powersgd")
+
+    on_ranks((1, 1, 1), body, data=2)
+
+
+def test_a_call_before_parallelize_leaves_parameters_their_own_names():
+    """The call registers parameters by their shapes, of which two are equal."""
+    x = randn(4, 3, 6, 6, 6)
+
+    def body(mesh):
+        found = []
+        for calls in (False, True):
+            net = nn.Sequential(nn.Conv3d(3, 3, 3, padding=1), nn.Conv3d(3, 3, 3, padding=1))
+            with torch.no_grad():
+                for i, parameter in enumerate(net.double().parameters()):
+                    parameter.copy_(randn(*parameter.shape, seed=i))
+            rows = x[2 * mesh.data_index :][:2]
+            if calls:
+                net(distribute_tensor(rows, mesh))
+            parallelize(net, mesh, gradients=DGC(density=0.1))
+            for _ in range(3):
+                net.zero_grad()
+                net(rows).square().mean().backward()
+            found.append(([p.grad for p in net.parameters()], gradient_state(net)))
+        assert same(dict(enumerate(found[0][0])), dict(enumerate(found[1][0])))
+        assert same(found[0][1], found[1][1])
+        if mesh.rank == 0:
+            assert len(found[0][1]["parameters"]) == 4
+
+    on_ranks((1, 1, 1), body, data=2)
+
+
+@forms
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    "change", [{"memory_format": torch.channels_last_3d}, {"dtype": torch.float32}], ids=str
+)
+def test_a_parameter_that_changes_after_parallelize_is_refused(settings, later, change):
+    """Its gradient would be dense from then on: with DGC without momentum."""
+    x = randn(2, 3, 6, 6, 6)
+
+    def body(mesh):
+        net = parallelize(nn.Conv3d(3, 8, 3).double(), mesh, gradients=settings)
+        rows = x[mesh.data_index :][:1]
+        if later:
+            net(rows).square().mean().backward()
+        net.to(**change)
+        with pytest.raises(NotSupported, match=r"'weight' has another dtype or memory|'bias' has"):
+            net(rows.to(change.get("dtype", x.dtype))).square().mean().backward()
 
     on_ranks((1, 1, 1), body, data=2)
 
