@@ -64,7 +64,8 @@ class Torus:
     Args:
         row: number of ranks in a row, the direction with the faster connections; by default the
             ranks of a host, or the nearest to a square if there is one host, or hosts have
-            different numbers of ranks.
+            different numbers of ranks. It is that of all ranks: for the slices of a weight, which
+            fewer ranks hold, the default counts where they have no such rows.
 
     Raises:
         UsageError: the row is not a count.
@@ -239,7 +240,10 @@ def make_form(
     if isinstance(settings, Dense) or group.size == 1:
         return None
     if isinstance(settings, Torus):
-        return TorusForm(*split(group, rows_of(hosts_of(group), settings.row)))
+        row = settings.row
+        if group is not mesh.world and row is not None and group.size % row:
+            row = None  # it describes all ranks, and fewer hold a slice
+        return TorusForm(*split(group, rows_of(hosts_of(group), row)))
     if isinstance(settings, Hierarchical):
         hosts = hosts_of(group)
         if len(hosts) in (1, group.size):

@@ -218,9 +218,12 @@ def test_a_parameter_without_a_gradient_keeps_none(settings):
     assert on_ranks((1, 1, 1), body, data=2) == [[False, False, True, True]] * 2
 
 
-@pytest.mark.parametrize("settings", ["bf16", "torus"])
+@pytest.mark.parametrize("settings", ["bf16", "torus", Torus(row=4)], ids=str)
 def test_channels_last_weights_and_slices(settings):
-    """Rows are in the order of memory; sharded weights are reduced over ranks with one slice."""
+    """Rows are in the order of memory; sharded weights are reduced over ranks with one slice.
+
+    A slice is on two of the four ranks, which have no rows of four.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv3d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 8, 3, padding=1))
     model = model.to(memory_format=torch.channels_last_3d)
