@@ -20,6 +20,12 @@ def mistakes(config: Config) -> Iterator[str]:
             '"dense" only; optimizer.sharded = "auto" and "never" are possible'
         )
     if name in ("powersgd", "dgc", "post_local"):
+        if config.train.batch_schedule.noise_scale:
+            yield (
+                f"{given} with train.batch_schedule.noise_scale: it compares the gradients of "
+                "sample groups with their mean, and this form does not give the mean of a step; "
+                f"possible are {', '.join(_without_state())}, and milestones"
+            )
         if config.mesh.stages is not None:
             yield f"{given} with mesh.stages: possible are {', '.join(_without_state())}"
         if config.mesh.sharded_weights:
