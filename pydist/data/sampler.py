@@ -163,6 +163,15 @@ class MeshSampler:
             return len(self._starts_of(epoch)) - 1
         return self.num_samples // size if self.drop_last else -(-self.num_samples // size)
 
+    def steps_until(self, epochs: float) -> int:
+        """Returns the number of global batches in so many epochs, or parts of one."""
+        last = max((place for place, _ in self.sizes.changes), default=0) // self.num_samples + 1
+        whole = int(epochs)
+        changing = min(whole, last)  # later epochs have equal steps
+        found = sum(self.steps(epoch) for epoch in range(changing))
+        found += (whole - changing) * self.steps(last)
+        return found + round((epochs - whole) * self.steps(whole))
+
     def shortest(self, epochs: int) -> int:
         """Returns the least samples of a step in so many epochs."""
         found = []

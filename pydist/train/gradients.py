@@ -5,6 +5,7 @@ Nothing here imports torch, so that `pydist train --help` answers quickly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -137,12 +138,12 @@ def name_of(config: GradientsConfig) -> str:
     return config if isinstance(config, str) else config.name
 
 
-def settings(config: GradientsConfig, steps: int) -> Gradients:
+def settings(config: GradientsConfig, steps: Callable[[float], int]) -> Gradients:
     """Returns a form as `pydist.parallelize` takes it.
 
     Args:
         config: the configuration.
-        steps: number of steps of an epoch.
+        steps: returns the number of steps in so many epochs from the beginning.
     """
     from pydist import gradients
     from pydist.gradients.forms.settings import settings_of
@@ -153,11 +154,11 @@ def settings(config: GradientsConfig, steps: int) -> Gradients:
         return gradients.PowerSGD(config.rank, config.start, config.least_saving)
     if isinstance(config, DgcConfig):
         own = asdict(config)
-        warmup = round(own.pop("warmup_epochs") * steps)
+        warmup = steps(own.pop("warmup_epochs"))
         del own["name"]
         return gradients.DGC(**own, warmup=warmup)
     if isinstance(config, PostLocalConfig):
-        return gradients.PostLocal(config.every, round(config.start_epochs * steps))
+        return gradients.PostLocal(config.every, steps(config.start_epochs))
     return settings_of(config)
 
 

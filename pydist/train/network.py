@@ -336,7 +336,7 @@ def place(model: nn.Module, job: Job, task: Task, loader: Loader, config: Config
     Raises:
         UsageError: a description of stages does not suit the network or the data.
     """
-    gradients = settings(config.train.gradients, len(loader))
+    gradients = settings(config.train.gradients, loader.sampler.steps_until)
     if job.stages is None:
         parallelize(
             model, job.mesh, batch_norm=config.model.statistics,

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from pydist.comm import LocalTransport, run_local
+from pydist.data.batch_sizes import BatchSizes
 from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.sampler import MeshSampler
 from pydist.errors import CheckpointError, UsageError
 from pydist.train import checkpoint, config_io, log
 from pydist.train.config import (
+    BatchScheduleConfig,
     Config,
     DataConfig,
     OutputConfig,
@@ -248,6 +251,10 @@ SGD = '[optimizer]\nname = "sgd"\nmomentum = 0.0\n'
             '[train]\ngradients = "powersgd"\ncuda_graph = "always"',
             'train.gradients = "powersgd" with train.cuda_graph = "always"',
         ),
+        (
+            '[train]\ngradients = "powersgd"\nbatch_schedule = {noise_scale = true, largest = 8}',
+            'gradients = "powersgd" with train.batch_schedule.noise_scale: .* are dense, fp16',
+        ),
         ('[train]\ngradients = "post_local"\namp = "fp16"', "groups would skip other steps"),
     ],
 )
@@ -268,6 +275,28 @@ def test_a_table_survives_the_way_through_toml():
 
 
 def test_epochs_become_steps():
-    assert settings(DgcConfig(warmup_epochs=1.5), 10).warmup == 15
-    assert settings(PostLocalConfig(start_epochs=2.0), 7).start == 14
-    assert settings("powersgd", 3).rank == 4
+    ten = MeshSampler(40, 1, 0, 4).steps_until
+    assert settings(DgcConfig(warmup_epochs=1.5), ten).warmup == 15
+    assert settings(PostLocalConfig(start_epochs=2.0), ten).start == 20
+    assert settings("powersgd", ten).rank == 4
+
+
+def test_epochs_of_a_growing_batch_become_its_steps():
+    """Epochs of 10, 5 + 3, 5, 5, ... steps, of 4 samples and of 8."""
+    growing = MeshSampler(40, 1, 0, BatchSizes(4, [(60, 8)])).steps_until
+    starts = [settings(PostLocalConfig(start_epochs=n), growing).start for n in (1, 1.5, 2, 2.6, 9)]
+    assert starts == [10, 14, 18, 21, 53]
+    assert settings(DgcConfig(warmup_epochs=2.0), growing).warmup == 18
+
+
+def test_local_steps_begin_at_their_epoch_while_the_batch_grows(config, tmp_path):
+    """Two steps of 4 samples, then one step of 8 in each epoch: the third step is local."""
+    schedule = BatchScheduleConfig(((1.0, 8),))
+    form = PostLocalConfig(every=4, start_epochs=2.0)
+    train = {"batch_schedule": schedule, "epochs": 4, "accumulate": 2, "validate_every": 0}
+    run = with_form(config, form, tmp_path, "run", train=train, checkpoint={"every": 99})
+    run_local(job, 2, run, 2)
+    between = [event["gradient_bytes"]["between"] for event in events(run, "step")]
+    assert len(between) == 5
+    assert all(between[:3])
+    assert between[3:4] == [0]
