@@ -23,8 +23,8 @@ when the machine was faster or slower by up to 40 %, and from other commits: com
 figures are medians. Every contestant of a step was first checked with a double-precision reference.
 [`benchmarks/results`](../benchmarks/results) has the full results, with commit, quartiles, page
 faults, errors and the machine; `tools/bench NAME` repeats one, and
-`python benchmarks/python/tables.py > docs/performance.md` makes this page. The last part is from one
-GPU.
+`python benchmarks/python/tables.py > docs/performance.md` makes this page. The last part is from
+one GPU.
 """
 
 STEP = """\
@@ -95,8 +95,8 @@ the step takes as long as the host needs.
 BOUNDARY = """\
 The contribution of a halo slab to its neighbor's boundary planes, which cuDNN computes as a
 convolution of the slab and an addition. Ratio: cuDNN's time divided by that of pydist's choice,
-which may be cuDNN; geometric mean, and the range, over {count} layers and passes of CosmoFlow and the
-U-Net.
+which may be cuDNN; geometric mean, and the range, over {count} layers and passes of CosmoFlow and
+the U-Net.
 """
 
 PACKING = """\
@@ -260,7 +260,7 @@ def _device() -> Iterator[str]:
     }
     yield _table(
         ["face", *kernels],
-        [[", ".join(face), *(shares[kernel, *face] for kernel in kernels)] for face in faces],
+        [[", ".join(face), *(shares[(kernel, *face)] for kernel in kernels)] for face in faces],
     )
 
 

@@ -7,8 +7,8 @@ start        device, transport, precision, unused_device (why an available CUDA 
              used), version, torch, ranks, mesh, threads, parameters, samples, batch, accumulate,
              epochs, steps, step (where it starts), config
 step         step, epoch, loss, lr, batch (samples of all groups), passes (in stages micro-batches),
-             seconds, samples_per_second, gradient_bytes (that this rank has sent: "all", or "within"
-             and "between" groups), parts (seconds by part)
+             seconds, samples_per_second, gradient_bytes (that this rank has sent: "all", or
+             "within" and "between" groups), parts (seconds by part)
 layers       step, layers (by parameter: norm weight, norm direction, trust ratio), of LARS and LAMB
 noise_scale  step, noise_scale, noise and signal (its parts, see `NoiseScale`), batch
 validation   step, epoch, samples, loss; of CosmoFlow mae; of segmentation, by class, dice (mean
