@@ -71,7 +71,12 @@ def main() -> None:
 
 def line(row: dict[str, Any]) -> tuple[Any, ...]:
     """Returns a row of the table."""
-    times = [f"{row['link'][name]:.3g} {step['median']:.3g}" for name, step in row["steps"].items()]
+    times = [
+        f"{row['link'][name]:.3f}, {row['steps'][name]['median']:.3f}"
+        if name in row["steps"]
+        else ""
+        for name in SPEEDS
+    ]
     return row["layout"], row["form"], row["bytes"] / 1e6, *times
 
 
@@ -140,7 +145,7 @@ class Contestant:
 
         torch.manual_seed(0)
         model = network_of(quick)
-        settings = {"powersgd": PowerSGD(RANK, start=0), "dgc": DGC(DENSITY)}
+        settings: dict[str, Any] = {"powersgd": PowerSGD(RANK, start=0), "dgc": DGC(DENSITY)}
         self.model = pydist.parallelize(model, mesh, gradients=settings.get(form, form))
         momentum = 0.0 if form == "dgc" else 0.9
         self._optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum, fused=True)
