@@ -253,14 +253,14 @@ def _device() -> Iterator[str]:
     kernels = list(dict.fromkeys(row["kernel"] for row in packed))
     faces = list(dict.fromkeys((row["face"], row["format"]) for row in packed))
     shares = {
-        (row["kernel"], row["face"], row["format"]): (
+        (row["kernel"], (row["face"], row["format"])): (
             f"{row['memory']['of_copy']:.2f} ({row['memory']['of_torch']:.2f})"
         )
         for row in packed
     }
     yield _table(
         ["face", *kernels],
-        [[", ".join(face), *(shares[(kernel, *face)] for kernel in kernels)] for face in faces],
+        [[", ".join(face), *(shares[kernel, face] for kernel in kernels)] for face in faces],
     )
 
 
