@@ -103,4 +103,6 @@ class PassRule:
         size = Fraction(batch if self.by != "accumulate" else self.batch, self.accumulate)
         if self.by == "both" and self.largest is not None:
             size = min(size, Fraction(self.largest))
-        return min(ceil(samples / size), samples)
+        full = min(ceil(batch / size), batch)
+        of_pass = ceil(Fraction(batch, full))
+        return min(max(ceil(samples / size), ceil(Fraction(samples, of_pass))), samples)
