@@ -96,7 +96,7 @@ BOUNDARY = """\
 The contribution of a halo slab to its neighbor's boundary planes, which cuDNN computes as a
 convolution of the slab and an addition. Ratio: cuDNN's time divided by that of pydist's choice,
 which may be cuDNN; geometric mean, and the range, over {count} layers and passes of CosmoFlow and
-the U-Net.
+the U-Net, as far as time allowed.
 """
 
 PACKING = """\
@@ -247,7 +247,8 @@ def _device() -> Iterator[str]:
         f"{boundary['gains'][kind]:.2f} ({min(gains[kind]):.2f} – {max(gains[kind]):.1f})"
         for kind in precisions
     ]
-    yield _table(["", *precisions], [["cuDNN / pydist", *cells]])
+    counts = [str(len(gains[kind])) for kind in precisions]
+    yield _table(["", *precisions], [["cuDNN / pydist", *cells], ["measured", *counts]])
     yield PACKING
     packed = [row for row in _result("gpu_pack")["rows"] if row["face"]]
     kernels = list(dict.fromkeys(row["kernel"] for row in packed))

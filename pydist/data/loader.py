@@ -112,7 +112,7 @@ class Loader:
         pad: when training, give a group without samples one as padding, which the statistics of
             batch norm see. Without it the group gets an empty batch [0, C, D, H, W], which is exact
             but which not every network accepts; its mean loss is NaN.
-        passes: the rule for the passes of a step, each of which is a batch; by default one.
+        passes: the rule for the passes of a step; each pass is a batch. By default there is one.
         divide: whether they are batches; else a step is one batch that carries their number.
 
     Raises:

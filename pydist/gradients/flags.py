@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pydist.errors import NotSupported
 from pydist.exchange.adjoints import mean_ranks
-from pydist.gradients.forms.stateful import StatefulForm
+from pydist.gradients.forms.stateful import SteppedForm
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
 # A parameter that is frozen for this many consecutive backward passes is no longer sent. Networks
-# that are frozen and unfrozen alternately (GANs) keep their places, and so do parameters of which a
-# form keeps state.
+# that are frozen and unfrozen alternately (GANs) keep their places, and so do the parameters of a
+# form that counts steps or keeps state.
 _IDLE_PASSES = 3
 OLD, NEW = 1, 2
 """A gradient from before this backward, and one that this backward has added to."""
@@ -119,7 +119,7 @@ def own_flags(
             is_shown = leaf in unused and leaf.shows_gradients
             frozen.append(0 if trains else SHOWN if is_shown else FROZEN)
             leaf.idle = 0 if trains else leaf.idle + lane.touched
-            if leaf.idle >= _IDLE_PASSES and not isinstance(lane.form, StatefulForm):
+            if leaf.idle >= _IDLE_PASSES and not isinstance(lane.form, SteppedForm):
                 proposal.append(index)
             if leaf.has_hooks:
                 leaf.remember_base(parameter)

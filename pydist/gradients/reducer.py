@@ -28,7 +28,7 @@ from pydist.gradients.flags import (
     refuse_frozen,
     show_unused,
 )
-from pydist.gradients.forms.stateful import StatefulForm
+from pydist.gradients.forms.stateful import SteppedForm
 from pydist.gradients.interrupted import interrupt, settle
 from pydist.gradients.lane import Lane, is_capturing, make_lane
 from pydist.gradients.leaf import Leaf, leaf_of
@@ -410,7 +410,7 @@ class Reducer:
         """Returns the parameter's leaf; a new one if its dtype, shape or strides changed."""
         if leaf.describes(parameter):
             return leaf
-        if isinstance(getattr(self._lane_of.get(leaf), "form", None), StatefulForm):
+        if isinstance(getattr(self._lane_of.get(leaf), "form", None), SteppedForm):
             raise NotSupported(
                 f"the parameter {leaf.name} has another dtype or memory format since parallelize("
                 'gradients=...), whose form keeps state of it: change it before, or use "dense", '

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from pydist.comm.consensus import together
 from pydist.errors import UsageError
 from pydist.gradients.forms.local import LocalForm
-from pydist.gradients.forms.stateful import Kept, StatefulForm
+from pydist.gradients.forms.stateful import Kept, StatefulForm, SteppedForm
 from pydist.mesh import Mesh
 from pydist.parallel import Entry, entry_of
 from pydist.watchdog import SPAN, phase
@@ -29,7 +29,8 @@ def set_loss_scale(model: nn.Module, scale: float) -> None:
         scale: the scale, the same on all ranks.
     """
     for form in _forms(entry_of(model)):
-        form.scale = float(scale)
+        if isinstance(form, StatefulForm):
+            form.scale = float(scale)
 
 
 def gradient_state(model: nn.Module) -> dict[str, Any]:
@@ -84,9 +85,10 @@ def load_gradient_state(model: nn.Module, state: Mapping[str, Any], steps: int =
             return ""
         _check(form, state)
         form.steps = int(state["steps"])
-        form.state.clear()
-        for name, saved in state["parameters"].items():
-            form.accept(name, saved, entry.mesh.data_index)
+        if isinstance(form, StatefulForm):
+            form.state.clear()
+            for name, saved in state["parameters"].items():
+                form.accept(name, saved, entry.mesh.data_index)
     if state["groups"] == groups or not state["parameters"]:
         return ""
     return (
@@ -145,32 +147,42 @@ def _averaged(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
     return found
 
 
-def _forms(entry: Entry) -> list[StatefulForm]:
-    return [form for form in entry.forms if isinstance(form, StatefulForm)]
+def _forms(entry: Entry) -> list[SteppedForm]:
+    return [form for form in entry.forms if isinstance(form, SteppedForm)]
 
 
-def _check(form: StatefulForm, state: Mapping[str, Any]) -> None:
+def _check(form: SteppedForm, state: Mapping[str, Any]) -> None:
     if state.get("form") != form.name:
         raise UsageError(
             f"the state is of gradients = {state.get('form')!r}, and this model has {form.name!r}"
         )
-    unknown = [name for name in state["parameters"] if name not in form.shapes]
+    known = form.shapes if isinstance(form, StatefulForm) else {}
+    unknown = [name for name in state["parameters"] if name not in known]
     if unknown:
         raise UsageError(
             f"the state of gradients has a parameter {unknown[0]}, which the model does not have"
         )
 
 
-def _gathered(form: StatefulForm, mesh: Mesh) -> dict[str, Any]:
+def _gathered(form: SteppedForm, mesh: Mesh) -> dict[str, Any]:
+    found = _parameters(form, mesh) if isinstance(form, StatefulForm) else {}
+    if mesh.rank != 0:
+        return {}
+    return {
+        "form": form.name, "steps": form.steps, "groups": mesh.data_size, "parameters": found,
+    }  # fmt: skip
+
+
+def _parameters(form: StatefulForm, mesh: Mesh) -> dict[str, Kept]:
     """Gathers the owners' states on rank 0, parameter by parameter."""
     names = list(form.shapes)
-    exists = torch.tensor([form.entry(name) is not None for name in names], dtype=torch.int32)
+    exists = torch.tensor([name in form.state for name in names], dtype=torch.int32)
     mesh.world.all_reduce(exists, "max")
     found: dict[str, Kept] = {}
     for name, has_state in zip(names, exists.tolist(), strict=True):
         if not has_state:
             continue
-        owner, kept = form.owner_of(name), form.entry(name)
+        owner, kept = form.owner_of(name), form.state.get(name)
         for quantity, shape in form.quantities(name).items():
             value = None if kept is None else kept[quantity].contiguous()
             if value is not None and quantity not in form.shared:
@@ -181,11 +193,7 @@ def _gathered(form: StatefulForm, mesh: Mesh) -> dict[str, Any]:
             if mesh.rank == 0:
                 assert value is not None
                 found.setdefault(name, {})[quantity] = value.cpu()
-    if mesh.rank != 0:
-        return {}
-    return {
-        "form": form.name, "steps": form.steps, "groups": mesh.data_size, "parameters": found,
-    }  # fmt: skip
+    return found
 
 
 def _on_rank_0(

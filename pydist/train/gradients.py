@@ -7,67 +7,66 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
+
+from pydist.train.settings import (
+    Count,
+    CountOrZero,
+    EpochsOrZero,
+    Flag,
+    Fraction,
+    Positive,
+    Table,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from pydist.gradients.forms.settings import Gradients
 
-_LARGEST = 2**31 - 1
-_Count = Annotated[int, Field(ge=1, le=_LARGEST, strict=True)]
-_CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST, strict=True)]
-_Epochs = Annotated[float, Field(ge=0, le=_LARGEST, strict=True, allow_inf_nan=False)]
 _Part = Annotated[float, Field(gt=0, le=1, strict=True)]
-_Fraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
-
-
-class _Form:
-    """Table of a form, in which unknown keys are errors."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
-class TorusConfig(_Form):
+class TorusConfig(Table):
     """Configuration of the 2-D torus; see `pydist.gradients.Torus`."""
 
     name: Literal["torus"] = "torus"
     """The form: "torus"."""
-    row: _Count | None = None
+    row: Count | None = None
     """Ranks in a row; by default those of a host."""
 
 
 @dataclass(frozen=True)
-class PowerSgdConfig(_Form):
+class PowerSgdConfig(Table):
     """Configuration of PowerSGD; see `pydist.gradients.PowerSGD`."""
 
     name: Literal["powersgd"] = "powersgd"
     """The form: "powersgd"."""
-    rank: _Count = 4
+    rank: Count = 4
     """Columns of the two matrices that represent a gradient."""
-    start: _CountOrZero = 100
+    start: CountOrZero = 100
     """First steps that send gradients as they are."""
-    least_saving: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] = 2.0
+    least_saving: Positive = 2.0
     """How many times smaller the matrices are at least; other gradients are sent as they are."""
 
 
 @dataclass(frozen=True)
-class DgcConfig(_Form):
+class DgcConfig(Table):
     """Configuration of Deep Gradient Compression; see `pydist.gradients.DGC`."""
 
     name: Literal["dgc"] = "dgc"
     """The form: "dgc"."""
     density: _Part = 0.001
     """Fraction of the elements that each sample group sends."""
-    momentum: _Fraction = 0.9
+    momentum: Fraction = 0.9
     """Momentum, which the optimizer must not have."""
-    nesterov: Annotated[bool, Field(strict=True)] = False
+    nesterov: Flag = False
     """Nesterov's form of momentum."""
-    masking: Annotated[bool, Field(strict=True)] = True
+    masking: Flag = True
     """Whether sending an element resets its velocity."""
-    warmup_epochs: _Epochs = 4.0
+    warmup_epochs: EpochsOrZero = 4.0
     """First epochs with higher densities."""
     densities: tuple[_Part, ...] = (0.25, 0.0625, 0.015625, 0.004)
     """Those densities, for equal parts of the warm-up."""
@@ -76,18 +75,17 @@ class DgcConfig(_Form):
 
 
 @dataclass(frozen=True)
-class PostLocalConfig(_Form):
+class PostLocalConfig(Table):
     """Configuration of post-local SGD; see `pydist.gradients.PostLocal`."""
 
     name: Literal["post_local"] = "post_local"
     """The form: "post_local"."""
-    every: _Count = 8
+    every: Count = 8
     """Steps between two averages of the sample groups' parameters."""
-    start_epochs: _Epochs = 30.0
+    start_epochs: EpochsOrZero = 30.0
     """First epochs with the gradients of all sample groups."""
 
 
-PLAIN = ("dense", "fp16", "bf16", "hierarchical")
 TABLES: dict[str, type[Any]] = {
     "torus": TorusConfig,
     "powersgd": PowerSgdConfig,
@@ -96,6 +94,7 @@ TABLES: dict[str, type[Any]] = {
 }
 """The forms with settings. pydantic adds the name to the location of an error."""
 NAMES = ("dense", "fp16", "bf16", "torus", "hierarchical", "powersgd", "dgc", "post_local")
+PLAIN = tuple(name for name in NAMES if name not in TABLES)
 
 
 def _as_table(given: Any) -> Any:

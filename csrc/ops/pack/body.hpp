@@ -219,8 +219,8 @@ struct AddRuns {
       const auto address = reinterpret_cast<std::uintptr_t>(to);
       const index_t beyond = static_cast<index_t>(address % kVectorBytes / sizeof(T));
       const index_t head = beyond == 0 ? 0 : kVector - beyond;
-      const bool alike = (address ^ reinterpret_cast<std::uintptr_t>(from)) % kVectorBytes == 0;
-      if (alike && head < count) {
+      const bool fits = (address ^ reinterpret_cast<std::uintptr_t>(from)) % kVectorBytes == 0;
+      if (fits && head < count) {
         const index_t middle = (count - head) / kVector, done = head + middle * kVector;
         if (head > 0) few(to, from, head, loop);
         unit_stride<kVector>(to + head, from + head, middle, loop);

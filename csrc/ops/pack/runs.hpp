@@ -246,7 +246,7 @@ class RunTable {
     box.buffer_stride = run->buffer_stride;
     const index_t most = std::max<index_t>(segment_bytes / unit, 1);
     if (run->view_stride == unit && run->buffer_stride == unit) {
-      box.segment = most;  // a whole number of 16-byte words: all segments are aligned alike
+      box.segment = most;  // a whole number of 16-byte words: segments have one alignment
     } else if (box.words.divisor > 1) {
       box.segment = ceil_div(run->extent, ceil_div(run->extent, most));  // of equal length
     } else {

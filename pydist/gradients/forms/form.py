@@ -113,7 +113,7 @@ class DenseForm(Stateless):
         return self.messages.all_reduce(row)
 
     def scatter(self, row: Tensor, out: Tensor, counts: Sequence[int]) -> Work:
-        """Starts a reduction of which this rank gets the means of its interval (ZeRO-1).
+        """Starts a reduce-scatter: this rank gets the means of its interval (ZeRO-1).
 
         Args:
             row: this rank's gradients.

@@ -14,6 +14,7 @@ groups, the intervals, and what they send between groups.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from pydist.gradients.leaf import Leaf
 
 
-class Levels(Stateless):
+class Levels(Stateless, ABC):
     """Base of forms in two levels.
 
     Attributes:
@@ -78,9 +79,9 @@ class Levels(Stateless):
         """Returns the parameters of this rank's interval, where intervals are of whole ones."""
         return leaves
 
+    @abstractmethod
     def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
         """Makes a group's interval the mean over the groups, in place."""
-        raise NotImplementedError
 
 
 class NarrowForm(Levels):

@@ -7,17 +7,15 @@ Source: Lin, Stich, Patel and Jaggi (2020), arXiv:1808.07217.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from pydist.comm.interface.reduction import divide
 from pydist.errors import UsageError
-from pydist.gradients.forms.levels import Levels
-from pydist.gradients.forms.messages import Sequel, even_counts
-from pydist.gradients.forms.stateful import StatefulForm
+from pydist.gradients.forms.messages import Sequel
+from pydist.gradients.forms.stateful import SteppedForm
 
 if TYPE_CHECKING:
     from pydist.comm.interface.handles import Work
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from pydist.gradients.leaf import Leaf
 
 
-class LocalForm(StatefulForm):
+class LocalForm(SteppedForm):
     """Gradients of all sample groups for the first steps, and of the own group afterwards.
 
     Its only state is the number of steps, equal on all ranks: all backward passes count, as groups
@@ -34,18 +32,9 @@ class LocalForm(StatefulForm):
 
     name = "post_local"
 
-    def __init__(
-        self,
-        within: Transport,
-        between: Transport,
-        leaves: Iterable[Leaf],
-        seed: int,
-        *,
-        every: int,
-        start: int,
-    ) -> None:
+    def __init__(self, within: Transport, between: Transport, *, every: int, start: int) -> None:
         """Takes the settings of `pydist.gradients.PostLocal`."""
-        super().__init__(within, between, leaves, seed)
+        super().__init__(within, between)
         self._every, self._start = every, start
         self._alone = 0  # passes since the groups were equal
         self._averages = False
@@ -81,10 +70,9 @@ class LocalForm(StatefulForm):
 
     def conclude(self, kept: Callable[[Leaf], bool]) -> None:
         """See `Form.conclude`."""
-        if any(kept(leaf) for leaf in self._leaves):
-            self._alone += self.is_local
-            self.steps += 1
-        self.abandon()
+        was_local, before = self.is_local, self.steps
+        super().conclude(kept)
+        self._alone += was_local and self.steps > before
 
     def average(self, rows: Sequence[Tensor]) -> None:
         """Averages rows over the sample groups, in place. Collective.
@@ -94,31 +82,11 @@ class LocalForm(StatefulForm):
         """
         self._averages = True
         try:
-            for work in [Sequel(Levels._reduce(self, row, ())) for row in rows]:
+            for work in [Sequel(self._reduce(row, ())) for row in rows]:
                 work.wait()
         finally:
             self._averages = False
         self._alone = 0
-
-    def arrange(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """See `Form.arrange`."""
-        return list(leaves)
-
-    def quantities(self, name: str) -> Mapping[str, torch.Size]:
-        """See `StatefulForm.quantities`."""
-        del name
-        return {}
-
-    def _reduce(self, row: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
-        self._leaves += leaves
-        yield from Levels._reduce(self, row, leaves)
-
-    def _counts(self, row: Tensor, leaves: Sequence[Leaf]) -> list[int]:
-        del leaves
-        return even_counts(row.numel(), self.within.size)
-
-    def _own(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
-        return leaves
 
     def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
         del leaves

@@ -40,7 +40,7 @@ class Messages:
     def reduce_scatter(
         self, tensor: Tensor, out: Tensor, counts: Sequence[int], divisor: int = 1
     ) -> Work:
-        """Starts a sum of which each rank gets an interval; see `reduce_scatter_async`."""
+        """Starts a reduce-scatter; see `Transport.reduce_scatter_async`."""
         self.sent += tensor.nbytes - out.nbytes
         return self.transport.reduce_scatter_async(tensor, out, counts, divisor)
 
@@ -51,7 +51,7 @@ class Messages:
 
 
 class Sequel(Work):
-    """Messages of which each depends on the one before, such as a sum and its distribution.
+    """Messages that depend on each other, such as a sum and its distribution.
 
     The first one starts with the object. The others start in `wait`, so that ranks that start their
     buckets late, after other exchanges, never keep the others from those exchanges.

@@ -272,9 +272,7 @@ def _compressed(
             rank=settings.rank, start=settings.start, least_saving=settings.least_saving,
         )  # fmt: skip
     if isinstance(settings, PostLocal):
-        return LocalForm(
-            within, between, leaves, mesh.seed, every=settings.every, start=settings.start
-        )
+        return LocalForm(within, between, every=settings.every, start=settings.start)
     warmup = [each for each in settings.densities if each > settings.density]
     return SparseForm(
         within, between, leaves, mesh.seed,

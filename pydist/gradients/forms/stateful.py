@@ -1,4 +1,4 @@
-"""Base of forms that keep what they have not sent for later steps.
+"""Bases of forms that depend on earlier steps: on their number, or on what was not sent in them.
 
 Each rank of a sample group is the owner of some parameters: it gets the group's mean of their
 gradients, exchanges a compressed form with the owners in the other groups, and has the state. So a
@@ -12,6 +12,7 @@ same gradients after the exchange, so they decide the same. State has no loss sc
 from __future__ import annotations
 
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -32,12 +33,39 @@ Kept = dict[str, Tensor]
 """The state of one parameter, by the name of the quantity."""
 
 
-class StatefulForm(Levels):
+class SteppedForm(Levels):
+    """Base of forms that count steps. Their parameters stay in their lane, and are not replaced.
+
+    Attributes:
+        steps: backward passes so far, as the form counts them; equal on all ranks.
+    """
+
+    def __init__(self, within: Transport, between: Transport) -> None:
+        super().__init__(within, between)
+        self.steps = 0
+        self._leaves: list[Leaf] = []  # of the running pass
+
+    def conclude(self, kept: Callable[[Leaf], bool]) -> None:
+        """See `Form.conclude`."""
+        self.steps += any(kept(leaf) for leaf in self._leaves)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """See `Form.abandon`."""
+        self._leaves.clear()
+
+    def _reduce(self, row: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
+        yield from super()._reduce(row, leaves)
+        self._leaves += leaves
+
+
+class StatefulForm(SteppedForm):
     """Base of forms with state, which is keyed by the names of parameters.
+
+    A step is a backward pass that has changed the state.
 
     Attributes:
         shared: names of the quantities that are equal in all sample groups; others are per group.
-        steps: backward passes that have changed the state.
         scale: the factor of the loss, and so of the gradients, in the running pass.
         state: of the parameters that this rank owns.
         shapes: of all parameters.
@@ -58,7 +86,7 @@ class StatefulForm(Levels):
             seed: of random numbers, equal on all ranks.
         """
         super().__init__(within, between)
-        self.steps, self.scale, self._seed = 0, 1.0, seed
+        self.scale, self._seed = 1.0, seed
         self.state: dict[str, Kept] = {}
         self.shapes: dict[str, torch.Size] = {}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -66,7 +94,6 @@ class StatefulForm(Levels):
         self._owner: dict[str, int] = {}
         self._changed: dict[str, Kept] = {}  # by the running pass
         self._norms: list[Tensor] = []  # of its results
-        self._leaves: list[Leaf] = []  # of these
         load = [0] * within.size
         for leaf in sorted(leaves, key=lambda each: -each.numel):  # stable: the same everywhere
             owner = self._owner[leaf.name] = load.index(min(load))
@@ -93,19 +120,15 @@ class StatefulForm(Levels):
 
     def abandon(self) -> None:
         """See `Form.abandon`."""
+        super().abandon()
         self._changed.clear()
         self._norms.clear()
-        self._leaves.clear()
 
     # -- checkpoints ------------------------------------------------------------------------
 
-    def entry(self, name: str) -> Kept | None:
-        """Returns the state of a parameter that this rank owns; None before its first step."""
-        return self.state.get(name)
-
+    @abstractmethod
     def quantities(self, name: str) -> Mapping[str, torch.Size]:
         """Returns the shapes of the state that a parameter has from its first step on."""
-        raise NotImplementedError
 
     def accept(self, name: str, saved: Mapping[str, Tensor], group: int) -> None:
         """Takes a parameter's saved state.
@@ -153,7 +176,6 @@ class StatefulForm(Levels):
 
     def _reduce(self, row: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
         yield from super()._reduce(row, leaves)
-        self._leaves += leaves
         self._norms.append(torch.linalg.vector_norm(row, torch.inf) if row.numel() else row.sum())
 
     def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
@@ -166,10 +188,11 @@ class StatefulForm(Levels):
         if wide is not part:
             part.copy_(wide)
 
+    @abstractmethod
     def _compresses(self, leaf: Leaf) -> bool:
         """Returns whether a parameter's gradient is compressed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _exchange_both(
         self,
         part: Tensor,
@@ -177,7 +200,6 @@ class StatefulForm(Levels):
         plain: Sequence[tuple[Leaf, Tensor]],
     ) -> Iterator[Work]:
         """Makes pieces of a row means over the groups, in place."""
-        raise NotImplementedError
 
     def _average(self, part: Tensor) -> Iterator[Work]:
         yield self.between.all_reduce(part)
