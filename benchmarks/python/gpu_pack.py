@@ -7,9 +7,9 @@ the same number of bytes, as bytes read and written per second, and with torch's
 on the same face (copy_ or add_).
 
 Goals, from memory: no slower than torch, within 5 %; and 0.85 of the copy's rate, where a face has
-contiguous pieces of 64 bytes or more. Devices read 64 bytes at a time ("granules"), and a width face
-in C order uses one element of each granule: it can't reach the copy's rate. "granules": GB/s if all
-bytes of the granules are counted.
+contiguous pieces of 64 bytes or more. Devices read 64 bytes at a time ("granules"), and a width
+face in C order uses one element of each granule: it can't reach the copy's rate. "granules": GB/s
+if all bytes of the granules are counted.
 
     python benchmarks/python/gpu_pack.py
 """
