@@ -378,7 +378,7 @@ struct ConvMmaBody {
   // added.
   template <class Peers>
   PYDIST_HD Word<16> sum_of(const Peers& peers, int row, int column) const {
-    Word<16> terms[launch::kMaxCluster];
+    Word<16> terms[launch::kMaxCluster]{};
     PYDIST_UNROLLED
     for (int rank = 0; rank < launch::kMaxCluster; ++rank) {
       if (rank >= splits.cluster) continue;
