@@ -4,9 +4,6 @@
 //
 // "useful": the fraction of the tensor cores' multiply-adds that the result needs; "blocks" of the
 // launch. Both are counted, and are also printed without a device.
-#include <benchmark/benchmark.h>
-#include <cuda_runtime.h>
-
 #include <cmath>
 #include <cstdio>
 #include <optional>
@@ -14,11 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "launch/device.hpp"
+#include "on_device.hpp"
 #include "ops/conv/kernels.hpp"
 #include "ops/conv/mma_choice.hpp"
 
-namespace pydist {
+namespace pydist::bench {
 namespace {
 
 using ops::BFloat16;
@@ -59,23 +56,6 @@ const Format kFormats[] = {
     {"fp32_tile", DType::kFloat32, std::nullopt, 1e-5},
 };
 const char* const kOps[] = {"forward", "dgrad", "wgrad"};
-
-void check(cudaError_t status) {
-  if (status != cudaSuccess) throw cuda::CudaError(cudaGetErrorString(status));
-}
-
-// RAII memory on the device.
-class Memory {
- public:
-  explicit Memory(std::size_t bytes) { check(cudaMalloc(&data_, bytes > 0 ? bytes : 1)); }
-  ~Memory() { cudaFree(data_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  void* data() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-};
 
 // An array in channels-last order: on the host in fp64, with values that are exact in its type, and
 // on the device in its type.
@@ -212,20 +192,7 @@ void bench(benchmark::State& state, const Layer& layer, int op, const Format& fo
   if (!(error(expected(given, op), op == 0 ? y : op == 1 ? x : w, format.dtype) <= format.bound)) {
     return state.SkipWithError("the result is wrong");
   }
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin));
-  check(cudaEventCreate(&end));
-  for (auto _ : state) {
-    check(cudaEventRecord(begin));
-    run(op, problem, mma);
-    check(cudaEventRecord(end));
-    check(cudaEventSynchronize(end));
-    float milliseconds = 0;
-    check(cudaEventElapsedTime(&milliseconds, begin, end));
-    state.SetIterationTime(milliseconds * 1e-3);
-  }
-  check(cudaEventDestroy(begin));
-  check(cudaEventDestroy(end));
+  run_on_device(state, [&] { run(op, problem, mma); });
   state.counters["flops"] =
       benchmark::Counter(given.flops * static_cast<double>(state.iterations()),
                          benchmark::Counter::kIsRate, benchmark::Counter::OneK::kIs1000);
@@ -235,7 +202,9 @@ void bench(benchmark::State& state, const Layer& layer, int op, const Format& fo
   }
 }
 
-void print_counts() {
+}  // namespace
+
+void print_conv_counts() {
   std::printf("no CUDA device: what can be counted without one\n%-28s %-8s %-10s %8s %8s\n",
               "layer", "op", "kernel", "useful", "blocks");
   for (const Layer& layer : kLayers) {
@@ -252,25 +221,16 @@ void print_counts() {
   }
 }
 
-}  // namespace
-}  // namespace pydist
-
-int main(int argc, char** argv) {
-  if (pydist::cuda::device_count() == 0) {
-    pydist::print_counts();
-    return 0;
-  }
-  for (const pydist::Layer& layer : pydist::kLayers) {
+void register_conv() {
+  for (const Layer& layer : kLayers) {
     for (int op = 0; op < 3; ++op) {
-      for (const pydist::Format& format : pydist::kFormats) {
+      for (const Format& format : kFormats) {
         const std::string name =
-            std::string("boundary_conv_") + pydist::kOps[op] + "/" + layer.name + "/" + format.name;
-        benchmark::RegisterBenchmark(name.c_str(), pydist::bench, layer, op, format)
-            ->UseManualTime();
+            std::string("boundary_conv_") + kOps[op] + "/" + layer.name + "/" + format.name;
+        benchmark::RegisterBenchmark(name.c_str(), bench, layer, op, format)->UseManualTime();
       }
     }
   }
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
-  benchmark::RunSpecifiedBenchmarks();
 }
+
+}  // namespace pydist::bench

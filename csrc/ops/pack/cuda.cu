@@ -3,6 +3,8 @@
 // The host cuts a table into pieces that fit into a kernel's parameters; each is one launch.
 // Nothing is allocated on the device and the host does not wait, so a captured graph can hold these
 // launches.
+#include <utility>
+
 #include "launch/cuda.cuh"
 #include "launch/runtime.cuh"
 #include "ops/common/dispatch.hpp"
@@ -65,6 +67,16 @@ template <Direction kDirection>
 void copy(const TensorView& view, const Regions& regions, Regions::Group group,
           const TensorView& buffer, const Queue& queue) {
   const RunTable runs(view, regions, group, options_of(view, regions, buffer, true));
+  if (runs.contiguous()) {  // the driver's copy is some 10 % faster
+    const RunBox& box = runs.boxes().front();
+    void* to = static_cast<char*>(view.data) + box.view_offset;
+    void* from = static_cast<char*>(buffer.data) + box.buffer_offset;
+    if (kDirection == Direction::kPack) std::swap(to, from);
+    check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(runs.bytes()),
+                          cudaMemcpyDeviceToDevice, stream_of(queue)),
+          "copy of pack");
+    return;
+  }
   launch_tables(runs, [&]<class Table>(const Table& table, index_t words) {
     const ops::CopyRuns<kDirection, Table> body{static_cast<char*>(view.data),
                                                 static_cast<char*>(buffer.data), table};

@@ -137,6 +137,12 @@ class RunTable {
   const std::vector<RunBox>& boxes() const { return boxes_; }
   index_t rows() const { return rows_; }
   index_t bytes() const { return bytes_; }  // of the view's elements in the boxes
+  // Whether they are a single piece of memory, in the view as in the buffer.
+  bool contiguous() const {
+    if (boxes_.size() != 1) return false;
+    const RunBox& box = boxes_.front();
+    return box.outer_dims == 0 && box.view_stride == box.unit() && box.buffer_stride == box.unit();
+  }
 
  private:
   struct Dim {
