@@ -76,16 +76,16 @@ tests() {
 }
 sanitize() {
   for tool in "$@"; do
-    part "$tool" 60 "$sanitizer" --tool "$tool" --error-exitcode 9 "$native"
+    part "$tool" 120 "$sanitizer" --tool "$tool" --error-exitcode 9 "$native"
   done
 }
 benchmark() {
   part "$1" $(($2 + 30)) "$python" "benchmarks/python/$1.py" --seconds "$2" --json "$out/$1.json"
 }
 tests kernels 70 kernels conv norm &
-tests operators 100 format operators &
+tests operators 160 format operators &
 tests steps 110 graph input &
-tests ranks 160 split training cuda_mpi &
+tests ranks 160 split forms training cuda_mpi &
 tests transports 160 nccl ipc &
 tests split_operators 160 split_operators &
 sanitize memcheck initcheck &

@@ -7,6 +7,7 @@ self-test: such times mean nothing and are only written to the file of `--json`.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -61,23 +62,37 @@ def device_of(options: argparse.Namespace) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def sharing() -> str:
+    """Returns how processes share a device: at the same time by MPS, else in turns of about 2 ms.
+
+    Start MPS with nvidia-cuda-mps-control -d, and set CUDA_MPS_PIPE_DIRECTORY.
+    """
+    return "MPS" if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") else "turns"
+
+
 def name() -> str:
     """Returns the name of the benchmark, which is the script's."""
     return Path(sys.argv[0]).stem
 
 
 @contextmanager
-def precision(kind: str) -> Iterator[None]:
-    """Sets float32 products to "fp32" or "tf32"; cuDNN chooses its algorithms by timing."""
-    backends = torch.backends
-    before = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32, backends.cudnn.benchmark
-    backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = kind == "tf32"
-    backends.cudnn.benchmark = True
+def precision(kind: str, algorithms: int = 10) -> Iterator[None]:
+    """Sets float32 products to "fp32" or "tf32", and how cuDNN chooses its algorithms.
+
+    Args:
+        kind: "fp32", "tf32", or another name, which is like "fp32".
+        algorithms: number of algorithms, the best ones by cuDNN's heuristics, that cuDNN times to
+            choose one; 0 to take the first. At large sizes the slowest of 10 take many seconds.
+    """
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, products.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit
+    cudnn.allow_tf32 = products.allow_tf32 = kind == "tf32"
+    cudnn.benchmark = algorithms > 0
+    cudnn.benchmark_limit = max(algorithms, 1)
     try:
         yield
     finally:
-        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = before[:2]
-        backends.cudnn.benchmark = before[2]
+        cudnn.allow_tf32, products.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit = before
 
 
 def l2_bytes(device: torch.device) -> int:

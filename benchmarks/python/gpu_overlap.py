@@ -8,8 +8,11 @@ would hide what the device waits for.
 
 Streams simulate the neighbors (`alone.py`): they return sent messages over a link of a given
 bandwidth. Where NCCL lets several ranks share a GPU (2.30, with NCCL_MULTI_RANK_GPU_ENABLE=1), two
-processes also exchange over NCCL. A final table of `pydist.profile` shows the wait of each layer. A
-step uses more memory than the L2 cache.
+processes also exchange over NCCL: their times mean something if they compute at the same time
+(see `gpu.sharing`). A trace of one of these steps, in Chrome's format, is written beside the
+result: "hidden" is the part of the time of NCCL's kernels in which another kernel of the same rank
+runs. A final table of `pydist.profile` shows the wait of each layer. A step uses more memory than
+the L2 cache.
 
     python benchmarks/python/gpu_overlap.py
 """
@@ -23,6 +26,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -51,6 +55,54 @@ LINKS = {"NVLink, 200 GB/s": 200e9, "400 Gb/s, 50 GB/s": 50e9}
 NCCL_SECONDS = 50.0
 """Seconds for two processes to start and to connect, with a margin."""
 WAYS = ("overlapped", "awaited", "silent")
+
+
+Kernel = tuple[str, int, float, float]
+"""Name, stream, start and end in microseconds."""
+
+
+def kernels_of(step: gpu.Call) -> list[Kernel]:
+    """Returns the kernels and copies of a step, in the order in which they start."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+    events = results.events() if results is not None else []
+    found = [
+        (e.name(), e.device_resource_id(), e.start_ns() / 1e3, e.end_ns() / 1e3)
+        for e in events
+        if e.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+    return sorted(found, key=lambda kernel: kernel[2])
+
+
+def hidden_part(kernels: Sequence[Kernel]) -> tuple[float, float]:
+    """Returns the microseconds in which NCCL's kernels run, and of these, beside another kernel."""
+    edges = sorted(
+        (time, step, "nccl" in name.lower())
+        for name, _, start, end in kernels
+        for time, step in ((start, 1), (end, -1))
+    )
+    running = {True: 0, False: 0}
+    messages = hidden = before = 0.0
+    for time, step, is_message in edges:
+        if running[True]:
+            messages += time - before
+            hidden += (time - before) * bool(running[False])
+        running[is_message] += step
+        before = time
+    return messages, hidden
+
+
+def write_trace(kernels: Sequence[Kernel], path: Path) -> None:
+    """Writes kernels in Chrome's format, a row for each stream."""
+    first = kernels[0][2]
+    events = [
+        {"name": name[:80], "ph": "X", "pid": 0, "tid": stream, "ts": round(start - first, 3),
+         "dur": round(end - start, 3)}
+        for name, stream, start, end in kernels
+    ]  # fmt: skip
+    path.write_text(json.dumps({"traceEvents": events}) + "\n")
 
 
 def measure(
@@ -98,6 +150,7 @@ def measure(
             for _ in range(2 if options.quick else 4):
                 profiled.step()
                 profiler.step()
+        kernels = kernels_of(splits["overlapped"].step) if options.trace is not None else []
     for each in splits.values():
         each.close()
     exposed = common.paired(seconds["overlapped"], seconds["silent"])
@@ -105,6 +158,10 @@ def measure(
     row = {way: common.summary(taken) for way, taken in seconds.items()}
     summary = profiler.summary()
     layers = {} if summary is None else {p: dict(r) for p, r in summary.layers.items()}
+    if kernels and world.rank == 0:
+        messages, hidden = hidden_part(kernels)
+        row |= {"nccl_us": messages, "hidden": hidden / messages if messages else None}
+        write_trace(kernels, options.trace)
     return {
         **row, "precision": precision, "ranks": world.size, "exposed": exposed, "halo": whole,
         "ratio": exposed / whole if whole > 0 else None, "layers": layers,
@@ -143,6 +200,7 @@ def by_nccl(
         command = [
             sys.executable, "-m", "pydist.launch", "2", "auto", str(Path(__file__).resolve()),
             "--rounds", str(options.rounds), "--json", str(path), *["--quick"] * options.quick,
+            "--trace", str(options.trace or Path(folder, "trace.json")),
         ]  # fmt: skip
         try:
             if not obstacle:
@@ -174,7 +232,9 @@ def rank_of_nccl(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = gpu.options_of(__doc__, rounds=10).parse_args()
+    parser = gpu.options_of(__doc__, rounds=10)
+    parser.add_argument("--trace", type=Path, help="where the trace is written")
+    options = parser.parse_args()
     device = gpu.device_of(options)
     if identity.detect() is not None:
         rank_of_nccl(options)
@@ -182,8 +242,10 @@ def main() -> None:
     obstacle = nccl_obstacle() if device.type == "cuda" else ""
     kept = NCCL_SECONDS if device.type == "cuda" and not obstacle else 0.0
     budget = gpu.Budget(options.seconds - kept)
+    trace, options.trace = options.trace, None
     with own_stream(device):
         rows = by_streams(options, device, budget)
+    options.trace = trace
     if device.type == "cuda":
         torch.cuda.empty_cache()
         rows += by_nccl(options, budget, obstacle, kept + max(0.0, budget.left))
@@ -198,7 +260,10 @@ def main() -> None:
         ],
     )  # fmt: skip
     print(f"goal: exposed at most {GOAL:.0%} of what is awaited without overlap")
-    gpu.report(options, device, budget, rows=rows, goal=GOAL)
+    for row in rows:
+        if "hidden" in row:
+            print(f"NCCL's kernels ran for {row['nccl_us']:.0f} µs, {row['hidden']:.0%} hidden")
+    gpu.report(options, device, budget, rows=rows, goal=GOAL, sharing=gpu.sharing())
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ WIDTH, WHOLE, RANKS = 512, 256, (8, 16, 32)
 PAPER_GIB = 52.7
 """Activations and error signals of a full 512³ sample in float32."""
 GIB = 1 << 30
+ALGORITHMS = 3
+"""Number of cuDNN's algorithms that are timed for each convolution."""
 
 
 def measure(
@@ -56,7 +58,7 @@ def measure(
     shard = shard.contiguous(memory_format=memory_format)
     targets = torch.rand(1, 4, device=device)
     row: dict[str, Any] = {"ranks": ranks, "rank": rank, "precision": precision, "width": width}
-    with gpu.precision(precision), choosing_alone():
+    with gpu.precision(precision, ALGORITHMS), choosing_alone():
         split = Split(model, mesh, shape, shard, targets, amp, adam)
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -4,7 +4,8 @@ A halo exchange of one face of 16 channels each way, packed and received in plac
 of gradient buckets. Contestants: pydist's transports "nccl" and "ipc", and torch's process group
 with batched isend and irecv of a face that torch copies. All in one job, interleaved; times are of
 consecutive exchanges, by events. Received values are compared once. If both ranks share one GPU
-(NCCL allows it from 2.30 on), its memory is the link: the latencies mean more than the bandwidths.
+(NCCL allows it from 2.30 on), its memory is the link: the latencies mean more than the bandwidths,
+and only with MPS (see `gpu.sharing`): without, each exchange lasts for the processes' turns.
 
     python benchmarks/python/gpu_transports.py
 """
@@ -173,7 +174,7 @@ def main() -> None:
             for row in found["rows"]
         ],
     )
-    gpu.report(options, device, budget, rows=found["rows"])
+    gpu.report(options, device, budget, rows=found["rows"], sharing=gpu.sharing())
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def work(options: argparse.Namespace) -> None:
     device = gpu.device_of(options)
     kept = result.with_suffix(".pt")
     if identity.detect() is None:
-        with own_stream(device), gpu.precision("fp32"):
+        with own_stream(device), gpu.precision("fp32", algorithms=0):
             x, y = planes(case, 0, case.width, device)
             found = measure(case, x, y, network_of(case).to(device), kept)
         result.write_text(json.dumps(found))
@@ -145,7 +145,7 @@ def work(options: argparse.Namespace) -> None:
     device = mesh.world.device or device
     channels = CHANNELS[case.network]
     layout = pydist.layout_for_sample(mesh, (1, channels, *(case.width,) * 3))
-    with own_stream(device), gpu.precision("fp32"):
+    with own_stream(device), gpu.precision("fp32", algorithms=0):
         x, y = planes(case, layout.box.lo[2], layout.box.hi[2], device)
         shard = pydist.ShardedTensor.from_local(x, layout)
         if case.network == "unet":
