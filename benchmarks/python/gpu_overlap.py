@@ -71,7 +71,7 @@ def kernels_of(step: gpu.Call) -> list[Kernel]:
     found = [
         (e.name(), e.device_resource_id(), e.start_ns() / 1e3, e.end_ns() / 1e3)
         for e in events
-        if e.device_type() == torch.autograd.DeviceType.CUDA
+        if e.device_type().name == "CUDA"
     ]
     return sorted(found, key=lambda kernel: kernel[2])
 
@@ -155,7 +155,7 @@ def measure(
         each.close()
     exposed = common.paired(seconds["overlapped"], seconds["silent"])
     whole = common.paired(seconds["awaited"], seconds["silent"])
-    row = {way: common.summary(taken) for way, taken in seconds.items()}
+    row: dict[str, Any] = {way: common.summary(taken) for way, taken in seconds.items()}
     summary = profiler.summary()
     layers = {} if summary is None else {p: dict(r) for p, r in summary.layers.items()}
     if kernels and world.rank == 0:
