@@ -53,9 +53,9 @@ class Fixture {
   static std::size_t face_bytes() {
     return static_cast<std::size_t>(kChannels * kEdge * kEdge) * sizeof(float);
   }
-  void pack() { cuda::pack(view_, regions_[at_], next(), queue_); }
-  void unpack() { cuda::unpack(next(), regions_[before_], view_, queue_); }
-  void unpack_add() { cuda::unpack_add(next(), regions_[before_], view_, queue_); }
+  void pack() { cuda::pack(view_, regions_[at_], buffer(), queue_), advance(); }
+  void unpack() { cuda::unpack(buffer(), regions_[at_], view_, queue_), advance(); }
+  void unpack_add() { cuda::unpack_add(buffer(), regions_[at_], view_, queue_), advance(); }
 
   // Whether plane 0, packed, is `factor` times the tensor's first values there.
   bool packed(float factor) {
@@ -85,20 +85,19 @@ class Fixture {
   }
 
  private:
-  // The buffer of the plane whose turn it is.
-  TensorView next() {
-    before_ = at_;
-    at_ = (at_ + 1) % static_cast<std::size_t>(kPlanes);
-    auto* const data = static_cast<char*>(buffers_.data()) + before_ * face_bytes();
+  // Of the plane whose turn it is.
+  TensorView buffer() const {
+    auto* const data = static_cast<char*>(buffers_.data()) + at_ * face_bytes();
     return {data, DType::kFloat32, {kChannels * kEdge * kEdge}, {1}, {DeviceType::kCuda, 0}};
   }
+  void advance() { at_ = (at_ + 1) % static_cast<std::size_t>(kPlanes); }
 
   std::vector<float> values_;
   Memory tensor_, buffers_;
   TensorView view_;
   std::vector<Box> boxes_;
   std::vector<Regions> regions_;
-  std::size_t at_ = 0, before_ = 0;
+  std::size_t at_ = 0;
   cuda::Queue queue_{0, nullptr};
 };
 
