@@ -106,6 +106,23 @@ the face takes so many times as long. A width face of a contiguous tensor has on
 bytes, which the device reads together.
 """
 
+OVERLAP = """\
+A step of the paper's CosmoFlow at 256³ as one of {ranks} ranks, with neighbors that streams
+simulate at the bandwidth of a link. "Awaited": each halo is awaited as soon as it is posted;
+"silent": without messages. Exposed is the overlapped step minus the silent one, in brackets as part
+of what is exposed without overlap.
+"""
+
+EXCHANGES = """\
+Exchanges of a face between two processes that share the GPU by MPS, with packing and Python, in µs,
+one after the other. The link is the GPU's own memory, so the times are mostly those of starting.
+"""
+
+WHOLE = """\
+One sample whole, in plain torch, and cut over two processes that share the GPU (in turns, so two
+can't be faster), in float32. The error is that of all gradients together.
+"""
+
 
 def main() -> None:
     """Prints the page."""
@@ -262,6 +279,49 @@ def _device() -> Iterator[str]:
     yield _table(
         ["face", *kernels],
         [[", ".join(face), *(shares[kernel, face] for kernel in kernels)] for face in faces],
+    )
+    yield from _exchanges()
+
+
+def _exchanges() -> Iterator[str]:
+    """Returns what was measured of messages on one GPU, and of two ranks that share it."""
+    rows = [row for row in _result("gpu_overlap")["rows"] if "streams" in row["neighbors"]]
+    yield OVERLAP.format(ranks=rows[0]["ranks"])
+    ways = ("overlapped", "awaited", "silent")
+    yield _table(
+        ["link", "precision", *(f"{way}, ms" for way in ways), "exposed, ms"],
+        [
+            [row["neighbors"].removeprefix("streams, "), row["precision"]]
+            + [_seconds(row[way]["median"] * 1e3) for way in ways]
+            + [f"{row['exposed'] * 1e3:.3f} ({row['ratio']:.0%})"]
+            for row in rows
+        ],
+    )
+    transports = _result("gpu_transports")["rows"]
+    names = list(transports[0]["seconds"])
+    yield EXCHANGES
+    yield _table(
+        ["", "bytes", *names],
+        [
+            [row["what"], f"{row['bytes']:,}"]
+            + [f"{row['seconds'][name]['median'] * 1e6:.0f}" for name in names]
+            for row in transports
+        ],
+    )
+    yield WHOLE
+    yield _table(
+        ["", "whole, s", "GiB", "2 ranks, s", "GiB a rank", "error"],
+        [
+            [row["what"]]
+            + [
+                f"{value:.3g}"
+                for ranks in ("1", "2")
+                for value in (min(row[ranks]["seconds"]), row[ranks]["peak_gib"])
+            ]
+            + [f"{row['gradient_error']:.1e}"]
+            for row in _result("gpu_whole")["rows"]
+            if "gradient_error" in row
+        ],
     )
 
 
