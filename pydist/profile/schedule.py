@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 IDLE = "idle"
-KINDS = {"forward": "tab:blue", "backward": "tab:orange", TRANSFER: "tab:red", IDLE: "0.88"}
+PASSES = {"forward": "tab:blue", "backward": "tab:orange", "weight": "tab:green"}
+"""Kinds of passes, with the colors of their bars."""
+KINDS = {**PASSES, TRANSFER: "tab:red", IDLE: "0.88"}
 """Kinds of bars, with their colors."""
 
-_LABEL = re.compile(r"(forward|backward) (\d+), stage (\d+), group (\d+)")
+_LABEL = re.compile(rf"({'|'.join(PASSES)}) (\d+), stage (\d+), group (\d+)")
 _LEAST_WIDTH = 0.015
 """Part of the picture's width that a bar must have to show its micro-batch."""
 
@@ -63,8 +65,10 @@ class _Pass(NamedTuple):
     waits: list[tuple[float, float]]
 
     @property
-    def after(self) -> tuple[str, int, int, int]:
+    def after(self) -> tuple[str, int, int, int] | None:
         """Identifies the pass on another stage that this one waits for, if there is one."""
+        if self.kind == "weight":
+            return None
         step = -1 if self.kind == "forward" else 1
         return self.kind, self.stage + step, self.micro_batch, self.group
 
@@ -81,7 +85,7 @@ def as_it_ran(ranks: Sequence[RankSpans]) -> list[list[Bar]]:
         UsageError: no stages were profiled.
     """
     rows = _typical(ranks)
-    ends: dict[tuple[str, int, int, int], float] = {}
+    ends: dict[tuple[str, int, int, int] | None, float] = {}
     for each in (p for row in rows for p in row):
         key = each.kind, each.stage, each.micro_batch, each.group
         ends[key] = max(each.stop, ends.get(key, each.stop))
@@ -104,7 +108,7 @@ def ideal(ranks: Sequence[RankSpans]) -> list[list[Bar]]:
         found[each.kind, each.stage].append(each.busy)
     seconds = {key: mean(times) for key, times in found.items()}
     known = {(p.kind, p.stage, p.micro_batch, p.group) for row in rows for p in row}
-    ends: dict[tuple[str, int, int, int], float] = {}
+    ends: dict[tuple[str, int, int, int] | None, float] = {}
     bars: list[list[Bar]] = [[] for _ in rows]
     while any(len(done) < len(row) for done, row in zip(bars, rows, strict=True)):
         for done, row in zip(bars, rows, strict=True):
@@ -145,7 +149,8 @@ def draw_schedule(path: Path, ranks: Sequence[RankSpans]) -> None:
     for axes, (title, rows) in zip(all_axes, panels.items(), strict=True):
         _draw(axes, title, rows, width)
     all_axes[1].set_xlabel("ms")
-    handles = [Patch(color=color, label=kind) for kind, color in KINDS.items()]
+    shown = {bar.kind for rows in panels.values() for row in rows for bar in row}
+    handles = [Patch(color=color, label=k) for k, color in KINDS.items() if k in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     try:
         figure.savefig(path, dpi=110)
@@ -165,7 +170,7 @@ def _draw(axes: Axes, title: str, rows: Sequence[Sequence[Bar]], picture: float)
                 number, width, left=start, height=0.8, color=KINDS[bar.kind],
                 edgecolor="none" if bar.kind == IDLE else "white", linewidth=0.4,
             )  # fmt: skip
-            if bar.kind in ("forward", "backward") and width > _LEAST_WIDTH * picture:
+            if bar.kind in PASSES and width > _LEAST_WIDTH * picture:
                 axes.text(
                     start + width / 2, number, str(bar.micro_batch), color="white",
                     ha="center", va="center", fontsize=8,
@@ -206,7 +211,7 @@ def _pass_of(span: Span, waits: list[tuple[float, float]]) -> _Pass:
     return _Pass(kind, stage, micro_batch, group, span.start, span.stop, waits)
 
 
-def _bars(row: Sequence[_Pass], ends: dict[tuple[str, int, int, int], float]) -> Iterator[Bar]:
+def _bars(row: Sequence[_Pass], ends: dict[tuple[str, int, int, int] | None, float]) -> Iterator[Bar]:
     """Yields the bars of a rank's passes: their work, and their waiting in two kinds."""
     for each in row:
         pass_ = each.stage, each.micro_batch

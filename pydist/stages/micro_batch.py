@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pydist.arguments import leaves, mapped
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.left_weights import Left, root_of
 from pydist.gradients.rows import is_dense
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.ops.pointwise.keyed import draws_of
@@ -146,6 +147,8 @@ class MicroBatch(Calls):
         """On the last stage, this micro-batch's part of the loss, without a graph."""
         self.owed: list[Transfer] = [] if repeats is None else repeats.owed
         """Transfers whose gradients have not been received, in order."""
+        self.left: Left = []
+        """Gradients of weights that the backward pass leaves."""
         self._sent: list[_Sent] = []
         self._received: list[_Received] = []
         self._messages: list[tuple[Transfer, Tensor | None]] = []  # all, in order
@@ -419,6 +422,11 @@ class MicroBatch(Calls):
                 "the next micro-batch has changed it before the backward pass: assign a new tensor "
                 "(self.count = self.count + 1), or use recompute=True"
             ) from error
+
+    def finish_weights(self) -> None:
+        """Computes the gradients of weights that the backward pass has left."""
+        if self.left:
+            self.of_batch(root_of(self.left)).backward()
 
     def _run_backward(self) -> None:
         if self.loss is not None:

@@ -15,6 +15,7 @@ from pydist.arguments import leaves, mapped
 from pydist.batches import refuse_pickling
 from pydist.comm.consensus import require_same, together
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.left_weights import LeftWeights
 from pydist.gradients.forms.settings import Gradients, settings_of
 from pydist.parallel import broadcast_state, entry_of, parallelize
 from pydist.stages.micro_batch import MicroBatch
@@ -68,7 +69,7 @@ def pipeline(
             run the whole network, with the gradients of one call at a time. Its calls are measured
             for the plan, without other ranks.
         micro_batches: number of parts of a batch.
-        schedule: "gpipe", "1f1b" or "gems"; see `pydist.stages.schedule`.
+        schedule: "gpipe", "1f1b", "gems" or "zero-bubble"; see `pydist.stages.schedule`.
         balance: what the largest stage has least of: "time" of a forward and backward pass, or
             "memory" of the micro-batches that its schedule keeps at once. Both are divided by the
             ranks that a stage has for a sample. Stages that share a mesh count each by itself.
@@ -213,6 +214,7 @@ class Pipeline:
         self._lends = recompute or len(self._own) > 1  # there are several passes over a micro-batch
         self._number = self._next = 0  # of micro-batches before this batch, and with it
         self._batch = 0  # checksum
+        self._left_weights = stages.mesh.session.service(LeftWeights, LeftWeights)
         self._state_of = PassState(model, stages, lends=self._lends, collects=collects)
         self._made: list[MicroBatch] = []  # passes over the batch that may be owed gradients
 
@@ -279,13 +281,22 @@ class Pipeline:
                     if self._recomputes and passes[i + 1] != Pass("backward", stage, m):
                         running.forget()
                     continue
+                if kind == "weight":
+                    with entry_of(self.model).no_sync():
+                        alive.pop((stage, m)).finish_weights()
+                    continue
                 running = alive.pop((stage, m))
                 if running.is_forgotten:
                     running = self._forward_of(parts[m], stage, criterion, repeats=running)
                 # The last one of each stage reduces: that of another stage may need no gradient.
                 is_last = all(later[:2] != (kind, stage) for later in passes[i + 1 :])
+                is_last &= not self._schedule.splits
                 with nullcontext() if is_last else entry_of(self.model).no_sync():
                     running.backward()
+                if self._schedule.splits:
+                    alive[stage, m] = running
+        if self._schedule.splits:
+            entry_of(self.model).reduce()
         return losses, factors
 
     def __call__(self, *inputs: Any) -> Any:
@@ -376,7 +387,9 @@ class Pipeline:
     ) -> MicroBatch:
         """Runs the forward pass of a micro-batch through a stage, and its criterion."""
         running = self._micro_batch(stage, part, repeats)
-        with self._state_of.begun(running, repeats, criterion):
+        splits = self._schedule.splits
+        leaving = self._left_weights.leaving(running.left) if splits else nullcontext()
+        with self._state_of.begun(running, repeats, criterion), leaving:
             out = self._forward(running, part.inputs)
             # The criterion may change its target in place.
             target = mapped(_copied, part.target) if self._lends else part.target

@@ -9,9 +9,12 @@ from pydist.errors import UsageError
 
 
 class Pass(NamedTuple):
-    """A forward or backward pass of a micro-batch through one stage."""
+    """A pass of a micro-batch through one stage.
 
-    kind: Literal["forward", "backward"]
+    Of a schedule with "weight" passes, backward passes leave gradients of weights to them.
+    """
+
+    kind: Literal["forward", "backward", "weight"]
     stage: int
     micro_batch: int
 
@@ -88,10 +91,25 @@ def gems(order: Sequence[int], micro_batches: int) -> Passes:
     return found
 
 
+def zero_bubble(order: Sequence[int], micro_batches: int) -> Passes:
+    """Fills with gradients of weights the time in which a mesh would wait.
+
+    A mesh keeps as many micro-batches of a stage as there are meshes. If the parts of a pass take
+    equal times, a mesh is idle only until its first pass can begin, for S - 1 of 3 M + S - 1 parts,
+    with the stages in a V (0, 1, 1, 0), where these parts are half as long; with one stage on each
+    mesh a few more.
+
+    Sources: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024); Qi et al., Pipeline
+    Parallelism with Controllable Memory (NeurIPS 2024).
+    """
+    return _by_simulation(order, micro_batches, splits=True)
+
+
 SCHEDULES: dict[str, Callable[[Sequence[int], int], Passes]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "gems": gems,
+    "zero-bubble": zero_bubble,
 }
 """Schedules by name; called with the mesh of each stage and the number of micro-batches."""
 
@@ -122,6 +140,11 @@ class Schedule:
         """Whether every second micro-batch goes through the meshes from the last to the first."""
         return self.name == "gems"
 
+    @property
+    def splits(self) -> bool:
+        """Whether gradients of weights are computed in passes of their own."""
+        return self.name == "zero-bubble"
+
     def placed(self, micro_batch: int) -> Sequence[int]:
         """Returns the mesh of each stage for a micro-batch."""
         return _placed(self.order, micro_batch, returns=self.returns)
@@ -135,16 +158,17 @@ class Schedule:
         return SCHEDULES[self.name](self.order, micro_batches)
 
     def most_alive(self, stage: int, micro_batches: int) -> int:
-        """Returns the most micro-batches of a stage that wait for their backward pass."""
+        """Returns the most micro-batches of a stage that wait for their last pass."""
         return max(most_alive(own, stage) for own in self.passes(micro_batches))
 
 
 def most_alive(passes: Sequence[Pass], stage: int | None = None) -> int:
-    """Returns the most forward passes, of one stage or of all, that wait for their backward."""
+    """Returns the most forward passes, of one stage or of all, that wait for their last pass."""
+    last = "weight" if any(each.kind == "weight" for each in passes) else "backward"
     alive = most = 0
     for each in passes:
         if stage in (None, each.stage):
-            alive += 1 if each.kind == "forward" else -1
+            alive += (each.kind == "forward") - (each.kind == last)
             most = max(most, alive)
     return most
 
@@ -153,40 +177,66 @@ def _needed(each: Pass, stages: int) -> list[Pass]:
     """Returns the passes that must come before a pass."""
     if each.kind == "forward":
         return [each._replace(stage=each.stage - 1)] if each.stage else []
+    if each.kind == "weight":
+        return [each._replace(kind="backward")]
     ahead = each._replace(kind="forward")
     return [ahead] if each.stage == stages - 1 else [ahead, each._replace(stage=each.stage + 1)]
 
 
-def _by_simulation(order: Sequence[int], micro_batches: int) -> Passes:
+_RANKS = {"backward": 0, "forward": 1, "weight": 2}
+"""The kind that a mesh begins with, of passes that could begin at the same time."""
+
+
+def _by_simulation(order: Sequence[int], micro_batches: int, *, splits: bool = False) -> Passes:
     """Returns the order in which meshes begin passes as soon as they can, backward ones first.
 
     A backward pass is taken to last twice as long as a forward pass. At most S - stage
     micro-batches of a stage wait for their backward pass.
+
+    Args:
+        order: the mesh of each stage.
+        micro_batches: their number.
+        splits: whether the second half of a backward pass is a pass of its own, which nothing waits
+            for. At most as many micro-batches wait for it, on average over the stages of a mesh, as
+            there are meshes.
     """
     stages, found = len(order), _empty(order)
     free, done = [0.0] * len(found), dict[Pass, float]()
-    ahead, back = [0] * stages, [0] * stages  # passes of each stage so far
-    while min(back) < micro_batches:
-        best: tuple[float, bool, int, Pass] | None = None
+    lasts = {"forward": 1, "backward": 1, "weight": 1} if splits else {"forward": 1, "backward": 2}
+    last = "weight" if splits else "backward"
+    count = {kind: [0] * stages for kind in lasts}  # passes of each stage so far
+
+    def may_begin(stage: int) -> bool:
+        """Returns whether a stage may keep another micro-batch."""
+        if not splits:
+            return count["forward"][stage] < count["backward"][stage] + stages - stage
+        own = [each for each, mesh in enumerate(order) if mesh == order[stage]]
+        kept = sum(count["forward"][each] - count["weight"][each] for each in own)
+        return kept < len(own) * len(found)
+
+    while min(count[last]) < micro_batches:
+        best: tuple[float, int, int, Pass] | None = None
         for stage, mesh in enumerate(order):
             candidates = []
-            if back[stage] < ahead[stage]:
-                candidates.append(Pass("backward", stage, back[stage]))
-            if ahead[stage] < min(micro_batches, back[stage] + stages - stage):
-                candidates.append(Pass("forward", stage, ahead[stage]))
+            if count["forward"][stage] < micro_batches and may_begin(stage):
+                candidates.append(Pass("forward", stage, count["forward"][stage]))
+            if count["backward"][stage] < count["forward"][stage]:
+                candidates.append(Pass("backward", stage, count["backward"][stage]))
+            if splits and count["weight"][stage] < count["backward"][stage]:
+                candidates.append(Pass("weight", stage, count["weight"][stage]))
             for each in candidates:
                 needed = _needed(each, stages)
                 if all(n in done for n in needed):
                     start = max([free[mesh], *(done[n] for n in needed)])
-                    # Of forward passes the latest stage, of backward passes the earliest one.
-                    is_forward = each.kind == "forward"
-                    key = start, is_forward, -stage if is_forward else stage, each
+                    # Of forward passes the latest stage, of others the earliest one.
+                    towards = -stage if each.kind == "forward" else stage
+                    key = start, _RANKS[each.kind], towards, each
                     best = key if best is None else min(best, key)
-        assert best is not None  # a stage's next forward or its first waiting backward can run
-        start, is_forward, _, each = best
+        assert best is not None  # a stage's next forward or its first waiting pass can run
+        start, _, _, each = best
         mesh = order[each.stage]
-        done[each] = free[mesh] = start + (1 if is_forward else 2)
-        (ahead if is_forward else back)[each.stage] += 1
+        done[each] = free[mesh] = start + lasts[each.kind]
+        count[each.kind][each.stage] += 1
         found[mesh].append(each)
     return found
 

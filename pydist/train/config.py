@@ -207,7 +207,7 @@ class MeshConfig(Table):
     list with the spatial, channel and shares of each, such as [{spatial = [2, 1, 1]}, {}]."""
     micro_batches: Count = 1
     """Parts into which stages divide a group's batch."""
-    schedule: Literal["gpipe", "1f1b", "gems"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "gems", "zero-bubble"] = "1f1b"
     """Order of the micro-batches in stages; "gems" goes forth and back through their meshes."""
     order: tuple[CountOrZero, ...] | None = None
     """The mesh of each stage, of those in `stages`, if meshes run several, such as [0, 1, 0, 1]."""

@@ -55,8 +55,9 @@ def unet_task(batch: int = BATCH) -> Task:
     return Task(initialized(SmallUNet()), x, target, F.mse_loss)
 
 
-LINES = ("gpipe", "1f1b")
+LINES = ("gpipe", "1f1b", "zero-bubble")
 """Schedules that run networks with running statistics."""
+KINDS = ("forward", "backward", "weight")
 ORDERS = ([0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1], [0, 1, 0, 1, 0, 1], [0, 1, 2, 2, 1, 0], [0, 0, 0])
 
 
@@ -196,7 +197,7 @@ def test_orders_are_complete(meshes, micro_batches):
             schedule = Schedule(name, order)
             passes = schedule.passes(micro_batches)
             for stage in range(stages):
-                for kind in ("forward", "backward"):
+                for kind in KINDS if schedule.splits else KINDS[:2]:
                     own = [e for each in passes for e in each if e[:2] == (kind, stage)]
                     assert sorted(e.micro_batch for e in own) == list(range(micro_batches))
                     for each in own:
@@ -214,16 +215,19 @@ Event = tuple[str, int, int]  # kind, stage, micro-batch
 def time_of_events(passes: dict[int, list[tuple[Event, set[Event]]]]) -> int:
     """Returns the time of passes if a forward one takes 1, a backward one 2, and messages none.
 
+    Where gradients of weights have passes of their own, each kind takes 1.
+
     Args:
         passes: of each mesh, in the order in which they ran, with those whose messages they needed.
     """
+    splits = any(event[0] == "weight" for own in passes.values() for event, _ in own)
     ends: dict[Event, int] = {}
     left, free = {mesh: list(own) for mesh, own in passes.items()}, dict.fromkeys(passes, 0)
     while any(left.values()):
         mesh = next(m for m, own in left.items() if own and own[0][1] <= ends.keys())
         event, needed = left[mesh].pop(0)
         start = max([free[mesh], *(ends[each] for each in needed)])
-        ends[event] = free[mesh] = start + (1 if event[0] == "forward" else 2)
+        ends[event] = free[mesh] = start + (1 if splits or event[0] == "forward" else 2)
     return max(free.values())
 
 
@@ -235,6 +239,8 @@ def makespan(name: str, order: list[int], micro_batches: int) -> int:
         for kind, stage, m in own:
             ahead = ("forward", stage, m) if kind == "backward" else ("forward", stage - 1, m)
             needed = {ahead} if kind == "backward" or stage else set()
+            if kind == "weight":
+                needed = {("backward", stage, m)}
             if kind == "backward" and stage < last:
                 needed.add(("backward", stage + 1, m))
             events[mesh].append(((kind, stage, m), needed))
@@ -246,7 +252,7 @@ def makespan(name: str, order: list[int], micro_batches: int) -> int:
 def test_the_least_time_of_a_batch(meshes, micro_batches):
     """The formulas of the papers, with backward passes twice as long as forward ones."""
     line = [*range(meshes)]
-    for name in LINES:
+    for name in ("gpipe", "1f1b"):
         assert makespan(name, line, micro_batches) == 3 * (micro_batches + meshes - 1)
     gems = micro_batches * meshes * 3 - (micro_batches - 1) * (meshes - 1)
     assert makespan("gems", line, micro_batches) == gems
@@ -254,6 +260,20 @@ def test_the_least_time_of_a_batch(meshes, micro_batches):
         for rounds in (2, 3):
             least = makespan("1f1b", line * rounds, micro_batches)
             assert least == 3 * (rounds * micro_batches + meshes - 1)
+
+
+@pytest.mark.parametrize("meshes", [1, 2, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_a_zero_bubble_schedule_only_waits_for_the_first_pass(meshes, rounds):
+    """In a V, with the memory of 1F1B: a mesh keeps half of the layers of 2 S micro-batches."""
+    micro_batches, line = rounds * meshes, [*range(meshes)]
+    v = line + line[::-1]
+    assert makespan("zero-bubble", v, 2 * micro_batches) == 3 * 4 * micro_batches + meshes - 1
+    passes = Schedule("zero-bubble", v).passes(2 * micro_batches)
+    assert max(most_alive(own) for own in passes) <= 2 * meshes
+    idle = makespan("zero-bubble", line, micro_batches) - 3 * micro_batches
+    assert idle <= 2 * (meshes - 1)
+    assert max(map(most_alive, Schedule("zero-bubble", line).passes(micro_batches))) <= meshes
 
 
 def test_gems_takes_the_times_of_its_paper():

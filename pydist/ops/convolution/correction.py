@@ -13,6 +13,7 @@ convolution's dL/dy, and its gradients are the convolution's forward and wgrad.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from pydist.backend.conv_kernels import ConvKernels
 from pydist.exchange.function import ExchangeFunction
+from pydist.exchange.left_weights import LeftWeight, out_of_graph
 from pydist.ops.convolution.correction_plan import CorrectionPlan
 from pydist.ops.convolution.local_conv import apart, bias_gradient, with_bias
 from pydist.ops.convolution.slab_kernels import SlabKernels, as_read
@@ -40,6 +42,7 @@ class _Corrected(ExchangeFunction):
         kernels: ConvKernels,
         slab_kernels: SlabKernels,
         adds_bias: bool,
+        left: LeftWeight | None,
     ) -> Tensor:
         slabs: list[Tensor] = []
         kernel = as_read(weight)
@@ -58,18 +61,22 @@ class _Corrected(ExchangeFunction):
         halo = exchanges.grad_halo if plan.is_adjoint else exchanges.halo
         y = exchanges.corrected(halo, x, outputs, add)
         ctx.plan, ctx.mesh, ctx.kernels, ctx.slab_kernels = plan, plan.mesh, kernels, slab_kernels
+        ctx.left = left
         # The bias is not saved: it may change, as with torch. Under a checkpoint slabs are always
         # saved, as the recomputation must save as many tensors even if the weight is frozen then.
-        keeps_slabs = ctx.needs_input_grad[1] or hook_on_saved() is not None
+        has_gradient = ctx.needs_input_grad[1] or left is not None
+        keeps_slabs = has_gradient or hook_on_saved() is not None
         ctx.save_for_backward(x, weight, *(slabs if keeps_slabs else ()))
         return y
 
     @staticmethod
     def backward(ctx: Any, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *slabs = saved
-        needed, rest = ctx.needs_input_grad, (None,) * 4
+        needed, rest = ctx.needs_input_grad, (None,) * 5
+        left: LeftWeight | None = ctx.left
         if torch.is_grad_enabled():
             # Double backward: recomputes by the general path, and differentiates the result.
+            weight = weight if left is None else left.weight
             x, weight = apart(x, weight, needed)
             y = ctx.plan.recompute(x, weight)
             return (*with_bias(y, (x, weight), needed, grad), *rest)
@@ -77,6 +84,8 @@ class _Corrected(ExchangeFunction):
         for_x, for_weight, for_bias = needed[:3]
         grad = ctx.kernels.in_format(grad)
         grad_x = grad_weight = None
+        if left is not None:
+            left.leave(ctx, partial(_weight_gradient, ctx, x, grad, weight, slabs))
 
         def gradients() -> Tensor:
             nonlocal grad_weight
@@ -142,5 +151,6 @@ def corrected(
     x = kernels.in_format(x)
     slab_kernels = plan.slab_chooser.kernels(x, weight, kernels.channels_last)
     late = deferred_bias(x, bias)
-    y = _Corrected.apply(x, weight, bias, plan, kernels, slab_kernels, late is None)
+    weight, left = out_of_graph(plan.mesh, x, weight)
+    y = _Corrected.apply(x, weight, bias, plan, kernels, slab_kernels, late is None, left)
     return y, ConvOutputs(y, late)

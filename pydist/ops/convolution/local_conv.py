@@ -17,10 +17,10 @@ from pydist.backend.conv_tuning import choose
 from pydist.backend.problem import ConvProblem, onednn_has
 from pydist.exchange.formats import all_channels_last
 from pydist.exchange.function import Function
+from pydist.exchange.left_weights import LeftWeight, out_of_graph
 from pydist.gradients.engine import own_grad
 from pydist.mesh import Mesh
 from pydist.tensor.aliasing import as_result
-from pydist.timers import Timers
 
 
 class ConvChooser:
@@ -98,8 +98,9 @@ class _LocalConv(Function):
         kernels: ConvKernels,
         mesh: Mesh,
         adds_bias: bool,
+        left: LeftWeight | None,
     ) -> Tensor:
-        ctx.kernels, ctx.mesh = kernels, mesh
+        ctx.kernels, ctx.mesh, ctx.left = kernels, mesh, left
         ctx.save_for_backward(x, weight)  # not the bias, which may change, as in torch
         with mesh.session.timers.measure("convolution"):
             return kernels.run_forward(x, with_dims(weight, x), bias if adds_bias else None)
@@ -107,19 +108,17 @@ class _LocalConv(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        left: LeftWeight | None = ctx.left
         if torch.is_grad_enabled():
+            weight = weight if left is None else left.weight
             x, weight = apart(x, weight, ctx.needs_input_grad)
             p = ctx.kernels.problem
             kernel = with_dims(weight, x)
             y = unpadded_conv(padded(p, x), kernel, p.stride, p.dilation, p.groups)
             grads = with_bias(y, (x, weight), ctx.needs_input_grad, grad)
         else:
-            needed = ctx.needs_input_grad
-            timers, kernel = ctx.mesh.session.timers, with_dims(weight, x)
-            grads = gradients(ctx.kernels, x, grad, kernel, needed, timers)
-            if grads[1] is not None and kernel is not weight:
-                grads[1] = grads[1].squeeze(2)
-        return (*grads, None, None, None)
+            grads = _gradients(ctx, x, grad, weight, left)
+        return (*grads, *(None,) * 4)
 
 
 def with_dims(weight: Tensor, x: Tensor) -> Tensor:
@@ -146,24 +145,28 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext()  # takes a tenth of the time to enter
 
 
-def gradients(
-    kernels: ConvKernels,
-    x: Tensor,
-    grad: Tensor,
-    weight: Tensor,
-    needed: Sequence[bool],
-    timers: Timers,
+def _gradients(
+    ctx: Any, x: Tensor, grad: Tensor, weight: Tensor, left: LeftWeight | None
 ) -> list[Tensor | None]:
     """Computes dL/dx, dL/dweight and dL/dbias of a convolution, each if it is needed."""
+    kernels: ConvKernels = ctx.kernels
+    timers, kernel = ctx.mesh.session.timers, with_dims(weight, x)
+    for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
     grad = kernels.in_format(grad)
-    grad_x = grad_weight = None
-    if needed[0]:
-        with timers.measure("dgrad"):
-            grad_x = kernels.run_dgrad(x, grad, weight)
-    if needed[1]:
+
+    def of_weight() -> Tensor:
         with timers.measure("wgrad"):
-            grad_weight = kernels.run_wgrad(x, grad, weight)
-    return [grad_x, grad_weight, bias_gradient(grad) if needed[2] else None]
+            found = kernels.run_wgrad(x, grad, kernel)
+        return found if kernel is weight else found.squeeze(2)
+
+    grad_x = None
+    if for_x:
+        with timers.measure("dgrad"):
+            grad_x = kernels.run_dgrad(x, grad, kernel)
+    if left is not None:
+        left.leave(ctx, of_weight)
+    grad_weight = of_weight() if for_weight else None
+    return [grad_x, grad_weight, bias_gradient(grad) if for_bias else None]
 
 
 def bias_gradient(grad: Tensor) -> Tensor:
@@ -253,4 +256,5 @@ def local_conv(
     kernels = chooser.kernels(x, with_dims(weight, x))
     # Outside of the autograd function, which must save its own inputs.
     x = kernels.in_format(x)
-    return _LocalConv.apply(x, weight, bias, kernels, mesh, adds_bias)
+    weight, left = out_of_graph(mesh, x, weight)
+    return _LocalConv.apply(x, weight, bias, kernels, mesh, adds_bias, left)

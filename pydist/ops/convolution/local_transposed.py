@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pydist.backend.conv_kernels import ConvKernels
 from pydist.exchange.function import Function
+from pydist.exchange.left_weights import LeftWeight, out_of_graph
 from pydist.mesh import Mesh
 from pydist.ops.convolution.local_conv import (
     ConvChooser,
@@ -37,8 +38,9 @@ class _LocalTransposed(Function):
         mesh: Mesh,
         starts: Sequence[int],
         extents: Sequence[int],
+        left: LeftWeight | None,
     ) -> Tensor:
-        ctx.kernels, ctx.mesh = kernels, mesh
+        ctx.kernels, ctx.mesh, ctx.left = kernels, mesh, left
         ctx.starts, ctx.extents = starts, extents
         ctx.save_for_backward(x, weight)  # not the bias, which may change, as in torch
         with mesh.session.timers.measure("convolution"):
@@ -52,28 +54,35 @@ class _LocalTransposed(Function):
         x, weight = ctx.saved_tensors
         kernels: ConvKernels = ctx.kernels
         p = kernels.problem
+        left: LeftWeight | None = ctx.left
         if torch.is_grad_enabled():
+            weight = weight if left is None else left.weight
             starts = [start + q for start, q in zip(ctx.starts, p.padding, strict=True)]
             attributes = p.stride, p.dilation, p.groups, starts, ctx.extents
             x, weight = apart(x, weight, ctx.needs_input_grad)
             y = transposed_by_torch(x, with_dims(weight, x), *attributes)
             grads = with_bias(y, (x, weight), ctx.needs_input_grad, grad)
-            return (*grads, None, None, None, None)
+            return (*grads, *(None,) * 5)
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         timers = ctx.mesh.session.timers
         grad = kernels.in_format(grad)
         grad_bias = bias_gradient(grad) if for_bias else None
         grad = kernels.in_format(_uncut(grad, ctx.starts, p.input[2:]))
-        grad_x = grad_weight = None
+        kernel = with_dims(weight, x)
+
+        def of_weight() -> Tensor:
+            with timers.measure("wgrad"):
+                found = kernels.run_wgrad(grad, x, kernel)
+            return found if kernel is weight else found.squeeze(2)
+
+        grad_x = None
         if for_x:
             with timers.measure("dgrad"):
-                grad_x = kernels.run_forward(grad, with_dims(weight, x), None)
-        if for_weight:
-            with timers.measure("wgrad"):
-                kernel = with_dims(weight, x)
-                grad_weight = kernels.run_wgrad(grad, x, kernel)
-                grad_weight = grad_weight if kernel is weight else grad_weight.squeeze(2)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+                grad_x = kernels.run_forward(grad, kernel, None)
+        if left is not None:
+            left.leave(ctx, of_weight)
+        grad_weight = of_weight() if for_weight else None
+        return grad_x, grad_weight, grad_bias, *(None,) * 5
 
 
 def transposed_by_torch(
@@ -150,4 +159,5 @@ def local_transposed(
     kernels = chooser.kernels_ahead(x, weight)
     # Outside of the autograd function, which must save its own inputs.
     x = kernels.in_format(x)
-    return _LocalTransposed.apply(x, weight, bias, kernels, mesh, starts, extents)
+    weight, left = out_of_graph(mesh, x, weight)
+    return _LocalTransposed.apply(x, weight, bias, kernels, mesh, starts, extents, left)
