@@ -95,7 +95,8 @@ def measure(options: argparse.Namespace) -> None:
     for where, cuts, schedule, placed in (
         ("same cut", [CUT], "gpipe", stages), ("same cut", [CUT], "1f1b", stages),
         ("own plan", None, "gpipe", stages), ("own plan", None, "1f1b", stages),
-        ("in turn", None, "1f1b", in_turn), ("forth and back", None, "1f1b", back),
+        ("own plan", None, "zero-bubble", stages), ("in turn", None, "1f1b", in_turn),
+        ("forth and back", None, "1f1b", back), ("forth and back", None, "zero-bubble", back),
     ):  # fmt: skip
         made = pipeline(copy.deepcopy(net), placed, x[:1], micro_batches=MICRO_BATCHES,
                         schedule=schedule, cuts=cuts)  # fmt: skip

@@ -49,8 +49,8 @@ class LeftWeights:
         self.into: Left | None = None
 
     @contextmanager
-    def leaving(self, into: Left) -> Iterator[None]:
-        """Lets layers that run forward in the `with` block leave gradients in a list."""
+    def leaving(self, into: Left | None) -> Iterator[None]:
+        """Lets layers that run forward in the `with` block leave gradients in a list, if any."""
         self.into = into
         try:
             yield
@@ -59,17 +59,20 @@ class LeftWeights:
 
 
 def out_of_graph(mesh: Mesh, x: Tensor, weight: Tensor) -> tuple[Tensor, LeftWeight | None]:
-    """Returns the weight for a layer's autograd function; outside of the graph if it is left.
+    """Returns the weight for a layer's autograd function; outside of the graph if it is left."""
+    service = mesh.session.find(LeftWeights)
+    if service is None or service.into is None or not is_left(x, weight):
+        return weight, None
+    return weight.detach(), LeftWeight(weight, service.into)
+
+
+def is_left(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether a layer that may leave the gradient of its weight leaves it.
 
     Without an activation that needs a gradient, the result would not be in the graph, and a
     backward pass would have nothing else to compute.
     """
-    service = mesh.session.find(LeftWeights)
-    if service is None or service.into is None or not torch.is_grad_enabled():
-        return weight, None
-    if not x.requires_grad or not _is_parameter(weight):
-        return weight, None
-    return weight.detach(), LeftWeight(weight, service.into)
+    return torch.is_grad_enabled() and x.requires_grad and _is_parameter(weight)
 
 
 def root_of(left: Left) -> Tensor:

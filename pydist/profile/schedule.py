@@ -31,6 +31,10 @@ _LEAST_WIDTH = 0.015
 """Part of the picture's width that a bar must have to show its micro-batch."""
 
 
+_Key = tuple[str, int, int, int]
+"""Kind, stage, micro-batch and sample group of a pass."""
+
+
 class Bar(NamedTuple):
     """What a rank does for a time.
 
@@ -65,7 +69,7 @@ class _Pass(NamedTuple):
     waits: list[tuple[float, float]]
 
     @property
-    def after(self) -> tuple[str, int, int, int] | None:
+    def after(self) -> _Key | None:
         """Identifies the pass on another stage that this one waits for, if there is one."""
         if self.kind == "weight":
             return None
@@ -85,7 +89,7 @@ def as_it_ran(ranks: Sequence[RankSpans]) -> list[list[Bar]]:
         UsageError: no stages were profiled.
     """
     rows = _typical(ranks)
-    ends: dict[tuple[str, int, int, int] | None, float] = {}
+    ends: dict[_Key | None, float] = {}
     for each in (p for row in rows for p in row):
         key = each.kind, each.stage, each.micro_batch, each.group
         ends[key] = max(each.stop, ends.get(key, each.stop))
@@ -108,7 +112,7 @@ def ideal(ranks: Sequence[RankSpans]) -> list[list[Bar]]:
         found[each.kind, each.stage].append(each.busy)
     seconds = {key: mean(times) for key, times in found.items()}
     known = {(p.kind, p.stage, p.micro_batch, p.group) for row in rows for p in row}
-    ends: dict[tuple[str, int, int, int] | None, float] = {}
+    ends: dict[_Key | None, float] = {}
     bars: list[list[Bar]] = [[] for _ in rows]
     while any(len(done) < len(row) for done, row in zip(bars, rows, strict=True)):
         for done, row in zip(bars, rows, strict=True):
@@ -211,7 +215,7 @@ def _pass_of(span: Span, waits: list[tuple[float, float]]) -> _Pass:
     return _Pass(kind, stage, micro_batch, group, span.start, span.stop, waits)
 
 
-def _bars(row: Sequence[_Pass], ends: dict[tuple[str, int, int, int] | None, float]) -> Iterator[Bar]:
+def _bars(row: Sequence[_Pass], ends: dict[_Key | None, float]) -> Iterator[Bar]:
     """Yields the bars of a rank's passes: their work, and their waiting in two kinds."""
     for each in row:
         pass_ = each.stage, each.micro_batch

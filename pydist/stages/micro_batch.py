@@ -22,6 +22,7 @@ from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.ops.pointwise.keyed import draws_of
 from pydist.stages.calls import Call, Calls, Key, memory_of
 from pydist.stages.generators import one_at_a_time
+from pydist.stages.left_layers import run_leaving
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, tensors_of
 from pydist.stages.statistics import BatchStatistics
@@ -147,8 +148,8 @@ class MicroBatch(Calls):
         """On the last stage, this micro-batch's part of the loss, without a graph."""
         self.owed: list[Transfer] = [] if repeats is None else repeats.owed
         """Transfers whose gradients have not been received, in order."""
-        self.left: Left = []
-        """Gradients of weights that the backward pass leaves."""
+        self.left: Left | None = None
+        """Gradients of weights that the backward pass leaves, if it leaves any."""
         self._sent: list[_Sent] = []
         self._received: list[_Received] = []
         self._messages: list[tuple[Transfer, Tensor | None]] = []  # all, in order
@@ -207,12 +208,15 @@ class MicroBatch(Calls):
         elif runs and call.is_batch_norm:
             result = self._run_norm(call)
         elif runs:
-            result = self._run(call, draws) if call.func in _DRAWS else call.run()
+            result = self._run(call, draws) if call.func in _DRAWS else self._run_layer(call)
         for x in call.changed:
             x.owner, x.stages = stage, {stage}
             if stage != self.own:
                 x.value = None
         return result
+
+    def _run_layer(self, call: Call) -> Any:
+        return call.run() if self.left is None else run_leaving(call, self.left)
 
     def _run_norm(self, call: Call) -> Any:
         """Computes a batch norm in training, of a plain tensor with the statistics of all groups.

@@ -387,9 +387,12 @@ class Pipeline:
     ) -> MicroBatch:
         """Runs the forward pass of a micro-batch through a stage, and its criterion."""
         running = self._micro_batch(stage, part, repeats)
-        splits = self._schedule.splits
-        leaving = self._left_weights.leaving(running.left) if splits else nullcontext()
-        with self._state_of.begun(running, repeats, criterion), leaving:
+        if self._schedule.splits:
+            running.left = []
+        with (
+            self._state_of.begun(running, repeats, criterion),
+            self._left_weights.leaving(running.left),
+        ):
             out = self._forward(running, part.inputs)
             # The criterion may change its target in place.
             target = mapped(_copied, part.target) if self._lends else part.target

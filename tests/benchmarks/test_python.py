@@ -191,7 +191,8 @@ def test_pipelines(tmp_path):
     assert rows.keys() == {
         "alone, torch", "alone, pydist", "torch, GPipe", "torch, 1F1B",
         *(f"pydist, {cut}, {s}" for cut in ("same cut", "own plan") for s in ("gpipe", "1f1b")),
-        "pydist, in turn, 1f1b", "pydist, forth and back, 1f1b",
+        "pydist, own plan, zero-bubble", "pydist, in turn, 1f1b",
+        "pydist, forth and back, 1f1b", "pydist, forth and back, zero-bubble",
     }  # fmt: skip
     assert all("begins with" in plan for plan in result["plans"].values())
     for row in rows.values():

@@ -12,7 +12,7 @@ from torch import nn
 from pydist.errors import DiskError, UsageError
 from pydist.profile import Profiler
 from pydist.profile.gathering import RankSpans
-from pydist.profile.schedule import Bar, as_it_ran, draw_schedule, ideal, share
+from pydist.profile.schedule import PASSES, Bar, as_it_ran, draw_schedule, ideal, share
 from pydist.profile.spans import Span
 from pydist.stages import pipeline
 from pydist.stages.schedule import Pass, Schedule
@@ -97,7 +97,7 @@ def test_without_stages_there_is_no_schedule():
         as_it_ran([alone])
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_pass_and_wait_of_a_step_is_recorded(tmp_path, schedule, recompute):
     net = initialized(nn.Sequential(*(nn.Conv3d(c, 2, 3, padding=1) for c in (1, 2, 2, 2))))
@@ -130,7 +130,7 @@ def test_every_pass_and_wait_of_a_step_is_recorded(tmp_path, schedule, recompute
         assert len(waits) == 3 * (3 if stage == 0 else 2 * 3)
         for wait in waits:
             assert any(p.start <= wait.start <= wait.stop <= p.stop for p in passes)
-        seen = dict.fromkeys((b.kind, b.micro_batch) for b in row if b.kind[-4:] == "ward")
+        seen = dict.fromkeys((b.kind, b.micro_batch) for b in row if b.kind in PASSES)
         assert list(seen) == [(each.kind, each.micro_batch) for each in expected]
         ends = [bar.stop for bar in row]
         assert [bar.start for bar in row] == pytest.approx([0.0, *ends[:-1]])

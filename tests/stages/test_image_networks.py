@@ -21,7 +21,7 @@ SHARES = {"channel": (70, 25, 5)}
 UNEQUAL = {"channel": 3, "shares": SHARES}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("name", NETWORKS)

@@ -65,7 +65,7 @@ def assert_in_stages(net, order=None, meshes=None, criterion=F.mse_loss, **optio
 
 
 @pytest.mark.parametrize(
-    ("schedule", "order"), [*itertools.product(["gpipe", "1f1b"], ORDERS), ("gems", None)], ids=str
+    ("schedule", "order"), [*itertools.product(["gpipe", "1f1b", "zero-bubble"], ORDERS), ("gems", None)], ids=str
 )
 def test_a_step_that_raised_leaves_nothing_to_the_next(schedule, order):
     """The criterion raises on all ranks for a micro-batch, and the script goes on."""

@@ -110,7 +110,7 @@ def test_a_norm_that_is_called_twice():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_buffers_that_a_forward_pass_reads_and_updates(recompute, schedule):
     """Activations are computed again with the buffers that the forward pass has found."""
     model = Calls(parametrizations.spectral_norm(nn.Conv3d(2, 2, 3, padding=1)))

@@ -159,7 +159,7 @@ def test_activations_that_are_computed_again_are_freed(monkeypatch):
             graphs.append(len([x for x in nodes if x._stages is self._stages]))
         left(self)
 
-    monkeypatch.setattr(MicroBatch, "backward", leave)
+    monkeypatch.setattr(MicroBatch, last, leave)
     for recompute, most in ((False, 6), (True, 1)):
         graphs.clear()
         on_stages([ONE] * 2, lambda stages, recompute=recompute: step_of(
@@ -305,13 +305,15 @@ def test_peaks_forth_and_back():
 @pytest.mark.parametrize(
     ("schedule", "order", "expected"),
     [("gpipe", None, [8, 8, 8]), ("1f1b", None, [3, 2, 1]), ("gems", None, [1, 1, 1]),
-     ("1f1b", [0, 1, 2, 0, 1, 2], None)],
+     ("1f1b", [0, 1, 2, 0, 1, 2], None), ("zero-bubble", None, [3, 3, 3]),
+     ("zero-bubble", [0, 1, 2, 2, 1, 0], [6, 6, 6])],
 )  # fmt: skip
 def test_the_running_system_keeps_as_many(monkeypatch, schedule, order, expected):
     """Counted by the micro-batches that have a graph, on each mesh."""
     alive: dict[int, int] = {}
     most: dict[int, int] = {}
-    entered, left = MicroBatch.end_of_network, MicroBatch.backward
+    last = "finish_weights" if schedule == "zero-bubble" else "backward"
+    entered, left = MicroBatch.end_of_network, getattr(MicroBatch, last)
 
     def enter(self):
         mesh = self._stages.index
@@ -324,7 +326,7 @@ def test_the_running_system_keeps_as_many(monkeypatch, schedule, order, expected
         alive[self._stages.index] -= 1
 
     monkeypatch.setattr(MicroBatch, "end_of_network", enter)
-    monkeypatch.setattr(MicroBatch, "backward", leave)
+    monkeypatch.setattr(MicroBatch, last, leave)
     task = without_statistics(unet_task()) if schedule == "gems" else unet_task()
     on_stages([ONE] * 3, lambda stages: step_of(task._replace(model=copy.deepcopy(task.model)),
                                                 stages, micro_batches=8, schedule=schedule),
@@ -337,7 +339,8 @@ def test_the_running_system_keeps_as_many(monkeypatch, schedule, order, expected
 @pytest.mark.parametrize(
     ("schedule", "order", "expected"),
     [("gpipe", [0, 1, 2], 3 * 8), ("1f1b", [0, 1, 2], 3 * 8), ("gems", [0, 1, 2], 6 * 9 - 5 * 2),
-     ("1f1b", [0, 1, 2, 0, 1, 2], 3 * 6 * 2 + 3 * 2), ("gpipe", [0, 1, 0, 1], 3 * 6 * 2 + 3)],
+     ("1f1b", [0, 1, 2, 0, 1, 2], 3 * 6 * 2 + 3 * 2), ("gpipe", [0, 1, 0, 1], 3 * 6 * 2 + 3),
+     ("zero-bubble", [0, 1, 2, 2, 1, 0], 3 * 6 * 2 + 2)],
 )  # fmt: skip
 def test_the_running_system_takes_the_time_of_its_schedule(monkeypatch, schedule, order, expected):
     """Counted by the passes that ran, and the messages that each of them received: the idle time
@@ -345,6 +348,7 @@ def test_the_running_system_takes_the_time_of_its_schedule(monkeypatch, schedule
     events: dict[int, list[tuple[Event, set[Event]]]] = {}
     needed: dict[int, set[Event]] = {}
     receive, end, back = MicroBatch._receive, MicroBatch.end_of_network, MicroBatch.backward
+    finished = MicroBatch.finish_weights
 
     def received(self, route, *args):
         needed.setdefault(id(self), set()).add(("forward", route.source, self.index))
@@ -362,19 +366,26 @@ def test_the_running_system_takes_the_time_of_its_schedule(monkeypatch, schedule
         needs = {("backward", target, self.index) for target in gradients}
         events[self._stages.index].append((event, needs))
 
+    def finish(self):
+        finished(self)
+        event = "weight", self.own, self.index
+        events[self._stages.index].append((event, {("backward", self.own, self.index)}))
+
     monkeypatch.setattr(MicroBatch, "_receive", received)
+    monkeypatch.setattr(MicroBatch, "finish_weights", finish)
     monkeypatch.setattr(MicroBatch, "end_of_network", ended)
     monkeypatch.setattr(MicroBatch, "backward", backward)
     task = without_statistics(unet_task(6))
     on_stages([ONE] * 3 if 2 in order else [ONE] * 2,
               lambda stages: step_of(task._replace(model=copy.deepcopy(task.model)), stages,
                                      micro_batches=6, schedule=schedule), order=order)  # fmt: skip
-    assert sum(map(len, events.values())) == 2 * 6 * len(order)
+    kinds = 3 if schedule == "zero-bubble" else 2
+    assert sum(map(len, events.values())) == kinds * 6 * len(order)
     assert time_of_events(events) == expected
 
 
 def test_wrong_schedules_are_refused():
-    with pytest.raises(UsageError, match="gpipe, 1f1b, gems"):
+    with pytest.raises(UsageError, match="gpipe, 1f1b, gems, zero-bubble"):
         Schedule("zero bubble", [0, 1])
     with pytest.raises(UsageError, match="each mesh must have one stage"):
         Schedule("gems", [0, 1, 0, 1])

@@ -17,7 +17,7 @@ from support.staged import DEEP, ONE, TWO_GROUPS, check_stages
 pytestmark = pytest.mark.ranks(4, mpi=("openmpi", "gloo"), seconds=240)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize(
     "meshes", [[ONE] * 4, [TWO_GROUPS] * 2, [DEEP, DEEP], [DEEP, ONE, ONE]], ids=str
 )
@@ -69,7 +69,7 @@ def test_large_messages_do_not_block(world):
     made = pipeline(initialized(net).float(), stages, torch.zeros(1, 1, 4, 4, 4),
                     micro_batches=8, cuts=["1", "2", "3"])  # fmt: skip
     x = torch.ones(8, 1, 24, 32, 32)
-    for schedule in ("gpipe", "1f1b"):
+    for schedule in ("gpipe", "1f1b", "zero-bubble"):
         made._schedule = Schedule(schedule, stages.order)
         made.step(x, x.new_zeros(8, 4, 24, 32, 32), F.mse_loss)
     assert sum(p.grad is not None for p in net.parameters()) == 2
