@@ -21,7 +21,7 @@ from support.equivalence.one_device import Reference
 from support.networks.zoo import WIDE, ZOO, task_of
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-# VNet and SENet have tens of millions of parameters, a fixed number; pydist's own networks have tests
+# VNet and SENet have tens of millions of parameters, a fixed number; networks of pydist have tests
 # of their own, and mc3_18 has the blocks of r3d_18.
 ONLY_NIGHTLY = {"VNet", "SENet", "CosmoFlow", "3D U-Net of the paper", "r3d_18"}
 IN_FLOAT32 = {"MONAI UNet, batch norm", "DynUNet", "SegResNet", "BasicUNet, trilinear"}
