@@ -26,7 +26,7 @@ from pydist.errors import (
     UsageError,
 )  # fmt: skip
 from pydist.train import about, checkpoint, log, report
-from pydist.train.config import SharesConfig
+from pydist.train.config import Config, SharesConfig
 from pydist.train.folder import TUNING_FILE
 from pydist.train.run import Result
 from pydist.train.signals import ending_at_once
@@ -47,23 +47,31 @@ def curve(config) -> list[float]:
     return list(log.losses(config.output.folder / "log.jsonl").values())
 
 
-SLOW = {"lr": 1e-4}
-"""Adam's steps depend on the signs of gradients; larger ones multiply the errors of rounding."""
+def slow_run(universes, folder) -> Config:
+    """Returns a run at a low rate.
+
+    Adam's steps depend on the signs of gradients: at a high rate, errors of rounding grow in them.
+    """
+    return change(universe_run(universes, folder), optimizer={"lr": 1e-4})
+
+
+@pytest.fixture
+def config(universes, tmp_path) -> Config:
+    return slow_run(universes, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
-def whole_run(universes, tmp_path_factory) -> tuple[list[float], Result]:
-    """Returns losses and result on one rank."""
-    config = universe_run(universes, tmp_path_factory.mktemp("whole") / "run")
-    result = alone(change(config, optimizer=SLOW))
-    return curve(config), result
+def whole_run(universes, tmp_path_factory) -> tuple[Config, Result]:
+    """Returns the same run after it has trained on one rank, and its result."""
+    config = slow_run(universes, tmp_path_factory.mktemp("whole") / "run")
+    return config, alone(config)
 
 
 @pytest.mark.parametrize(
     ("data", "spatial", "channel", "shares"),
     [
         (2, (2, 1, 1), 1, {}), (1, (1, 2, 2), 1, {}), (3, (1, 1, 1), 1, {}),
-        (2, (1, 1, 1), 1, {}), (1, (2, 1, 1), 2, {}), (2, (1, 1, 1), 3, {}),
+        (2, (1, 1, 1), 3, {}),
         (1, (2, 1, 1), 2, {"depth": (5.0, 2.0), "channel": (1.0, 3.0)}),
         (2, (2, 1, 1), 1, {"data": (1.0, 2.0), "depth": (5.0, 2.0)}),
     ],
@@ -71,10 +79,10 @@ def whole_run(universes, tmp_path_factory) -> tuple[list[float], Result]:
 def test_split_training_is_that_of_one_rank(config, whole_run, data, spatial, channel, shares):
     """Training has dropout, a batch uneven for two groups, and unequal validation shares."""
     mesh = {"spatial": spatial, "channel": channel, "shares": SharesConfig(**shares)}
-    config = change(config, mesh=mesh, optimizer=SLOW)
-    losses, expected = whole_run
+    config = change(config, mesh=mesh)
+    whole, expected = whole_run
     results = run_local(job, data * channel * math.prod(spatial), config, data, spatial)
-    assert curve(config) == pytest.approx(losses, abs=5e-6)
+    assert curve(config) == pytest.approx(curve(whole), abs=5e-6)
     for result in results:
         assert result.steps == 4
         assert result.validation.samples == 3
@@ -86,10 +94,10 @@ def test_split_training_is_that_of_one_rank(config, whole_run, data, spatial, ch
 @pytest.mark.parametrize(
     ("ranks", "data", "spatial", "model"),
     [
-        (1, 1, (1, 1, 1), {}),
-        (4, 2, (2, 1, 1), {"variant": "paper", "batch_norm": True}),
+        (4, 2, (2, 1, 1), {}),
+        (2, 2, (1, 1, 1), {"variant": "paper", "batch_norm": True}),
     ],
-    ids=["one rank", "batch norm"],
+    ids=["split", "batch norm"],
 )
 def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
     config, tmp_path, ranks, data, spatial, model
@@ -98,10 +106,9 @@ def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
     config = change(config, model=model)
     through = change(config, output={"folder": tmp_path / "through"})
     run_local(job, ranks, through, data, spatial)
-    run_local(job, ranks, change(config, train={"steps": 1}), data, spatial)
     run_local(job, ranks, change(config, train={"steps": 3}), data, spatial)
     run_local(job, ranks, config, data, spatial)
-    assert [event["step"] for event in events(config, "start")] == [0, 1, 3]
+    assert [event["step"] for event in events(config, "start")] == [0, 3]
     assert curve(config) == curve(through)
     assert_same_bits(last_state(config), last_state(through))
 
@@ -174,15 +181,12 @@ def test_a_shared_optimizer_step_without_clipping_keeps_every_bit(config, tmp_pa
     assert_same_bits(last_state(shared), last_state(config))
 
 
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(config, tmp_path):
-    config = change(config, checkpoint={"every": 1})
-    through = change(config, output={"folder": tmp_path / "through"})
-    alone(through)
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(config, whole_run):
     run_local(job, 4, change(config, train={"steps": 1}), 2, (1, 1, 2))
     run_local(job, 2, change(config, train={"steps": 2}), 1, (2, 1, 1))
     run_local(job, 3, change(config, train={"steps": 3}), 3, (1, 1, 1))
     alone(config)
-    assert curve(config) == pytest.approx(curve(through), abs=5e-6)
+    assert curve(config) == pytest.approx(curve(whole_run[0]), abs=5e-6)
 
 
 class Killed(BaseException):
@@ -197,10 +201,9 @@ def validations(config) -> dict[int, tuple]:
 
 
 @pytest.mark.parametrize(("end", "step"), [("killed", 2), ("killed", 4), ("signal", 4)])
-def test_a_validation_that_was_cut_off_is_done_on_resume(config, tmp_path, end, step):
+def test_a_validation_that_was_cut_off_is_done_on_resume(config, whole_run, end, step):
     """After the last checkpoint the final results are missing as well."""
-    through = change(config, output={"folder": tmp_path / "through"})
-    alone(through)
+    through = whole_run[0]
 
     def interrupt(event):
         if end == "signal" and event["event"] == "step" and event["step"] == step - 1:
@@ -245,10 +248,7 @@ def kill(*_) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_stops_and_the_run_goes_on_from_there(config, tmp_path, number):
-    through = change(config, output={"folder": tmp_path / "through"})
-    alone(through)
-
+def test_a_signal_saves_and_stops_and_the_run_goes_on_from_there(config, whole_run, number):
     def interrupt(event):
         if event["event"] == "step" and event["step"] == 1:
             os.kill(os.getpid(), number)
@@ -260,7 +260,7 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on_from_there(config, tmp_pat
     assert events(config, "end")[-1]["status"] == "stopped"
     assert [p.name for p in checkpoint.complete(config.output.folder / "ckpt")] == ["step-000002"]
     alone(config)
-    assert curve(config) == curve(through)
+    assert curve(config) == curve(whole_run[0])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -406,7 +406,7 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_the_previous_offered(c
             CheckpointError,
             "optimizer.name is 'adam' there and 'sgd' here",
         ),
-        ({"optimizer": {"lr": 0.1}}, CheckpointError, "optimizer.lr is 0.001 there and 0.1 here"),
+        ({"optimizer": {"lr": 0.1}}, CheckpointError, "optimizer.lr is 0.0001 there and 0.1 here"),
         (
             {"optimizer": {"warmup_epochs": 1.0}},
             CheckpointError,
@@ -415,9 +415,9 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_the_previous_offered(c
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_changed(
-    config, changes, error, message
+    whole_run, changes, error, message
 ):
-    alone(change(config, train={"steps": 1}))
+    config, _ = whole_run
     before = (config.output.folder / "config.toml").read_bytes()
     with pytest.raises(error, match=message):
         alone(change(config, **changes))
