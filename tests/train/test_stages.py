@@ -8,7 +8,10 @@ import json
 import math
 import threading
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import h5py
 import pytest
@@ -36,29 +39,49 @@ from pydist.train.config import (
 )
 from pydist.train.folder import TUNING_FILE
 from pydist.train.ranks import check, check_ranks
-from support.training.runs import change, in_stages, job
+from pydist.train.run import Result
+from support.training.runs import change, in_stages, job, universe_run
 
 DEEP = StageConfig(spatial=(2, 1, 1))
 UNEVEN = (DEEP, StageConfig())
 """A stage of two ranks, and one of one."""
 
 
-@pytest.fixture
-def double(monkeypatch):
+@contextmanager
+def in_double() -> Iterator[None]:
     """Lets networks and data have double precision."""
-    monkeypatch.setattr(
-        run, "ShardDataset", functools.partial(run.ShardDataset, dtype=torch.double)
-    )
+    dataset = functools.partial(run.ShardDataset, dtype=torch.double)
     torch.set_default_dtype(torch.double)
-    yield
-    torch.set_default_dtype(torch.float32)
+    try:
+        with patch.object(run, "ShardDataset", dataset):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture
-def cosmoflow_run(config) -> Config:
+def double() -> Iterator[None]:
+    with in_double():
+        yield
+
+
+def make_cosmoflow_run(universes: Path, folder: Path) -> Config:
     """Returns a run of CosmoFlow, with dropout and clipping: an epoch of two steps."""
     train = {"epochs": 1, "batch": 4, "clip_norm": 0.05}
-    return change(config, optimizer=vars(SgdConfig(lr=1e-2)), train=train)
+    return change(universe_run(universes, folder), optimizer=vars(SgdConfig(lr=1e-2)), train=train)
+
+
+@pytest.fixture
+def cosmoflow_run(universes, tmp_path) -> Config:
+    return make_cosmoflow_run(universes, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def whole_cosmoflow(universes, tmp_path_factory) -> tuple[Config, Result]:
+    """Returns that run after it has trained on one rank in double precision, and its result."""
+    config = make_cosmoflow_run(universes, tmp_path_factory.mktemp("whole") / "run")
+    with in_double():
+        return config, alone(config)
 
 
 @pytest.fixture(scope="session")
@@ -132,10 +155,9 @@ def elsewhere(config, folder) -> Config:
     ],
     ids=["groups", "uneven", "recompute", "forth and back", "gems"],
 )
-def test_cosmoflow_in_stages_trains_as_on_one_rank(double, cosmoflow_run, tmp_path, mesh):
+def test_cosmoflow_in_stages_trains_as_on_one_rank(double, cosmoflow_run, whole_cosmoflow, mesh):
     """The second batch is short: two samples, which are fewer than some micro-batches need."""
-    whole = elsewhere(cosmoflow_run, tmp_path / "whole")
-    expected = alone(whole)
+    whole, expected = whole_cosmoflow
     staged = change(cosmoflow_run, mesh=mesh)
     results = in_stages(staged)
     assert_same_runs(staged, whole)
