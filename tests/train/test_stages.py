@@ -173,12 +173,10 @@ def test_cosmoflow_in_stages_trains_as_on_one_rank(double, cosmoflow_run, whole_
     ("mesh", "weights"),
     [
         ({"stages": 2}, {}),
-        ({"stages": 2, "data": 2}, {}),
-        ({"stages": UNEVEN}, {}),
         ({"stages": 2, "data": 2}, {"class_weights": (0.2, 1.0, 3.0), "ignore_label": 2}),
         ({"stages": UNEVEN}, {"class_weights": (0.2, 1.0, 3.0), "loss": "cross_entropy"}),
     ],
-    ids=["stages", "groups", "uneven", "weighted groups", "weighted"],
+    ids=["stages", "weighted groups", "weighted"],
 )
 def test_the_unet_in_stages_trains_as_on_one_rank(double, volume_run, tmp_path, mesh, weights):
     volume_run = change(volume_run, train=weights)
