@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from pydist.data import Manifest
+from pydist.data.manifest import DataFile
+from pydist.data.medical import CTOptions, generate_ct
 from pydist.errors import UsageError
 from pydist.registry import TRANSPORTS, Registry, transport_names
 from pydist.train import log
@@ -123,25 +126,6 @@ class NumpyFolder(StoredFile):
         return numpy.load(self.path / f"{name}.npy", mmap_mode="r")
 """
 
-DATA = """
-import sys
-import numpy
-from pathlib import Path
-from pydist.data.manifest import DataFile, Manifest
-
-generator, files = numpy.random.default_rng(0), []
-for i, split in enumerate(["train", "train", "val"]):
-    folder = Path("numbers", f"{i}")
-    folder.mkdir(parents=True)
-    numpy.save(folder / "ct.npy", generator.normal(size=(1, 8, 8, 8)).astype("float32"))
-    numpy.save(folder / "classes.npy", generator.integers(0, 3, (8, 8, 8)).astype("uint8"))
-    files.append(DataFile(f"{i}", split, 0, "", ((0, 0, 0),)))
-Manifest(
-    (1, 8, 8, 8), "CDHW", "float32", tuple(files), dataset="ct", label="classes",
-    class_names=("nothing", "one", "two"), file_format=sys.argv[1],
-).save("numbers")
-"""
-
 ENTRY_POINTS = """
 [pydist.transports]
 counting = my_transports:Counting
@@ -161,6 +145,15 @@ npy = my_formats:NumpyFolder
 torn = my_torn:Format
 """
 
+COMMANDS = """
+import sys
+from pydist.cli.main import main
+for line in open("commands"):
+    if code := main(line.split()):
+        sys.exit(code)
+"""
+"""A program that runs several commands on the ranks of one job."""
+
 CONFIG = """
 [model]
 name = "flat"
@@ -176,6 +169,8 @@ spatial = [2, 1, 1]
 [train]
 epochs = 2
 batch = 1
+[output]
+plot = false
 """
 
 
@@ -217,90 +212,95 @@ def test_a_transport_of_another_package_trains(package, tmp_path):
     assert "depth 2, rank 0 of 2, counting" in ended.stdout
 
 
-def test_a_network_and_an_optimizer_of_another_package_train_and_predict(package, tmp_path):
-    for arguments in (
-        "data ct data --count 4 --shape 8 8 8",
-        "data ct scans --count 1 --shape 8 8 8 --format nifti",
-    ):
-        made = run(package, tmp_path, *arguments.split())
-        assert made.returncode == 0, made.stderr
-    (tmp_path / "flat.toml").write_text(CONFIG)
-    ended = run(package, tmp_path, "train", "flat.toml", "-n", "2", "--output.folder", "run")
-    assert ended.returncode == 0, ended.stderr
-    assert "name=flat" in ended.stdout
-    assert "name=rmsprop" in ended.stdout
-    text = (tmp_path / "run" / "config.toml").read_text()
-    assert "alpha = 0.9" in text
-    assert "width = 3" in text
-    last = (tmp_path / "run" / "log.jsonl").read_text().splitlines()[-1]
-    assert json.loads(last)["status"] == "done"
-    scan = next((tmp_path / "scans").rglob("imagesTr/*.nii.gz"))
-    ended = run(package, tmp_path, "predict", "run", str(scan), "-o", "labels.nii.gz", "-n", "2")
-    assert ended.returncode == 0, ended.stderr
-    ended = run(package, tmp_path, "export", "run", "weights.safetensors")
-    assert "my_networks.Flat(channels=1, classes=3, width=3)" in ended.stdout, ended.stderr
+def make_numbers(root: Path) -> Manifest:
+    """Makes a data set of two training samples and one for validation, in the package's format."""
+    generator, files = np.random.default_rng(0), []
+    for i, split in enumerate(["train", "train", "val"]):
+        folder = root / f"{i}"
+        folder.mkdir(parents=True)
+        np.save(folder / "ct.npy", generator.normal(size=(1, 8, 8, 8)).astype("float32"))
+        np.save(folder / "classes.npy", generator.integers(0, 3, (8, 8, 8)).astype("uint8"))
+        files.append(DataFile(f"{i}", split, 0, "", ((0, 0, 0),)))
+    manifest = Manifest(
+        (1, 8, 8, 8), "CDHW", "float32", tuple(files), dataset="ct", label="classes",
+        class_names=("nothing", "one", "two"), file_format="npy",
+    )  # fmt: skip
+    manifest.save(root)
+    return manifest
 
 
-def test_a_file_format_of_another_package_is_trained_from_and_predicts_as_hdf5_does(
-    package, tmp_path
-):
-    (tmp_path / "make.py").write_text(DATA)
-    made = subprocess.run(
-        [sys.executable, "make.py", "npy"],
-        cwd=tmp_path,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr
-    as_hdf5 = tmp_path / "same"
+@pytest.fixture(scope="module")
+def trained(package, tmp_path_factory) -> tuple[Path, str]:
+    """Runs commands in the processes of one job; returns their folder, and what they printed.
+
+    They train on CT volumes and predict one, then train from the package's format and from HDF5.
+    """
+    folder = tmp_path_factory.mktemp("trained")
+    generate_ct(folder / "data", CTOptions(count=4, shape=(8, 8, 8), format="both"))
+    scan = next(folder.rglob("imagesTr/*.nii.gz"))
+    manifest, as_hdf5 = make_numbers(folder / "numbers"), folder / "same"
     as_hdf5.mkdir()
-    manifest = Manifest.load(tmp_path / "numbers")
     files = []
     for file in manifest.files:
         with h5py.File(as_hdf5 / f"{file.path}.hdf5", "w") as copy:
             for name in ("ct", "classes"):
-                copy[name] = np.load(tmp_path / "numbers" / file.path / f"{name}.npy")
+                copy[name] = np.load(folder / "numbers" / file.path / f"{name}.npy")
         files.append(dataclasses.replace(file, path=f"{file.path}.hdf5"))
     dataclasses.replace(manifest, files=tuple(files), file_format="hdf5").save(as_hdf5)
+    train = "train flat.toml --data.path {0} --output.folder of-{0}"
+    commands = [train.format("data"), f"predict of-data {scan} -o labels.nii.gz"]
+    commands += [train.format("numbers"), train.format("same")]
+    (folder / "commands").write_text("\n".join(commands))
+    (folder / "commands.py").write_text(COMMANDS)
+    (folder / "flat.toml").write_text(CONFIG)
+    ended = run(package, folder, "run", "-n", "2", "commands.py")
+    assert ended.returncode == 0, ended.stderr
+    return folder, ended.stdout
 
-    def losses(data: str) -> list[float]:
-        options = ["--data.path", data, "--output.folder", f"run of {data}", "-n", "2"]
-        (tmp_path / "flat.toml").write_text(CONFIG)
-        ended = run(package, tmp_path, "train", "flat.toml", *options)
-        assert ended.returncode == 0, ended.stderr
-        return list(log.losses(tmp_path / f"run of {data}" / "log.jsonl").values())
 
-    of_numpy = losses("numbers")
+def test_a_network_and_an_optimizer_of_another_package_train_and_predict(package, trained):
+    folder, shown = trained
+    assert "name=flat" in shown
+    assert "name=rmsprop" in shown
+    text = (folder / "of-data" / "config.toml").read_text()
+    assert "alpha = 0.9" in text
+    assert "width = 3" in text
+    last = (folder / "of-data" / "log.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["status"] == "done"
+    assert (folder / "labels.nii.gz").exists()
+    ended = run(package, folder, "export", "of-data", "weights.safetensors")
+    assert "my_networks.Flat(channels=1, classes=3, width=3)" in ended.stdout, ended.stderr
+
+
+def test_a_file_format_of_another_package_is_trained_from_as_hdf5_is(trained):
+    of_numpy, of_hdf5 = (
+        list(log.losses(trained[0] / folder / "log.jsonl").values())
+        for folder in ("of-numbers", "of-same")
+    )
     assert len(of_numpy) == 4
-    assert of_numpy == losses("same")
+    assert of_numpy == of_hdf5
 
 
-def test_damage_in_a_file_format_of_another_package_is_one_line(package, tmp_path):
-    (tmp_path / "make.py").write_text(DATA)
-    for kind in ("npy", "zip", "torn"):
-        folder = tmp_path / kind
-        folder.mkdir()
-        environment = child_environment()
-        command = [sys.executable, "../make.py", kind]
-        subprocess.run(command, cwd=folder, env=environment, timeout=60, check=True)
-        (folder / "flat.toml").write_text(CONFIG)
-    (tmp_path / "npy" / "numbers" / "1" / "ct.npy").unlink()
+@pytest.mark.parametrize(
+    ("file_format", "code", "said"),
+    [
+        ("npy", 65, r"numbers/1: FileNotFoundError: .*ct\.npy"),
+        ("zip", 2, "format 'zip' is none of hdf5, npy, torn"),
+        ("torn", 2, r"format 'torn' \(my_torn:Format\): invalid syntax"),
+    ],
+)
+def test_damage_in_a_file_format_of_another_package_is_one_line(
+    package, tmp_path, file_format, code, said
+):
+    manifest = make_numbers(tmp_path / "numbers")
+    dataclasses.replace(manifest, file_format=file_format).save(tmp_path / "numbers")
+    (tmp_path / "numbers" / "1" / "ct.npy").unlink()
+    (tmp_path / "flat.toml").write_text(CONFIG)
     path = ["--data.path", "numbers", "--mesh.spatial", "1", "1", "1"]
-    ended = run(package, tmp_path / "npy", "train", "flat.toml", *path)
-    assert ended.returncode == 65
-    assert "numbers/1: FileNotFoundError: " in ended.stderr
-    assert "ct.npy" in ended.stderr
+    ended = run(package, tmp_path, "train", "flat.toml", *path)
+    assert ended.returncode == code
+    assert re.search(said, ended.stderr)
     assert "Traceback" not in ended.stderr
-    ended = run(package, tmp_path / "zip", "train", "flat.toml", *path)
-    assert ended.returncode == 2
-    assert "format 'zip' is none of hdf5, npy, torn" in ended.stderr
-    assert ended.stderr.count("\n") == 1
-    ended = run(package, tmp_path / "torn", "train", "flat.toml", *path)
-    assert ended.returncode == 2
-    assert "format 'torn' (my_torn:Format): invalid syntax" in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 

@@ -62,9 +62,10 @@ def test_as_launcher_it_prints_one_table_and_writes_the_trace_alone(place):
     }
 
 
-def test_alone_it_profiles_in_this_process_and_writes_nothing(place):
+def test_alone_it_profiles_in_this_process_and_writes_nothing(place, capsys):
     before = files(place)
-    shown = profile("--steps", "1", "--warmup", "0")
+    assert cli.main(["profile", "run.toml", "--steps", "1", "--warmup", "0"]) == 0
+    shown = capsys.readouterr().out
     assert "mean of 1 step on 1 rank;" in shown
     assert "no halo was exchanged" in shown
     assert files(place) == before

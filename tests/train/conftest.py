@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from pydist.data import UniverseOptions, generate_universes
-from pydist.train.config import Config, CosmoFlowConfig, DataConfig, OutputConfig, TrainConfig
+from pydist.train.config import Config
 from support.equivalence import on_one_core
+from support.training.runs import universe_run
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +30,4 @@ def universes(tmp_path_factory) -> Path:
 @pytest.fixture
 def config(universes, tmp_path) -> Config:
     """Returns a run of the smaller network: two epochs of two steps with three samples each."""
-    return Config(
-        model=CosmoFlowConfig(variant="mlperf", width=32),
-        data=DataConfig(path=universes, normalize="log1p"),
-        train=TrainConfig(epochs=2, batch=3),
-        output=OutputConfig(folder=tmp_path / "run", plot=False),
-    )
+    return universe_run(universes, tmp_path / "run")

@@ -17,7 +17,14 @@ from pydist.train.config import (
     StageConfig,
 )  # fmt: skip
 from pydist.train.run import pass_rule
-from support.training.runs import assert_same_bits, change, in_stages, job, last_state
+from support.training.runs import (
+    assert_same_bits,
+    change,
+    in_stages,
+    job,
+    last_state,
+    universe_run,
+)
 
 GROWING = BatchScheduleConfig(((1.0, 3), (1.5, 6)))
 """Of the six samples: steps of 2, 2, 2; of 3, and 3 that are left of a batch of 6; and of 6."""
@@ -28,15 +35,25 @@ def steps(config: Config, name: str) -> list:
     return [event[name] for event in log.read(path) if event["event"] == "step"]
 
 
-@pytest.fixture
-def growing(config) -> Config:
+def growing_run(universes: Path, folder: Path) -> Config:
     """Returns a run of three epochs with dropout whose batch grows, first within the second."""
     table = SgdConfig(lr=1e-3, lr_batch=2, warmup_epochs=0.5, decay_epochs=3.0)
     train = {"epochs": 3, "batch": 2, "accumulate": 2, "batch_schedule": GROWING}
-    return change(
-        config, model={"variant": "paper"}, optimizer={**vars(table)}, train=train,
-        checkpoint={"every": 1},
-    )  # fmt: skip
+    run = universe_run(universes, folder)
+    return change(run, optimizer=vars(table), train=train)
+
+
+@pytest.fixture
+def growing(universes, tmp_path) -> Config:
+    return growing_run(universes, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def grown(universes, tmp_path_factory) -> Config:
+    """Returns the same run after it has trained on one rank."""
+    config = growing_run(universes, tmp_path_factory.mktemp("grown") / "run")
+    job(LocalTransport(), config)
+    return config
 
 
 @pytest.mark.parametrize(
@@ -45,7 +62,7 @@ def growing(config) -> Config:
 )
 def test_passes_train_as_the_whole_batch(config, tmp_path, data, spatial, shares):
     """The network has dropout, and two groups share the five samples of a batch unevenly."""
-    config = change(config, model={"variant": "paper"}, train={"batch": 5})
+    config = change(config, train={"batch": 5})
     job(LocalTransport(), config)
     mesh = {"spatial": spatial, "shares": SharesConfig(data=shares)}
     parts = change(
@@ -57,20 +74,19 @@ def test_passes_train_as_the_whole_batch(config, tmp_path, data, spatial, shares
     assert steps(parts, "batch") == steps(config, "batch") == [5, 1, 5, 1]
 
 
-def test_the_batch_follows_its_milestones_and_the_rate_follows_the_batch(growing, tmp_path):
-    job(LocalTransport(), growing)
-    assert steps(growing, "batch") == [2, 2, 2, 3, 3, 6]
-    assert steps(growing, "passes") == [2, 2, 2, 3, 3, 6]
+def test_the_batch_follows_its_milestones_and_the_rate_follows_the_batch(grown, growing):
+    assert steps(grown, "batch") == [2, 2, 2, 3, 3, 6]
+    assert steps(grown, "passes") == [2, 2, 2, 3, 3, 6]
     seen, sizes, expected = 0, [2, 2, 2, 3, 6, 6], []
-    for size, used in zip(sizes, steps(growing, "batch"), strict=True):
+    for size, used in zip(sizes, steps(grown, "batch"), strict=True):
         peak, end = 1e-3 * size / 2, 1e-7 * size / 2
         if seen < 3:
             expected.append(peak * (0.01 + 0.99 * seen / 3))
         else:
             expected.append(end + (peak - end) * (1 - (seen - 3) / 18))
         seen += used
-    assert steps(growing, "lr") == pytest.approx(expected, rel=1e-12)
-    fixed = change(growing, optimizer={"lr_batch": None}, output={"folder": tmp_path / "fixed"})
+    assert steps(grown, "lr") == pytest.approx(expected, rel=1e-12)
+    fixed = change(growing, optimizer={"lr_batch": None})
     job(LocalTransport(), fixed)
     rates = [rate * 2 / size for rate, size in zip(expected, sizes, strict=True)]
     assert steps(fixed, "lr") == pytest.approx(rates, rel=1e-12)
@@ -81,14 +97,13 @@ def test_the_batch_follows_its_milestones_and_the_rate_follows_the_batch(growing
     [("accumulate", None, [2, 2, 2, 3, 3, 6]), ("batch", None, [2, 2, 2, 2, 1, 2]),
      ("both", 2, [2, 2, 2, 2, 2, 3])],
 )  # fmt: skip
-def test_what_grows_does_not_change_the_training(growing, tmp_path, by, largest, passes):
-    job(LocalTransport(), growing)
+def test_what_grows_does_not_change_the_training(grown, growing, by, largest, passes):
     table = BatchScheduleConfig(GROWING.milestones, by=by, largest_pass=largest)
-    other = change(growing, train={"batch_schedule": table}, output={"folder": tmp_path / "other"})
+    other = change(growing, train={"batch_schedule": table})
     run_local(job, 2, other, 1, (2, 1, 1))
-    assert steps(other, "batch") == steps(growing, "batch")
+    assert steps(other, "batch") == steps(grown, "batch")
     assert steps(other, "passes") == passes
-    assert steps(other, "loss") == pytest.approx(steps(growing, "loss"), abs=5e-6)
+    assert steps(other, "loss") == pytest.approx(steps(grown, "loss"), abs=5e-6)
 
 
 def test_milestones_in_samples(growing):
@@ -101,9 +116,9 @@ def test_milestones_in_samples(growing):
 @pytest.mark.parametrize(
     ("ranks", "data", "tables"),
     [
-        (1, 1, {"model": {"batch_norm": True}}),
+        (1, 1, {"model": {"variant": "paper", "batch_norm": True}}),
         (2, 1, {"optimizer": {"sharded": "always"}, "mesh": {"spatial": (2, 1, 1)}}),
-        (2, 2, {"model": {"batch_norm": True}, "train": {"accumulate": 1}}),
+        (2, 2, {"train": {"accumulate": 1}}),
         (2, 1, {"mesh": {"channel": 2, "sharded_weights": True}}),
     ],
     ids=["one rank", "partitioned", "groups", "slices"],
@@ -121,30 +136,25 @@ def test_a_run_resumes_within_a_change_bit_by_bit(growing, tmp_path, ranks, data
     assert_same_bits(last_state(parts), last_state(through))
 
 
-def test_a_checkpoint_goes_on_with_other_passes_but_not_with_other_batches(growing, tmp_path):
-    job(LocalTransport(), growing)
-    parts = change(growing, output={"folder": tmp_path / "parts"})
-    job(LocalTransport(), change(parts, train={"steps": 4}))
+def test_a_checkpoint_goes_on_with_other_passes_but_not_with_other_batches(grown, growing):
+    job(LocalTransport(), change(growing, train={"steps": 4}))
     table = BatchScheduleConfig(((1.0, 3), (2.0, 6)))
     with pytest.raises(UsageError, match=r"batches that change at \[\(6, 3\), \(9, 6\)\]"):
-        job(LocalTransport(), change(parts, train={"batch_schedule": table}))
+        job(LocalTransport(), change(growing, train={"batch_schedule": table}))
     with pytest.raises(UsageError, match=r"change at .* this one at \[\]"):
-        job(LocalTransport(), change(parts, train={"batch_schedule": BatchScheduleConfig()}))
+        job(LocalTransport(), change(growing, train={"batch_schedule": BatchScheduleConfig()}))
     table = BatchScheduleConfig(GROWING.milestones, by="batch")
-    run_local(job, 2, change(parts, train={"batch_schedule": table, "accumulate": 1}), 2)
-    assert steps(parts, "loss") == pytest.approx(steps(growing, "loss"), abs=5e-6)
+    run_local(job, 2, change(growing, train={"batch_schedule": table, "accumulate": 1}), 2)
+    assert steps(growing, "loss") == pytest.approx(steps(grown, "loss"), abs=5e-6)
 
 
-def test_stages_accumulate_over_more_micro_batches(growing, tmp_path):
-    job(LocalTransport(), growing)
+def test_stages_accumulate_over_more_micro_batches(grown, growing):
     mesh = {"stages": (StageConfig(), StageConfig((2, 1, 1))), "micro_batches": 2}
-    staged = change(
-        growing, mesh=mesh, train={"accumulate": 1}, output={"folder": tmp_path / "staged"}
-    )
+    staged = change(growing, mesh=mesh, train={"accumulate": 1})
     in_stages(staged)
-    assert steps(staged, "batch") == steps(growing, "batch")
+    assert steps(staged, "batch") == steps(grown, "batch")
     assert steps(staged, "passes") == [2, 2, 2, 3, 6, 6]
-    assert steps(staged, "loss") == pytest.approx(steps(growing, "loss"), abs=5e-6)
+    assert steps(staged, "loss") == pytest.approx(steps(grown, "loss"), abs=5e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,18 @@
-"""Tests that runs on real ranks resume bit by bit within a change of the batch."""
+"""Tests that runs on real ranks resume within a change of the batch, with the bits of threads."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from pydist.comm import run_local
 from pydist.launch import available
-from pydist.train import checkpoint, log
-from support.training.runs import assert_same_bits
+from pydist.train import config_io, log
+from pydist.train.config import Config
+from support.training.runs import assert_same_bits, change, job, last_state
 
 CONFIG = """
 [model]
@@ -29,8 +30,6 @@ lr_batch = 2
 epochs = 3
 batch = 2
 {train}
-[checkpoint]
-every = 1
 [output]
 folder = "{folder}"
 plot = false
@@ -41,35 +40,44 @@ NOISE = """batch_schedule = {noise_scale = true, largest = 6, decide_every = 0.5
 by = "batch"}""".replace("\n", " ")
 
 
-def train(data: Path, folder: Path, mpi: str, tables: dict[str, str], *arguments: str) -> None:
-    """Trains on two ranks."""
-    folder.with_suffix(".toml").write_text(CONFIG.format(data=data, folder=folder, **tables))
-    command = [sys.executable, "-m", "pydist", "train", str(folder.with_suffix(".toml"))]
+def train(config: Config, mpi: str | None) -> None:
+    """Trains on two ranks, which are processes of a launcher or threads."""
+    if mpi is None:
+        run_local(job, 2, config, config.mesh.data or 1, config.mesh.spatial)
+        return
+    path = config.output.folder.with_suffix(".toml")
+    path.write_text(config_io.dumps(config))
     ended = subprocess.run(
-        [*command, "-n", "2", "--mpi", mpi, *arguments],
+        [sys.executable, "-m", "pydist", "train", str(path), "-n", "2", "--mpi", mpi],
         capture_output=True, text=True, timeout=120, check=False,
         env={**os.environ, "PYDIST_TUNE": "0"},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("mpi", [each.name for each in available()])
-def test_a_run_resumes_within_a_change(universes, tmp_path, mpi):
-    """Split samples whose batch grows at milestones; and, with gloo, groups that measure noise."""
-    tables = {"mesh": "spatial = [2, 1, 1]", "train": MILESTONES}
-    stop = 4  # within the second epoch, between two changes
-    if mpi == "gloo":
-        tables, stop = {"mesh": "data = 2", "train": NOISE}, 3
-    through, parts = tmp_path / "through", tmp_path / "parts"
-    train(universes, through, mpi, tables)
-    train(universes, parts, mpi, tables, "--train.steps", str(stop))
-    train(universes, parts, mpi, tables)
+@pytest.mark.parametrize(
+    ("mesh", "table", "stop", "launchers"),
+    [
+        ("spatial = [2, 1, 1]", MILESTONES, 4, ("openmpi", "mpich")),
+        ("data = 2", NOISE, 3, (None, "gloo")),
+    ],
+    ids=["milestones", "noise scale"],
+)
+def test_a_run_resumes_within_a_change(universes, tmp_path, mesh, table, stop, launchers):
+    """It stops within the second epoch, between two changes, and goes on under another launcher."""
+    if not {*launchers} <= {None, *(each.name for each in available())}:
+        pytest.skip(f"{launchers} are not all installed")
+    text = CONFIG.format(data=universes, folder=tmp_path / "parts", mesh=mesh, train=table)
+    parts = config_io.loads(text, "run.toml")
+    for mpi, steps in zip(launchers, (stop, None), strict=True):
+        train(change(parts, train={"steps": steps}), mpi)
+    through = change(parts, output={"folder": tmp_path / "through"})
+    train(through, None)
     logs = [
-        [e for e in log.read(folder / "log.jsonl") if e["event"] == "step"]
-        for folder in (through, parts)
+        [e for e in log.read(run.output.folder / "log.jsonl") if e["event"] == "step"]
+        for run in (through, parts)
     ]
     for name in ("step", "epoch", "loss", "lr", "batch", "passes"):
         assert [e[name] for e in logs[1]] == [e[name] for e in logs[0]]
     assert len({e["batch"] for e in logs[0]}) > 1
-    states = [checkpoint.read(checkpoint.complete(f / "ckpt")[-1]) for f in (through, parts)]
-    assert_same_bits(*states)
+    assert_same_bits(last_state(through), last_state(parts))

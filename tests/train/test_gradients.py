@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -37,6 +38,7 @@ POWER = PowerSgdConfig(rank=2, start=1)
 SPARSE = DgcConfig(density=0.05, warmup_epochs=1.0)
 LOCAL = PostLocalConfig(every=3, start_epochs=0.5)
 STATEFUL = [POWER, SPARSE, DgcConfig(density=0.1, momentum=0.0, masking=False), LOCAL]
+UNINTERRUPTED = {"checkpoint": {"every": 3}, "optimizer": {"sharded": "never"}}
 EXACT = [TorusConfig(), TorusConfig(row=2), "hierarchical"]
 
 
@@ -48,15 +50,19 @@ def volumes(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def config(volumes, tmp_path):
+def unet_run(volumes, folder):
     """Returns a run of a small U-Net."""
     return Config(
         model=UNet3dConfig(features=8, levels=2),
         data=DataConfig(path=volumes, normalize="ct"),
         train=TrainConfig(epochs=3, batch=4),
-        output=OutputConfig(folder=tmp_path / "run", plot=False),
+        output=OutputConfig(folder=folder, plot=False),
     )
+
+
+@pytest.fixture
+def config(volumes, tmp_path):
+    return unet_run(volumes, tmp_path / "run")
 
 
 def with_form(config, form, tmp_path, name, **tables):
@@ -64,6 +70,29 @@ def with_form(config, form, tmp_path, name, **tables):
     sgd = SgdConfig(lr=1e-2, decay="none", momentum=0.0 if isinstance(form, DgcConfig) else 0.5)
     changed = change(config, train={"gradients": form}, output={"folder": tmp_path / name})
     return change(replace(changed, optimizer=sgd), **tables)
+
+
+@pytest.fixture(scope="module")
+def alone(volumes, tmp_path_factory):
+    """Returns a run that has trained on one rank."""
+    folder = tmp_path_factory.mktemp("alone")
+    run = with_form(unet_run(volumes, folder), "dense", folder, "run")
+    job(LocalTransport(), run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(volumes, tmp_path_factory):
+    """Returns a function that trains once with each form, on 2 groups of 2 ranks."""
+
+    @functools.cache
+    def train(form):
+        folder = tmp_path_factory.mktemp("trained")
+        run = with_form(unet_run(volumes, folder), form, folder, "run", **UNINTERRUPTED)
+        run_local(job, 4, run, 2, (2, 1, 1))
+        return run
+
+    return train
 
 
 def events(config, kind):
@@ -88,27 +117,21 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("form", EXACT, ids=str)
-def test_exact_forms_train_as_one_rank(config, tmp_path, form):
-    alone = with_form(config, "dense", tmp_path, "alone")
-    job(LocalTransport(), alone)
+def test_exact_forms_train_as_one_rank(config, alone, tmp_path, form):
     split = with_form(config, form, tmp_path, "split")
     with on_hosts([1, 3]):
         run_local(job, 4, split, 2, (2, 1, 1))
     assert curve(split) == pytest.approx(curve(alone), rel=1e-4)
 
 
-@pytest.mark.parametrize("form", ["fp16", "bf16", *STATEFUL], ids=str)
-def test_compressed_forms_train_and_resume_with_the_same_bits(config, tmp_path, form):
-    """Interrupted after each step, whose checkpoints have what was not sent."""
-    every = {"checkpoint": {"every": 1}}
-    dense = with_form(config, "dense", tmp_path, "dense")
-    run_local(job, 4, dense, 2, (2, 1, 1))
-    through = with_form(config, form, tmp_path, "through", **every)
-    run_local(job, 4, through, 2, (2, 1, 1))
-    parts = with_form(config, form, tmp_path, "parts", **every)
-    for steps in (1, 3, None):
+@pytest.mark.parametrize("form", ["bf16", *STATEFUL], ids=str)
+def test_compressed_forms_train_and_resume_with_the_same_bits(config, trained, tmp_path, form):
+    """Interrupted within an epoch: the checkpoint has what was not sent."""
+    dense, through = trained("dense"), trained(form)
+    parts = with_form(config, form, tmp_path, "parts", **UNINTERRUPTED)
+    for steps in (3, None):
         run_local(job, 4, change(parts, train={"steps": steps}), 2, (2, 1, 1))
-    assert [event["step"] for event in events(parts, "start")] == [0, 1, 3]
+    assert [event["step"] for event in events(parts, "start")] == [0, 3]
     assert curve(parts) == curve(through)
     for part in ("model", "optimizer", "gradients"):
         assert same(last_state(parts).get(part), last_state(through).get(part))
@@ -150,13 +173,11 @@ def test_a_run_does_not_go_on_with_another_form(config, tmp_path):
     assert len(curve(exact)) == 6
 
 
-def test_the_log_has_the_bytes_of_each_form(config, tmp_path):
+def test_the_log_has_the_bytes_of_each_form(trained):
     """On 2 groups of 2 ranks, relative to the dense form's 2 (N - 1) / N of the gradients."""
     bytes_of = {}
     for form in ("dense", "bf16", TorusConfig(), POWER, SPARSE, LOCAL):
-        run = with_form(config, form, tmp_path, str(form)[:12])
-        run = change(run, optimizer={"sharded": "never"})
-        run_local(job, 4, run, 2, (2, 1, 1))
+        run = trained(form)
         bytes_of[str(form)] = [event["gradient_bytes"] for event in events(run, "step")]
     (start,) = {event["parameters"] for event in events(run, "start")}
     size = 4 * start
@@ -173,16 +194,14 @@ def test_the_log_has_the_bytes_of_each_form(config, tmp_path):
     assert sparse[2] == sparse[5] == pytest.approx(size / 2 * 2 * 0.05, rel=0.6)
     assert all(each["within"] == within for each in bytes_of[str(SPARSE)])
     local = [each["between"] for each in bytes_of[str(LOCAL)]]
-    # One step with all groups; then averages of parameters and momentum after steps 4 (every), 2
-    # and 6 (validation and checkpoint); the log counts them in the step or in the next one.
+    # One step with all groups; then averages of parameters and momentum after steps 2, 4 and 6
+    # (validation) and 3 (checkpoint); the log counts them in the step or in the next one.
     assert local[0] > 0
     assert sum(local) < 8 * local[0]
 
 
 @pytest.mark.parametrize("form", ["bf16", TorusConfig()], ids=str)
-def test_stages(config, tmp_path, form):
-    alone = with_form(config, "dense", tmp_path, "alone")
-    job(LocalTransport(), alone)
+def test_stages(config, alone, tmp_path, form):
     split = with_form(config, form, tmp_path, "split", mesh={"stages": 2, "data": 2})
     in_stages(split)
     assert curve(split) == pytest.approx(curve(alone), rel=1e-4 if form != "bf16" else 0.05)

@@ -8,7 +8,10 @@ import json
 import math
 import threading
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import h5py
 import pytest
@@ -26,7 +29,6 @@ from pydist.train import checkpoint, config_io, log, run
 from pydist.train.about import load_trained
 from pydist.train.config import (
     Config,
-    CosmoFlowConfig,
     DataConfig,
     MeshConfig,
     OutputConfig,
@@ -37,34 +39,49 @@ from pydist.train.config import (
 )
 from pydist.train.folder import TUNING_FILE
 from pydist.train.ranks import check, check_ranks
-from support.training.runs import change, in_stages, job
+from pydist.train.run import Result
+from support.training.runs import change, in_stages, job, universe_run
 
 DEEP = StageConfig(spatial=(2, 1, 1))
 UNEVEN = (DEEP, StageConfig())
 """A stage of two ranks, and one of one."""
 
 
-@pytest.fixture
-def double(monkeypatch):
+@contextmanager
+def in_double() -> Iterator[None]:
     """Lets networks and data have double precision."""
-    monkeypatch.setattr(
-        run, "ShardDataset", functools.partial(run.ShardDataset, dtype=torch.double)
-    )
+    dataset = functools.partial(run.ShardDataset, dtype=torch.double)
     torch.set_default_dtype(torch.double)
-    yield
-    torch.set_default_dtype(torch.float32)
+    try:
+        with patch.object(run, "ShardDataset", dataset):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture
-def universe_run(universes, tmp_path) -> Config:
+def double() -> Iterator[None]:
+    with in_double():
+        yield
+
+
+def make_cosmoflow_run(universes: Path, folder: Path) -> Config:
     """Returns a run of CosmoFlow, with dropout and clipping: an epoch of two steps."""
-    return Config(
-        model=CosmoFlowConfig(width=32),
-        data=DataConfig(path=universes, normalize="log1p"),
-        optimizer=SgdConfig(lr=1e-2),
-        train=TrainConfig(epochs=1, batch=4, clip_norm=0.05),
-        output=OutputConfig(folder=tmp_path / "run", plot=False),
-    )
+    train = {"epochs": 1, "batch": 4, "clip_norm": 0.05}
+    return change(universe_run(universes, folder), optimizer=vars(SgdConfig(lr=1e-2)), train=train)
+
+
+@pytest.fixture
+def cosmoflow_run(universes, tmp_path) -> Config:
+    return make_cosmoflow_run(universes, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def whole_cosmoflow(universes, tmp_path_factory) -> tuple[Config, Result]:
+    """Returns that run after it has trained on one rank in double precision, and its result."""
+    config = make_cosmoflow_run(universes, tmp_path_factory.mktemp("whole") / "run")
+    with in_double():
+        return config, alone(config)
 
 
 @pytest.fixture(scope="session")
@@ -138,11 +155,10 @@ def elsewhere(config, folder) -> Config:
     ],
     ids=["groups", "uneven", "recompute", "forth and back", "gems"],
 )
-def test_cosmoflow_in_stages_trains_as_on_one_rank(double, universe_run, tmp_path, mesh):
+def test_cosmoflow_in_stages_trains_as_on_one_rank(double, cosmoflow_run, whole_cosmoflow, mesh):
     """The second batch is short: two samples, which are fewer than some micro-batches need."""
-    whole = elsewhere(universe_run, tmp_path / "whole")
-    expected = alone(whole)
-    staged = change(universe_run, mesh=mesh)
+    whole, expected = whole_cosmoflow
+    staged = change(cosmoflow_run, mesh=mesh)
     results = in_stages(staged)
     assert_same_runs(staged, whole)
     for result in results:
@@ -157,12 +173,10 @@ def test_cosmoflow_in_stages_trains_as_on_one_rank(double, universe_run, tmp_pat
     ("mesh", "weights"),
     [
         ({"stages": 2}, {}),
-        ({"stages": 2, "data": 2}, {}),
-        ({"stages": UNEVEN}, {}),
         ({"stages": 2, "data": 2}, {"class_weights": (0.2, 1.0, 3.0), "ignore_label": 2}),
         ({"stages": UNEVEN}, {"class_weights": (0.2, 1.0, 3.0), "loss": "cross_entropy"}),
     ],
-    ids=["stages", "groups", "uneven", "weighted groups", "weighted"],
+    ids=["stages", "weighted groups", "weighted"],
 )
 def test_the_unet_in_stages_trains_as_on_one_rank(double, volume_run, tmp_path, mesh, weights):
     volume_run = change(volume_run, train=weights)
@@ -188,7 +202,7 @@ def test_micro_batches_see_their_own_statistics_on_any_stages(double, volume_run
 
 
 @pytest.mark.parametrize(
-    ("name", "amp"), [("universe_run", "bf16"), ("volume_run", "bf16"), ("volume_run", "fp16")]
+    ("name", "amp"), [("cosmoflow_run", "bf16"), ("volume_run", "bf16"), ("volume_run", "fp16")]
 )
 def test_mixed_precision_has_the_same_bits_in_stages(request, tmp_path, name, amp):
     """With a rank a stage, nothing is summed in another order; fp16 begins with overflows."""
@@ -208,7 +222,7 @@ def test_mixed_precision_has_the_same_bits_in_stages(request, tmp_path, name, am
 
 
 def test_a_run_goes_on_with_other_stages_and_without(double, volume_run, tmp_path):
-    config = change(volume_run, checkpoint={"every": 1})
+    config = volume_run
     through = elsewhere(config, tmp_path / "through")
     alone(through)
     in_stages(change(config, train={"steps": 1}, mesh={"stages": 2}))
@@ -221,12 +235,11 @@ def test_a_run_goes_on_with_other_stages_and_without(double, volume_run, tmp_pat
 
 def test_a_resumed_run_in_the_same_stages_keeps_every_bit(volume_run, tmp_path):
     config = change(
-        volume_run, checkpoint={"every": 1}, optimizer={"name": "adam"},
+        volume_run, optimizer={"name": "adam"},
         mesh={"stages": 2, "cuts": ("up.0",), "micro_batches": 2},
     )  # fmt: skip
     through = change(config, output={"folder": tmp_path / "through"})
     in_stages(through)
-    in_stages(change(config, train={"steps": 1}))
     in_stages(change(config, train={"steps": 3}))
     in_stages(config)
     assert curve(config) == curve(through)
@@ -245,7 +258,7 @@ def tuned(monkeypatch, tmp_path):
 
 def test_each_stage_keeps_its_choices_of_kernels(tuned, volume_run):
     mesh = {"stages": UNEVEN, "data": 2, "cuts": ("up.0",)}
-    config = change(volume_run, mesh=mesh, checkpoint={"every": 1})
+    config = change(volume_run, mesh=mesh, train={"steps": 2})
     in_stages(change(config, train={"steps": 1}))
     first = json.loads((config.output.folder / TUNING_FILE).read_bytes())
     assert len(first) == 4  # two groups of two stages
@@ -339,13 +352,13 @@ def test_an_error_on_one_rank_ends_all(volume_run):
     assert [event["status"] for event in events(volume_run, "end")] == ["failed"]
 
 
-def test_a_sample_with_nan_is_named(universe_run, tmp_path):
+def test_a_sample_with_nan_is_named(cosmoflow_run, tmp_path):
     folder = tmp_path / "damaged"
     options = UniverseOptions(count=2, width=32, box_width=32, validation=0.0, dtype="float32")
     manifest = generate_universes(folder, options)
     with h5py.File(folder / manifest.files[1].path, "r+") as file:
         file["full"][0, 1, 2, 3] = math.nan
-    config = change(universe_run, data={"path": folder}, train={"batch": 2}, mesh={"stages": 2})
+    config = change(cosmoflow_run, data={"path": folder}, train={"batch": 2}, mesh={"stages": 2})
     with pytest.raises(DataError, match=r"nan at channel 0, voxel \(1, 2, 3\)"):
         in_stages(config)
 
@@ -358,32 +371,32 @@ def test_a_sample_with_nan_is_named(universe_run, tmp_path):
     ],
 )
 def test_stages_that_do_not_suit_the_data_or_the_network_are_refused(
-    universe_run, mesh, train, message
+    cosmoflow_run, mesh, train, message
 ):
-    config = change(universe_run, mesh={"stages": 2, **mesh}, train=train)
+    config = change(cosmoflow_run, mesh={"stages": 2, **mesh}, train=train)
     with pytest.raises(UsageError, match=message):
         in_stages(config)
     assert not events(config, "start")
 
 
-def test_a_wrong_order_is_refused(universe_run):
+def test_a_wrong_order_is_refused(cosmoflow_run):
     for given in ((0, 1, 2), (0, 0)):
-        config = change(universe_run, mesh={"stages": 2, "order": given})
+        config = change(cosmoflow_run, mesh={"stages": 2, "order": given})
         with pytest.raises(UsageError, match=r"mesh\.order = .* each of 0 to 1 at least once"):
             check(config)
         with pytest.raises(UsageError, match="each of 0 to 1 at least once"):
             in_stages(config)
 
 
-def test_gems_on_other_meshes_is_refused(universe_run):
+def test_gems_on_other_meshes_is_refused(cosmoflow_run):
     for mesh in ({"stages": 2, "order": (0, 1, 1, 0)}, {"stages": UNEVEN}):
-        config = change(universe_run, mesh={**mesh, "schedule": "gems"})
+        config = change(cosmoflow_run, mesh={**mesh, "schedule": "gems"})
         with pytest.raises(UsageError, match=r"leave out mesh\.order"):
             check(config)
 
 
-def test_another_number_of_ranks_is_refused(universe_run):
-    config = change(universe_run, mesh={"stages": UNEVEN, "data": 2})
+def test_another_number_of_ranks_is_refused(cosmoflow_run):
+    config = change(cosmoflow_run, mesh={"stages": UNEVEN, "data": 2})
     check_ranks(config, 6)
     groups = "for each of mesh.data = 2 sample groups"
     with pytest.raises(UsageError) as caught:
@@ -402,8 +415,8 @@ def test_all_schedules_can_be_chosen():
     assert typing.get_args(typing.get_type_hints(MeshConfig)["schedule"]) == tuple(SCHEDULES)
 
 
-def test_stages_can_be_given_on_the_command_line(universe_run):
-    for config in (universe_run, change(universe_run, mesh={"stages": UNEVEN})):
+def test_stages_can_be_given_on_the_command_line(cosmoflow_run):
+    for config in (cosmoflow_run, change(cosmoflow_run, mesh={"stages": UNEVEN})):
         assert override(config, ["--mesh.stages", "3"], "test").mesh.stages == 3
         listed = override(config, ["--mesh.stages", "[{spatial = [2, 1, 1]}, {}]"], "test")
         assert listed.mesh.stages == UNEVEN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +13,20 @@ from pydist.comm import Transport, run_local
 from pydist.mesh import Mesh
 from pydist.stages import Stages
 from pydist.train import checkpoint, config_io
-from pydist.train.config import Config
+from pydist.train.config import Config, CosmoFlowConfig, DataConfig, OutputConfig, TrainConfig
 from pydist.train.log import Listener
 from pydist.train.ranks import check_ranks, ranks_a_sample, stage_arguments
 from pydist.train.run import Result, train
+
+
+def universe_run(universes: Path, folder: Path) -> Config:
+    """Returns a run of the smaller CosmoFlow, which has dropout: two epochs of batches of three."""
+    return Config(
+        model=CosmoFlowConfig(variant="mlperf", width=32),
+        data=DataConfig(path=universes, normalize="log1p"),
+        train=TrainConfig(epochs=2, batch=3),
+        output=OutputConfig(folder=folder, plot=False),
+    )
 
 
 def change(config: Config, **tables: Any) -> Config:
