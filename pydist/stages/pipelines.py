@@ -217,6 +217,7 @@ class Pipeline:
         self._left_weights = stages.mesh.session.service(LeftWeights, LeftWeights)
         self._state_of = PassState(model, stages, lends=self._lends, collects=collects)
         self._made: list[MicroBatch] = []  # passes over the batch that may be owed gradients
+        self._is_interrupted = False  # by an exception that other ranks may not get to
 
     def step(
         self,
@@ -246,6 +247,11 @@ class Pipeline:
             UsageError: there are fewer samples than micro-batches, ranks have different batches
                 or make different calls, or a stage of the plan does not begin.
         """
+        if self._is_interrupted:
+            raise UsageError(
+                "pipe.step after an exception in a step with schedule='zero-bubble': other ranks "
+                "may still wait for its gradients; possible with gpipe, 1f1b and gems"
+            )
         weighs = entry_of(self.model).batches.weighs
         count, draws = micro_batches or self._micro_batches, self.model.training
         found = parts_of(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
@@ -373,6 +379,10 @@ class Pipeline:
             yield
         except BaseException:
             # A script may go on; what other stages have sent of this batch is not of the next one.
+            # Passes before a micro-batch's forward pass need none that comes after it on another
+            # mesh, so an exception in the same micro-batch lets all ranks go on; unless gradients
+            # of weights fill the time.
+            self._is_interrupted = self._schedule.splits
             owed = [(each.number, t) for each in self._made for t in each.owed]
             self._transfers.drop(self._number + 1, self._next, owed)
             raise

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pydist.errors import NotSupported
+from pydist.errors import NotSupported, UsageError
 from pydist.stages import pipeline
 from support.equivalence import randn
 from support.networks.small import initialized
@@ -65,7 +65,7 @@ def assert_in_stages(net, order=None, meshes=None, criterion=F.mse_loss, **optio
 
 
 @pytest.mark.parametrize(
-    ("schedule", "order"), [*itertools.product(["gpipe", "1f1b", "zero-bubble"], ORDERS), ("gems", None)], ids=str
+    ("schedule", "order"), [*itertools.product(["gpipe", "1f1b"], ORDERS), ("gems", None)], ids=str
 )
 def test_a_step_that_raised_leaves_nothing_to_the_next(schedule, order):
     """The criterion raises on all ranks for a micro-batch, and the script goes on."""
@@ -94,6 +94,28 @@ def test_a_step_that_raised_leaves_nothing_to_the_next(schedule, order):
         for ours, theirs in zip(own.parameters(), expected.parameters(), strict=True):
             if ours.grad is not None:
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_a_zero_bubble_step_that_raised_is_the_last(order):
+    """A rank that goes on would wait for one that waits for the gradients of that step."""
+    met = []
+
+    def fails(y, t):
+        raise ValueError("no loss")
+
+    def rank(stages):
+        made = pipeline(
+            layers(), stages, X[:2], micro_batches=4, schedule="zero-bubble",
+        )  # fmt: skip
+        with pytest.raises(ValueError, match="no loss"):
+            made.step(X, TARGET, fails)
+        with pytest.raises(UsageError, match="possible with gpipe, 1f1b and gems"):
+            made.step(X, TARGET, F.mse_loss)
+        met.append(stages.index)
+
+    on_stages([ONE] * 2, rank, order=order)
+    assert sorted(met) == [0, 1]
 
 
 class Remembers(nn.Module):
@@ -281,7 +303,7 @@ def test_tables_in_groups_of_any_size(sizes, meshes, order, options, normed):
     for own in on_stages(meshes, rank, order=order):
         for name, p in own.named_parameters():
             if p.grad is not None:
-                torch.testing.assert_close(p.grad, grads[name], rtol=1e-10, atol=1e-14, msg=name)
+                torch.testing.assert_close(p.grad, grads[name], rtol=1e-10, atol=1e-13, msg=name)
         if normed and "running_statistics" not in options:
             for ours, theirs in zip(own.buffers(), alone.buffers(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)

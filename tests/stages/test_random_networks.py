@@ -18,7 +18,12 @@ MESHES: list[tuple[Meshes, list[int] | None]] = [
 
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases(), st.sampled_from(MESHES), st.sampled_from(["gpipe", "1f1b", "zero-bubble"]), st.booleans())
+@given(
+    cases(),
+    st.sampled_from(MESHES),
+    st.sampled_from(["gpipe", "1f1b", "zero-bubble"]),
+    st.booleans(),
+)
 def test_a_random_network_equals_one_device(
     case: Case, placed: tuple[Meshes, list[int] | None], schedule: str, recompute: bool
 ) -> None:

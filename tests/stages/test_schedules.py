@@ -159,7 +159,7 @@ def test_activations_that_are_computed_again_are_freed(monkeypatch):
             graphs.append(len([x for x in nodes if x._stages is self._stages]))
         left(self)
 
-    monkeypatch.setattr(MicroBatch, last, leave)
+    monkeypatch.setattr(MicroBatch, "backward", leave)
     for recompute, most in ((False, 6), (True, 1)):
         graphs.clear()
         on_stages([ONE] * 2, lambda stages, recompute=recompute: step_of(
