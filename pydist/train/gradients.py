@@ -72,6 +72,9 @@ class DgcConfig(Table):
     """Those densities, for equal parts of the warm-up."""
     sample: _Part = 0.01
     """Fraction of the elements on which a threshold is estimated."""
+    clip_norm: Positive | None = None
+    """Threshold of the gradient's norm: each of N sample groups clips its share, its own gradient
+    over N, to clip_norm / √N."""
 
 
 @dataclass(frozen=True)
@@ -165,4 +168,7 @@ def effective(config: GradientsConfig) -> Any:
     """Returns the settings that affect the result of a step by more than rounding."""
     if name_of(config) in ("dense", "torus", "hierarchical"):
         return "dense"
-    return config if isinstance(config, str) else asdict(config)
+    if isinstance(config, str):
+        return config
+    # Checkpoints from before there was a setting lack it.
+    return {name: value for name, value in asdict(config).items() if value is not None}

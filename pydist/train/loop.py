@@ -19,6 +19,7 @@ from pydist.data.publish import publish
 from pydist.errors import DataError, DiskError, PydistError, Stopped
 from pydist.train.clock import StepClock
 from pydist.train.folder import TUNING_FILE
+from pydist.train.gradients import name_of
 from pydist.train.graph import GraphedStep
 from pydist.train.signals import StopRequest
 from pydist.train.step import TrainStep
@@ -251,9 +252,11 @@ class Trainer:
         local = batch.inputs.to_local()
         if any_rank(self.job.world, not bool(torch.isfinite(local).all())):
             raise DataError(f"the loss is {self.loss} {where}: its batch holds NaN or infinity")
+        compresses = name_of(self.config.gradients) == "dgc"
+        clip_norm = "train.gradients.clip_norm" if compresses else "train.clip_norm"
         raise PydistError(
             f"the loss is {self.loss} {where}: training diverged at learning rate {rate:g}; lower "
-            "optimizer.lr, lengthen optimizer.warmup_epochs or set train.clip_norm"
+            f"optimizer.lr, lengthen optimizer.warmup_epochs or set {clip_norm}"
         )
 
     def _validate_if_due(self) -> Validation | None:

@@ -56,11 +56,12 @@ def _mistakes_in_dgc(config: Config, form: DgcConfig) -> Iterator[str]:
     if config.train.clip_norm is not None:
         yield (
             f"{given} with train.clip_norm: gradients are sums of several steps when they arrive, "
-            "and have no norm to compare with; leave out train.clip_norm"
+            "and each sample group clips its own before; instead of train.clip_norm set gradients "
+            f'= {{name = "dgc", clip_norm = {config.train.clip_norm:g}}}'
         )
     if form.nesterov and not form.momentum:
         yield "train.gradients.nesterov = true needs train.gradients.momentum > 0"
-    if config.mesh.data == 1 and form.momentum:
+    if config.mesh.data == 1 and (form.momentum or form.clip_norm is not None):
         yield f'{given} with mesh.data = 1: nothing is sent between groups; "dense" is possible'
 
 

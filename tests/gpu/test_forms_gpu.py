@@ -19,7 +19,7 @@ pytestmark = two_ranks(missing())
 
 FORMS = [
     Narrow("bf16"), Narrow("fp16"), Torus(), Hierarchical(), PowerSGD(rank=2, start=1),
-    DGC(density=0.05, warmup=2),
+    DGC(density=0.05, warmup=2), DGC(density=0.05, clip_norm=20.0),
 ]  # fmt: skip
 
 

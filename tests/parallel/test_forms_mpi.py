@@ -66,7 +66,9 @@ def test_sixteen_bits(world, name, groups, spatial):
 
 @pytest.mark.parametrize(("groups", "spatial"), GRIDS)
 @pytest.mark.parametrize(
-    "settings", [PowerSGD(2, 0), DGC(density=0.1), DGC(0.2, nesterov=True, warmup=2)], ids=str
+    "settings",
+    [PowerSGD(2, 0), DGC(density=0.1), DGC(0.2, nesterov=True, warmup=2), DGC(0.1, clip_norm=1e-3)],
+    ids=str,
 )
 def test_resumed_training_has_the_same_bits(world, settings, groups, spatial):
     """Of a network with halos, whose messages are in flight meanwhile."""
@@ -93,6 +95,24 @@ def test_resumed_training_has_the_same_bits(world, settings, groups, spatial):
     assert_same_bits(world, [p.detach() for p in whole.parameters()])
     for a, b in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("groups", "spatial"), GRIDS)
+def test_groups_clip_their_shares(world, groups, spatial):
+    """Of parameters in several buckets: at full density the sum of the clipped shares is left."""
+    shapes = ((300, 200), (5,), (40, 41), (200, 300))
+    mesh, given = Mesh(world, groups, spatial), random_gradients(shapes)
+    form = DGC(density=1.0, momentum=0.0, clip_norm=50.0)
+    for step, found in enumerate(reduce_given(form, mesh, given, steps=2, shapes=shapes)):
+        shares = []
+        for each in group_means(given, groups, spatial[0], step):
+            share = [g / groups for g in each]
+            norm = torch.cat([g.flatten() for g in share]).norm()
+            assert norm > 50 / groups**0.5
+            shares.append([g * 50 / groups**0.5 / norm for g in share])
+        for mine, theirs in zip(found, zip(*shares, strict=True), strict=True):
+            assert error(mine, sum(theirs)) < 1e-12
+        assert_same_bits(world, found)
 
 
 def _to_all(world, state):
@@ -124,7 +144,9 @@ def test_post_local_sgd(world):
     assert_same_bits(world, [optimizer.state[p]["momentum_buffer"] for p in model.parameters()])
 
 
-@pytest.mark.parametrize("settings", ["bf16", "torus", PowerSGD(2, 0), DGC(0.1)], ids=str)
+@pytest.mark.parametrize(
+    "settings", ["bf16", "torus", PowerSGD(2, 0), DGC(0.1), DGC(0.1, clip_norm=1.0)], ids=str
+)
 def test_a_value_that_is_not_finite_reaches_all_ranks(world, settings):
     mesh, given = Mesh(world, 2, (2, 1, 1)), random_gradients()
 

@@ -37,7 +37,8 @@ from support.training.runs import change, in_stages, job
 POWER = PowerSgdConfig(rank=2, start=1)
 SPARSE = DgcConfig(density=0.05, warmup_epochs=1.0)
 LOCAL = PostLocalConfig(every=3, start_epochs=0.5)
-STATEFUL = [POWER, SPARSE, DgcConfig(density=0.1, momentum=0.0, masking=False), LOCAL]
+CLIPS = DgcConfig(density=0.1, momentum=0.0, masking=False, clip_norm=0.5)
+STATEFUL = [POWER, SPARSE, CLIPS, LOCAL]
 UNINTERRUPTED = {"checkpoint": {"every": 3}, "optimizer": {"sharded": "never"}}
 EXACT = [TorusConfig(), TorusConfig(row=2), "hierarchical"]
 
@@ -248,7 +249,19 @@ SGD = '[optimizer]\nname = "sgd"\nmomentum = 0.0\n'
             "with optimizer.momentum = 0.9",
         ),
         ('[train]\ngradients = "dgc"\n[optimizer]\nname = "lars"', 'name = "lars": its norms need'),
-        (f'{SGD}[train]\ngradients = "dgc"\nclip_norm = 1.0', "dgc. with train.clip_norm: gradi"),
+        (
+            f'{SGD}[train]\ngradients = "dgc"\nclip_norm = 2.5',
+            'dgc. with train.clip_norm: gradi.* set gradients = {name = "dgc", clip_norm = 2.5}',
+        ),
+        (
+            f'{SGD}[train]\ngradients = {{name = "dgc", clip_norm = 0.0}}',
+            "gradients.clip_norm = 0.0: input",
+        ),
+        (
+            f'{SGD}[train]\ngradients = {{name = "dgc", momentum = 0.0, clip_norm = 1.0}}\n'
+            "[mesh]\ndata = 1",
+            "dgc. with mesh.data = 1: nothing",
+        ),
         (f'{SGD}[train]\ngradients = "dgc"\n[mesh]\ndata = 1', "dgc. with mesh.data = 1: nothing"),
         (
             '[train]\ngradients = {name = "dgc", momentum = 0.0, nesterov = true}',

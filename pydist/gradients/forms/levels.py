@@ -57,14 +57,26 @@ class Levels(Stateless, ABC):
     def _reduce(self, row: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
         within = self.within
         if within.size == 1:
+            yield from self._await(row, None)
             yield from self._exchange(row, leaves)
             return
         counts = self._counts(row, leaves)
         part = torch.empty(counts[within.rank], dtype=row.dtype, device=row.device)
-        yield within.reduce_scatter(row, part, counts, self._divisor())
+        yield from self._await(part, within.reduce_scatter(row, part, counts, self._divisor()))
         if part.numel():
             yield from self._exchange(part, self._own(leaves))
         yield within.all_gather(part, row, counts)
+
+    def _await(self, part: Tensor, work: Work | None) -> Iterator[Work]:
+        """Yields what a bucket waits for before it is sent between groups.
+
+        Args:
+            part: this rank's interval of the group's gradient.
+            work: the message that brings it; None if the group is this rank alone.
+        """
+        del part
+        if work is not None:
+            yield work
 
     def _divisor(self) -> int:
         """Returns the number by which sums within a group are divided: here they become means."""

@@ -132,6 +132,11 @@ class DGC:
         warmup: number of first steps with higher densities.
         densities: those of the warm-up, for equal parts of it.
         sample: fraction of the elements on which a threshold is estimated.
+        clip_norm: threshold of the norm of the mean gradient of N sample groups, over all
+            parameters of the model, as in `torch.nn.utils.clip_grad_norm_`. Each group clips its
+            share of the mean, its own gradient over N, to clip_norm / √N before it adds it to its
+            velocity ("local gradient clipping" of arXiv:1712.01887). None: no clipping. With it,
+            messages between groups start after backward.
 
     Raises:
         UsageError: a setting is out of range.
@@ -144,6 +149,7 @@ class DGC:
     warmup: int = 0
     densities: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004)
     sample: float = 0.01
+    clip_norm: float | None = None
     name: ClassVar[str] = "dgc"
     keeps: ClassVar[bool] = True
 
@@ -157,6 +163,8 @@ class DGC:
             raise UsageError(f"DGC(momentum={self.momentum!r}): expected 0 or more, below 1")
         if self.nesterov and not self.momentum:
             raise UsageError("DGC(nesterov=True) needs momentum > 0")
+        if self.clip_norm is not None:
+            _check_number("DGC(clip_norm=", self.clip_norm, 0, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -219,6 +227,11 @@ def check_groups(settings: Gradients, groups: int) -> None:
             'be missing; possible are gradients="dense" with an optimizer that has momentum, more '
             "groups (data=2), and DGC(momentum=0)"
         )
+    if groups == 1 and isinstance(settings, DGC) and settings.clip_norm is not None:
+        raise UsageError(
+            f"DGC(clip_norm={settings.clip_norm!r}) with one sample group: gradients are dense and "
+            "not clipped; possible are torch.nn.utils.clip_grad_norm_, and more groups (data=2)"
+        )
 
 
 def make_form(
@@ -278,7 +291,7 @@ def _compressed(
         within, between, leaves, mesh.seed,
         densities=[*warmup, settings.density], warmup=settings.warmup if warmup else 0,
         momentum=settings.momentum, nesterov=settings.nesterov, masking=settings.masking,
-        sample=settings.sample,
+        sample=settings.sample, clip_norm=settings.clip_norm,
     )  # fmt: skip
 
 

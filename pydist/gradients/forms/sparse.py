@@ -8,7 +8,8 @@ With the gradient g of a group, momentum m, velocity u and rest v of each elemen
 
 The gradient is the mean over the groups of what they send, and has momentum already: the optimizer
 must have none. With Nesterov's momentum u ← m (u + g) and v ← v + u + g. Parameters with one dim
-are averaged as they are, and get the same momentum afterwards.
+are averaged as they are, and get the same momentum afterwards. Optionally g is first clipped by its
+norm, see `pydist.gradients.forms.clipping`.
 
 Source: Lin, Han, Mao, Wang and Dally (2018), arXiv:1712.01887.
 """
@@ -22,10 +23,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pydist.comm.interface.handles import Work
+from pydist.gradients.forms.clipping import LocalClipping
 from pydist.gradients.forms.stateful import Kept, StatefulForm, divided, joined
 
 if TYPE_CHECKING:
-    from pydist.comm.interface.handles import Work
     from pydist.comm.interface.transport import Transport
     from pydist.gradients.leaf import Leaf
 
@@ -59,6 +61,7 @@ class SparseForm(StatefulForm):
         nesterov: bool,
         masking: bool,
         sample: float,
+        clip_norm: float | None = None,
     ) -> None:
         """Takes the settings of `pydist.gradients.DGC`.
 
@@ -73,11 +76,15 @@ class SparseForm(StatefulForm):
             nesterov: whether it has Nesterov's form.
             masking: whether u becomes 0 where elements are sent.
             sample: fraction of the elements that determine the threshold.
+            clip_norm: the threshold of local gradient clipping; None without.
         """
         self._densities, self._warmup = densities, warmup
         self._momentum, self._nesterov, self._masks = momentum, nesterov, masking
         self._sample = sample
         super().__init__(within, between, leaves, seed)
+        self._clipping: LocalClipping | None = None
+        if clip_norm is not None:
+            self._clipping = LocalClipping(self.within, between.size, clip_norm)
 
     @property
     def density(self) -> float:
@@ -92,6 +99,18 @@ class SparseForm(StatefulForm):
         of_momentum = ["velocity" if len(shape) > 1 else "momentum"] if self._momentum else []
         return dict.fromkeys([*of_momentum, *(["rest"] if len(shape) > 1 else [])], shape)
 
+    def abandon(self) -> None:
+        """See `Form.abandon`."""
+        super().abandon()
+        if self._clipping is not None:
+            self._clipping.clear()
+
+    def _await(self, part: Tensor, work: Work | None) -> Iterator[Work]:
+        if self._clipping is None:
+            yield from super()._await(part, work)
+        else:
+            yield from self._clipping.until_known(part, work or Work(), self.scale)
+
     def _compresses(self, leaf: Leaf) -> bool:
         return len(leaf.kind.shape) > 1
 
@@ -101,6 +120,8 @@ class SparseForm(StatefulForm):
         compressed: Sequence[tuple[Leaf, Tensor]],
         plain: Sequence[tuple[Leaf, Tensor]],
     ) -> Iterator[Work]:
+        if self._clipping is not None:
+            self._clipping.clip(part)
         if plain:
             message = joined([piece for _, piece in plain], part)
             yield from self._average(message)

@@ -20,7 +20,9 @@ from support.equivalence import error, on_ranks, randn
 from support.training.forms import (
     SHAPES,
     Parameters,
+    dgc_of_the_paper,
     group_means,
+    momentum_of,
     random_gradients,
     reduced,
 )
@@ -30,31 +32,6 @@ OPTIONS = [
     {}, {"masking": False}, {"nesterov": True}, {"momentum": 0.0},
     {"nesterov": True, "masking": False},
 ]  # fmt: skip
-
-
-def oracle(gradients, density, momentum=0.9, nesterov=False, masking=True):
-    """The paper's algorithm with exact top-k, for one matrix: [step][group] of gradients."""
-    u = [torch.zeros_like(g) for g in gradients[0]]
-    v = [torch.zeros_like(g) for g in gradients[0]]
-    count = math.ceil(density * u[0].numel())
-    found = []
-    for each in gradients:
-        total = torch.zeros_like(u[0])
-        for i, g in enumerate(each):
-            if nesterov:
-                u[i] = momentum * (u[i] + g)
-                v[i] = v[i] + u[i] + g
-            else:
-                u[i] = momentum * u[i] + g
-                v[i] = v[i] + u[i]
-            least = v[i].abs().flatten().sort(descending=True).values[count - 1]
-            mask = v[i].abs() >= least
-            total += torch.where(mask, v[i], 0.0)
-            v[i] = torch.where(mask, 0.0, v[i])
-            if masking:
-                u[i] = torch.where(mask, 0.0, u[i])
-        found.append(total / len(each))
-    return found, u, v
 
 
 @pytest.mark.parametrize(("groups", "spatial"), GRIDS)
@@ -86,25 +63,13 @@ def test_the_formulas_of_the_paper(options, groups, spatial):
             for step in range(steps):
                 assert error(found[step][i], expected[step]) < 1e-12
             continue
-        expected, u, v = oracle(gradients, 0.1, **options)
+        expected, u, v = dgc_of_the_paper(gradients, 0.1, **options)
         for step in range(steps):
             assert error(found[step][i], expected[step]) < 1e-12
         entry = state["parameters"][f"'all.{i}'"]
         assert error(entry["rest"], torch.stack(v)) < 1e-12
         if options.get("momentum", 0.9):
             assert error(entry["velocity"], torch.stack(u)) < 1e-12
-
-
-def momentum_of(means, momentum=0.9, nesterov=False, masking=True):
-    """Returns the steps of torch's SGD with momentum."""
-    p = torch.zeros_like(means[0]).requires_grad_()
-    optimizer = torch.optim.SGD([p], 1.0, momentum=momentum, nesterov=nesterov)
-    found = []
-    for mean in means:
-        before, p.grad = p.detach().clone(), mean.clone()
-        optimizer.step()
-        found.append(before - p.detach())
-    return found
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -212,6 +177,8 @@ def test_fewer_bytes():
         ({"warmup": 1.5}, r"DGC\(warmup=1.5\): expected a count >= 0"),
         ({"densities": (0.5, 2.0)}, r"DGC\(densities=2.0\): expected more than 0"),
         ({"sample": 0}, r"DGC\(sample=0\): expected more than 0"),
+        ({"clip_norm": 0.0}, r"DGC\(clip_norm=0.0\): expected more than 0"),
+        ({"clip_norm": "1"}, r"DGC\(clip_norm='1'\): expected more than 0"),
     ],
 )
 def test_bad_settings(settings, message):
@@ -223,6 +190,8 @@ def test_one_group_has_no_momentum_of_the_form():
     def body(mesh):
         with pytest.raises(UsageError, match='gradients="dgc" with one sample group'):
             parallelize(nn.Linear(2, 2), mesh, gradients="dgc")
+        with pytest.raises(UsageError, match=r"DGC\(clip_norm=1.0\) with one sample group"):
+            parallelize(nn.Linear(2, 2), mesh, gradients=DGC(momentum=0.0, clip_norm=1.0))
         parallelize(nn.Linear(2, 2), mesh, gradients=DGC(momentum=0.0))
 
     on_ranks((2, 1, 1), body)

@@ -20,6 +20,7 @@ from support.training.forms import SHAPES, Parameters, random_gradients
 FORMS = [
     PowerSGD(rank=2, start=0), PowerSGD(rank=1, start=1), DGC(density=0.1),
     DGC(density=0.05, warmup=3, nesterov=True), DGC(density=0.1, momentum=0.0),
+    DGC(density=0.1, clip_norm=20.0),
 ]  # fmt: skip
 GRIDS = [(2, (1, 1, 1)), (2, (2, 1, 1)), (3, (1, 1, 1))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -97,6 +98,60 @@ def group_means(given: Given, groups: int, size: int, step: int) -> list[list[Te
         found.append(
             [torch.stack([g.double() for g in each]).mean(0) for each in zip(*ranks, strict=True)]
         )
+    return found
+
+
+def dgc_of_the_paper(
+    gradients: Sequence[Sequence[Tensor]],
+    density: float,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    masking: bool = True,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Computes Deep Gradient Compression of one matrix with exact top-k.
+
+    Args:
+        gradients: [step][group].
+        density, momentum, nesterov, masking: see `pydist.gradients.DGC`.
+
+    Returns:
+        The gradients of the steps; u and v of each group after the last one.
+    """
+    u = [torch.zeros_like(g) for g in gradients[0]]
+    v = [torch.zeros_like(g) for g in gradients[0]]
+    count = math.ceil(density * u[0].numel())
+    found = []
+    for each in gradients:
+        total = torch.zeros_like(u[0])
+        for i, g in enumerate(each):
+            if nesterov:
+                u[i] = momentum * (u[i] + g)
+                v[i] = v[i] + u[i] + g
+            else:
+                u[i] = momentum * u[i] + g
+                v[i] = v[i] + u[i]
+            least = v[i].abs().flatten().sort(descending=True).values[count - 1]
+            mask = v[i].abs() >= least
+            total += torch.where(mask, v[i], 0.0)
+            v[i] = torch.where(mask, 0.0, v[i])
+            if masking:
+                u[i] = torch.where(mask, 0.0, u[i])
+        found.append(total / len(each))
+    return found, u, v
+
+
+def momentum_of(
+    means: Sequence[Tensor], momentum: float = 0.9, nesterov: bool = False, masking: bool = True
+) -> list[Tensor]:
+    """Returns the steps of torch's SGD with momentum; `masking` changes nothing."""
+    del masking
+    p = torch.zeros_like(means[0]).requires_grad_()
+    optimizer = torch.optim.SGD([p], 1.0, momentum=momentum, nesterov=nesterov)
+    found = []
+    for mean in means:
+        before, p.grad = p.detach().clone(), mean.clone()
+        optimizer.step()
+        found.append(before - p.detach())
     return found
 
 
