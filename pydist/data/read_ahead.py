@@ -60,7 +60,7 @@ class ReadAhead:
         self.waited_s = 0.0
         """Seconds that the consumer has waited so far."""
         self._endless = endless
-        self._device_input = device_input
+        self.device_input = device_input
         self._store = store
         self._slots: deque[_Slot] = deque()
         self._pool = ThreadPoolExecutor(1, "pydist-loader")
@@ -122,7 +122,7 @@ class ReadAhead:
                 if slot.delivery is not None:
                     slot.delivery.arrive()
                 slot.read = self._pool.submit(
-                    _read, self.dataset, self.mesh, slot.plan, self._device_input, slot.delivery
+                    _read, self.dataset, self.mesh, slot.plan, self.device_input, slot.delivery
                 )
 
     def _order(self, plan: GroupBatch) -> Delivery | None:
