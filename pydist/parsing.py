@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from fractions import Fraction
 from typing import Any
 
 DEPTH = 64
@@ -41,3 +43,25 @@ def require_shallow(value: object) -> None:
 
 
 _TOO_DEEP = f"nested too deeply; {DEPTH} levels are possible"
+
+
+_UNITS = {
+    "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+
+
+def byte_count(text: str) -> int:
+    """Returns the bytes of a size such as "4GB", "512 MiB" or "1.5TB".
+
+    Raises:
+        ValueError: the text is no size, or less than one byte or more than 2^63 - 1.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f'a size is expected, such as "4GB", in {", ".join(_UNITS)}')
+    nbytes = int(Fraction(found[1]) * _UNITS[found[2]])
+    if not 1 <= nbytes < 1 << 63:
+        raise ValueError("a size is at least one byte, and less than 2^63")
+    return nbytes

@@ -149,6 +149,25 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         return out
 
     @property
+    def bytes_read(self) -> int:
+        """Bytes of samples, labels and targets that this process has read from files so far."""
+        return self._files.bytes_read
+
+    @property
+    def label_dtype(self) -> torch.dtype:
+        """Smallest integer type that holds every label of `read_labels`."""
+        classes = len(self.manifest.class_names)
+        if not classes:  # then every integer is a label
+            return torch.int64
+        ignored = 0 if self.ignore_label is None else self.ignore_label
+        return next(
+            dtype
+            for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)
+            if torch.iinfo(dtype).min <= min(0, ignored) <= max(classes - 1, ignored)
+            and max(classes - 1, ignored) <= torch.iinfo(dtype).max
+        )
+
+    @property
     def stored_dtype(self) -> torch.dtype:
         """Type of the values that `read_stored` reads."""
         found: torch.dtype = getattr(torch, staged_dtype(self.manifest.dtype).name)
@@ -327,6 +346,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             raise DataError(f"{where}: {shape} was read where {tuple(extents)} was asked for")
         if stored.dtype.kind not in "biuf":
             raise DataError(f"{where} holds {stored.dtype}; numbers are needed")
+        self._files.count(stored.nbytes)
         return stored.astype(stored.dtype.newbyteorder("="), copy=False)
 
     def _where(self, index: int, name: str = "") -> str:

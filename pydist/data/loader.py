@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import time
-import weakref
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +17,17 @@ from pydist.data.blocks import (
     block_of,
     by_voxel,
     layout_of,
-    read_group,
     read_sample,
 )
 from pydist.data.dataset import BadSample
 from pydist.data.device_input import DeviceInput
+from pydist.data.read_ahead import ReadAhead
 from pydist.data.sampler import GroupBatch, MeshSampler
+from pydist.data.store.memory import KINDS, MemoryStore, bytes_of
 from pydist.errors import DataError, UsageError
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.tensor import ShardedTensor
-from pydist.watchdog import BLOCKED, phase
 
 SKIP_LIMIT = 0.01
 """Largest fraction of the samples that `on_bad_sample="skip"` may leave out."""
@@ -114,6 +110,12 @@ class Loader:
             but which not every network accepts; its mean loss is NaN.
         passes: the rule for the passes of a step; each pass is a batch. By default there is one.
         divide: whether they are batches; else a step is one batch that carries their number.
+        store: "memory" keeps each block in the memory of the rank that reads it first; from the
+            second epoch on, ranks receive blocks from one another, and no file is read. Batches are
+            the same. Sample groups then have to take equally many training batches, and `close` is
+            collective.
+        store_memory: bytes of blocks that this rank may keep, a number or text such as "4GB"; the
+            rest is read from files in each epoch. By default there is no limit.
 
     Raises:
         UsageError: a batch smaller than the number of groups, another value out of range, or other
@@ -136,12 +138,22 @@ class Loader:
         pad: bool = True,
         passes: PassRule | None = None,
         divide: bool = True,
+        store: str = "off",
+        store_memory: int | str | None = None,
     ) -> None:
         if not 1 <= prefetch <= MOST_AHEAD or on_bad_sample not in ("stop", "skip"):
             raise UsageError(
                 f"prefetch={prefetch}, on_bad_sample={on_bad_sample!r}: 1 to {MOST_AHEAD} batches, "
                 "and stop or skip are possible"
             )
+        if store not in KINDS:
+            raise UsageError(f"store={store!r}: possible are {', '.join(KINDS)}")
+        if store_memory is not None:
+            if store == "off":
+                raise UsageError(
+                    f'store_memory={store_memory!r} with store="off": a limit needs "memory"'
+                )
+            bytes_of(store_memory)
         self.dataset = dataset
         self.mesh = mesh
         self.sampler = MeshSampler(
@@ -163,23 +175,37 @@ class Loader:
             "data set": dataset.identity,
             "on_bad_sample": on_bad_sample,
             "training": training,
+            "store": store,
             **self.sampler.state_dict(),
         }
         require_same(mesh.world, {f"the loader's {name}": fact for name, fact in facts.items()})
-        self.prefetch = prefetch
         self.on_bad_sample = on_bad_sample
-        self.waited_s = 0.0
-        """Seconds that the consumer has waited for data so far."""
         self.skipped: dict[int, str] = {}
         """Bad samples that were left out, and why."""
         self.device = torch.device(device)
-        self._device_input = (
+        device_input = (
             None if self.device.type == "cpu" else DeviceInput(self.device, memory_format)
         )
+        self.store: MemoryStore | None = None
+        """The store of blocks, with counts of hits and bytes; None without one."""
+        if store == "memory":
+            self.store = MemoryStore(
+                dataset,
+                mesh,
+                training=training,
+                budget=store_memory,
+                on_device=device_input is not None,
+            )
         self._training = training
-        self._ahead: deque[tuple[GroupBatch, Future[Read]]] = deque()
-        self._pool = ThreadPoolExecutor(1, "pydist-loader")
-        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+        self._closed = False
+        self._ahead = ReadAhead(
+            dataset, mesh, self.sampler, prefetch, training, device_input, self.store
+        )
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the consumer has waited for data so far."""
+        return self._ahead.waited_s
 
     def __len__(self) -> int:
         """Returns the number of global batches in the epoch of the next one."""
@@ -188,13 +214,21 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # another rank may never send what is on its way
+            self._closed = True
+            self._ahead.close()
 
     def close(self) -> None:
-        """Stops reading ahead, and waits for the read in flight."""
-        self._forget()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Stops reading ahead, and waits for the read in flight. With a store, collective."""
+        if not self._closed:
+            self._closed = True
+            self._ahead.forget()
+            self._ahead.close()
+            if self.store is not None:
+                self.store.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the next batch; batches read ahead do not count as used."""
@@ -213,13 +247,13 @@ class Loader:
         """Yields batches from the sampler's position to the end of the epoch."""
         for plan in self.sampler:
             if plan.indices or self._training:
-                yield self._batch(self._mend(self._take(plan)))
+                yield self._batch(self._mend(self._ahead.take(plan)))
 
     # -- reading ahead ----------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts reading the next batches now, before they are requested."""
-        self._fill((*self.sampler.next, 0))
+        self._ahead.fill((*self.sampler.next, 0))
 
     def change_batch(self, size: int) -> None:
         """Changes the size of the global batch from the next one on; drops what is read ahead.
@@ -227,42 +261,7 @@ class Loader:
         On all ranks, between steps.
         """
         self.sampler.sizes.change(self.sampler.position, size)
-        self._forget()
-
-    def _take(self, plan: GroupBatch) -> Read:
-        """Waits for and returns the batch of `plan`; starts the reads of the following ones."""
-        if self._ahead and self._ahead[0][0] != plan:
-            self._forget()
-        self._fill((plan.epoch, plan.step, plan.part))
-        started = time.perf_counter()
-        try:
-            with self.mesh.session.timers.measure("data"), phase("a batch", BLOCKED):
-                return self._ahead[0][1].result()
-        finally:
-            self.waited_s += time.perf_counter() - started
-            self._ahead.popleft()
-            following = self._following(plan)
-            if following is not None:
-                self._fill(following)
-
-    def _fill(self, position: tuple[int, int, int]) -> None:
-        """Queues reads from `position` on until `prefetch` batches are in flight."""
-        following = self._following(self._ahead[-1][0]) if self._ahead else position
-        while following is not None and len(self._ahead) < self.prefetch:
-            plan = self.sampler.batch(*following)
-            job = self._pool.submit(read_group, self.dataset, self.mesh, plan, self._device_input)
-            self._ahead.append((plan, job))
-            following = self._following(plan)
-
-    def _following(self, plan: GroupBatch) -> tuple[int, int, int] | None:
-        """Returns the position of the next batch; `None` after the epoch of an evaluation."""
-        following = self.sampler.after(plan)
-        return following if self._training or following[0] == plan.epoch else None
-
-    def _forget(self) -> None:
-        """Drops the batches that were read ahead."""
-        while self._ahead:
-            self._ahead.popleft()[1].cancel()
+        self._ahead.forget()
 
     # -- bad samples ------------------------------------------------------------------------
 
@@ -303,7 +302,8 @@ class Loader:
                 continue
             error = None
             try:
-                read_sample(self.dataset, candidate, layout, read.inputs[n], read.targets[n])
+                files = self.dataset if self.store is None else self.store.files
+                read_sample(files, candidate, layout, read.inputs[n], read.targets[n])
             except BadSample as caught:
                 error = caught
             if not self._agree([error is not None])[0]:

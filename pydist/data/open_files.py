@@ -74,6 +74,15 @@ class OpenFiles:
             )
         self._handles = _Handles()
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the arrays that this process has read so far."""
+        return self._current().bytes_read
+
+    def count(self, nbytes: int) -> None:
+        """Adds to `bytes_read`; called within `read`."""
+        self._current().bytes_read += nbytes
+
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_handles": None}
 
@@ -198,6 +207,7 @@ class _Handles:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.lock = threading.Lock()
+        self.bytes_read = 0
         self.files: OrderedDict[str, OpenedFile] = OrderedDict()
 
 

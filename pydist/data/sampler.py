@@ -233,8 +233,16 @@ class MeshSampler:
             return batch.epoch, batch.step, batch.part + 1
         return (batch.epoch + 1, 0, 0) if batch.ends_epoch else (batch.epoch, batch.step + 1, 0)
 
-    def batch(self, epoch: int, step: int, part: int = 0) -> GroupBatch:
-        """Returns this group's part of a pass over the global batch `step` of `epoch`."""
+    def batch(self, epoch: int, step: int, part: int = 0, group: int | None = None) -> GroupBatch:
+        """Returns a group's part of a pass over the global batch `step` of `epoch`.
+
+        Args:
+            epoch: the epoch.
+            step: number of the global batch.
+            part: number of the pass.
+            group: index of the sample group; by default this one.
+        """
+        index = self.data_index if group is None else group
         starts = self._starts_of(epoch)
         steps = len(starts) - 1
         if not 0 <= step < steps:
@@ -253,13 +261,13 @@ class MeshSampler:
         points = tuple(min(group, size) for group in range(self.data_size + 1))
         if size >= self.data_size:
             points = divide(size, self.shares).points
-        first = begin + points[self.data_index]
-        count = points[self.data_index + 1] - points[self.data_index]
+        first = begin + points[index]
+        count = points[index + 1] - points[index]
         order = self.order(epoch)
         chosen = order[start + first : start + first + count]
         if count == 0 and self.pad:
             # One padding sample each: positions stay distinct.
-            chosen, first = order[start + begin : start + begin + 1], begin + self.data_index
+            chosen, first = order[start + begin : start + begin + 1], begin + index
         return GroupBatch(
             epoch, step, tuple(int(i) for i in chosen), count, first, size, whole, part, parts,
             is_last=part + 1 == parts or not self._divides, ends_epoch=step + 1 == steps,

@@ -36,6 +36,7 @@ from pydist.train.settings import (
     Number,
     Positive,
     Seed,
+    Size,
     Table,
     Weight,
 )  # fmt: skip
@@ -126,6 +127,25 @@ class DataConfig(Table):
     """Lowest and highest intensity, in Hounsfield units for CT."""
     prefetch: Count = 2
     """Batches that are read ahead in the background."""
+    store: Literal["off", "memory"] = "off"
+    """Whether the ranks' memory keeps the samples: "memory" holds each block once, on the rank that
+    reads it first. From the second epoch on ranks receive blocks from one another, and no file is
+    read."""
+    store_memory: Size | None = None
+    """Memory of each rank for `store`, such as "4GB", training and validation set together; the
+    rest is read from files in each epoch. By default there is no limit."""
+
+    def check(self) -> None:
+        """Checks that the settings suit each other.
+
+        Raises:
+            UsageError: they do not.
+        """
+        if self.store_memory is not None and self.store == "off":
+            raise UsageError(
+                f"data.store_memory = {self.store_memory!r} with data.store = 'off': possible with "
+                "data.store = 'memory'"
+            )
 
 
 def _known_transport(name: str) -> str:

@@ -82,6 +82,7 @@ def check(tables: dict[str, Any], source: str) -> Config:
                 "the run's files; rename it, or set PYTHONUTF8=1"
             )
     try:
+        config.data.check()
         ranks.check(config)
         config.optimizer.check()
         config.model.loss(config.train)

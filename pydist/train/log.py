@@ -13,6 +13,9 @@ layers       step, layers (by parameter: norm weight, norm direction, trust rati
 noise_scale  step, noise_scale, noise and signal (its parts, see `NoiseScale`), batch
 validation   step, epoch, samples, loss; of CosmoFlow mae; of segmentation, by class, dice (mean
              over volumes) and pooled_dice (of all their voxels)
+store        step, epoch, split ("train" or "val"); of all ranks, since the last such event:
+             hit_rate (fraction of blocks from memory), file_bytes, received_bytes (from other
+             ranks), held_bytes (now in memory), most_held_bytes (of one rank); with `data.store`
 checkpoint   step, path, seconds
 notice       text
 end          status ("done", "stopped", "failed"), step, seconds, reason

@@ -158,6 +158,7 @@ class Trainer:
                 number = self.stop.signal.name if self.stop.signal else "a signal on another rank"
                 raise Stopped(f"stopped by {number} after step {self.state.step}, checkpoint saved")
             if done:
+                self._log_store(self.loader, "train", batch.epoch)
                 break
             self.clock.start()
 
@@ -297,7 +298,25 @@ class Trainer:
             samples=found.samples,
             **found.figures(),
         )
+        self._log_store(self.validation_loader, "val", epoch)
         return found
+
+    def _log_store(self, loader: Loader, split: str, epoch: int) -> None:
+        """Logs what a loader's store has saved in an epoch, if it has one. Collective."""
+        if loader.store is None:
+            return
+        found = loader.store.counted().over(self.job.world)
+        self.log.emit(
+            "store",
+            step=self.state.step,
+            epoch=epoch,
+            split=split,
+            hit_rate=found.hit_rate,
+            file_bytes=found.file_bytes,
+            received_bytes=found.received_bytes,
+            held_bytes=found.held_bytes,
+            most_held_bytes=found.most_held_bytes,
+        )
 
     def _publish_tuning(self) -> None:
         """Writes the choices of kernels next to the checkpoint folder. Collective."""

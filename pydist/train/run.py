@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from pydist._loader import native
 from pydist.backend.autotuner import autotuner_of
 from pydist.comm.consensus import require_same, together
-from pydist.data import Manifest, ShardDataset
-from pydist.data.batch_sizes import BatchSizes, PassRule
+from pydist.data import ShardDataset
 from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, publish
@@ -27,8 +26,8 @@ from pydist.optim import SampleLR, schedule
 from pydist.optim.layerwise import LayerwiseOptimizer
 from pydist.train import checkpoint, config_io, report
 from pydist.train.about import About
+from pydist.train.datasets import make_loader, open_datasets, store_budgets
 from pydist.train.device import (
-    choose_device,
     facts_of_run,
     in_format,
     memory_format,
@@ -154,11 +153,14 @@ def _run(
         task = task_of(config)
         with together(job.world, "opening the data"):
             data, validation_data = open_datasets(config, task)
-            loader = make_loader(config, data, job)
+            budgets = store_budgets(config, data, validation_data)
+            loader = make_loader(config, data, job, store_memory=budgets[0])
             stack.enter_context(loader)
             validation_loader = None
             if validation_data is not None:
-                validation_loader = make_loader(config, validation_data, job, training=False)
+                validation_loader = make_loader(
+                    config, validation_data, job, training=False, store_memory=budgets[1]
+                )
                 stack.enter_context(validation_loader)
             stack.enter_context(own_stream(loader.device))
         require_same(job.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
@@ -203,66 +205,6 @@ def _run(
         if job.writes and not drawn:
             _write_results(config, task, data, job, validation, log)
     return Result(state.step, trainer.loss, validation)
-
-
-def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDataset | None]:
-    """Opens the training set, and the validation set if there is one."""
-    wanted = config.data
-    manifest = Manifest.load(wanted.path)
-    # First, without normalization: if that does not fit, usually the network does not fit either.
-    task.check(ShardDataset(wanted.path, "train", normalize="none", manifest=manifest))
-
-    def normalized(split: str) -> ShardDataset:
-        return ShardDataset(
-            wanted.path,
-            split,
-            normalize=wanted.normalize,
-            window=wanted.window,
-            manifest=manifest,
-            ignore_label=config.train.ignore_label,
-        )
-
-    return normalized("train"), normalized("val") if "val" in manifest.splits else None
-
-
-def make_loader(config: Config, data: ShardDataset, job: Job, training: bool = True) -> Loader:
-    """Creates the loader of a data set, on the device of the network. Collective."""
-    device = choose_device(config.train.device, job.world)
-    return Loader(
-        data,
-        job.mesh,
-        batch_sizes(config, len(data)) if training else config.train.batch,
-        training=training,
-        prefetch=config.data.prefetch,
-        device=device,
-        memory_format=memory_format(config.train, device),
-        pad=False,  # the networks accept empty batches
-        passes=pass_rule(config) if training else None,
-        divide=job.stages is None,
-    )
-
-
-def batch_sizes(config: Config, epoch: int) -> BatchSizes:
-    """Returns the sizes of the global batch in a run.
-
-    Args:
-        config: the configuration.
-        epoch: samples of the data set.
-
-    Raises:
-        UsageError: two milestones are at the same sample.
-    """
-    planned = config.train.batch_schedule
-    changes = [(planned.samples(place, epoch), size) for place, size in planned.milestones]
-    return BatchSizes(config.train.batch, changes, measured=planned.noise_scale)
-
-
-def pass_rule(config: Config) -> PassRule:
-    """Returns the rule for the passes of a step; in stages, for its micro-batches."""
-    train = config.train
-    planned = train.batch_schedule
-    first = train.accumulate if config.mesh.stages is None else config.mesh.micro_batches
-    return PassRule(train.batch, min(first, train.batch), planned.by, planned.largest_pass)
 
 
 def make_state(

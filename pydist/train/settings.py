@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from pydist.errors import UsageError
+from pydist.parsing import byte_count
 from pydist.registry import Registry
 
 # Strict: 1 is no flag and "8" no number, neither in a file nor in Python.
@@ -28,6 +29,18 @@ Epochs = Annotated[float, Field(gt=0, le=LARGEST, strict=True, allow_inf_nan=Fal
 EpochsOrZero = Annotated[float, Field(ge=0, le=LARGEST, strict=True, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
 Weight = Annotated[float, Field(ge=0, le=1e6, strict=True)]
+
+
+def _checked_size(text: str) -> str:
+    try:
+        byte_count(text)
+    except ValueError as error:
+        raise PydanticCustomError("size", "{reason}", {"reason": str(error)}) from None
+    return text
+
+
+Size = Annotated[str, AfterValidator(_checked_size)]
+"""Number of bytes as text, such as "4GB"; see `byte_count`."""
 
 
 class Table:

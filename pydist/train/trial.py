@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING
 
 from pydist.comm.consensus import together
 from pydist.errors import PydistError, Stopped
+from pydist.train.datasets import make_loader, open_datasets
 from pydist.train.device import own_stream
 from pydist.train.job import Job
 from pydist.train.log import Event, EventLog
 from pydist.train.loop import Trainer
-from pydist.train.run import (
-    make_loader,
-    make_state,
-    open_datasets,
-    require_same_settings,
-)
+from pydist.train.run import make_state, require_same_settings
 from pydist.train.tasks import task_of
 
 if TYPE_CHECKING:
@@ -57,6 +53,7 @@ def take_steps(
     job = Job.of(ranks)
     require_same_settings(config, job.world)
     length = replace(config.train, epochs=steps, steps=steps, validate_every=0)
+    config = replace(config, data=replace(config.data, store="off", store_memory=None))
     task = task_of(config)
     with together(job.world, "opening the data"):
         data, _ = open_datasets(config, task)

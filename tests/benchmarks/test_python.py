@@ -119,6 +119,28 @@ def test_halo_exchange(tmp_path):
         assert row["over_bare"] == row["pydist"]["median"] / best
 
 
+def test_sample_store(tmp_path):
+    result = run("sample_store", tmp_path)
+    feeds = ["synthetic", "store", "blocks", "whole files"]
+    block = 4 * 32**3 * 2  # of 4 samples
+    for what in ("input", "training"):
+        rows = result[what]
+        for mesh in ("2 groups", "depth in 2"):
+            assert [row["feed"] for row in rows if row["mesh"] == mesh] == feeds
+        for row in rows:
+            check_times(row)
+            assert row["waited"] >= 0
+            read = {"blocks": 4 * block, "whole files": 4 * block}
+            if (row["mesh"], row["feed"]) == ("depth in 2", "whole files"):
+                read["whole files"] *= 2
+            assert row["file_bytes"] >= read.get(row["feed"], 0)
+            assert row["file_bytes"] <= 2 * read.get(row["feed"], 0)
+    for row in result["fetch"]:
+        check_times(row["store"])
+        check_times(row["bare"])
+        assert row["over_bare"] == row["store"]["median"] / row["bare"]["median"]
+
+
 def test_collectives(tmp_path):
     result = run("collectives", tmp_path)
     calls = {(row["transport"], row["call"]) for row in result["rows"]}

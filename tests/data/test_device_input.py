@@ -14,9 +14,12 @@ from torch import Tensor
 from pydist.comm import Transport, run_local
 from pydist.data import BadSample, Loader, ShardDataset
 from pydist.data.device_input import DeviceInput
+from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.store.memory import _form
 from pydist.errors import UsageError
 from pydist.mesh import Mesh
 from pydist.partition import Box
+from pydist.tensor import ShardedTensor
 
 CPU = torch.device("cpu")
 
@@ -66,7 +69,11 @@ class Arrays:
 
 def through_device(loader: Loader) -> Loader:
     """Makes a loader read like `device="cuda"`, with the CPU as the device."""
-    loader._device_input = DeviceInput(CPU)
+    assert loader._ahead.device_input is None
+    loader._ahead.device_input = DeviceInput(CPU)
+    if loader.store is not None:
+        store = loader.store
+        store._source_type, store._raw, store._dtype = _form(loader.dataset, on_device=True)
     return loader
 
 
@@ -93,13 +100,57 @@ def test_what_comes_through_a_device_has_the_bits_of_the_host(
     run_local(job, math.prod(spatial), timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("root", "normalize"),
+    [("universes", "none"), ("universes", "log1p"), ("volumes", "none"), ("volumes", "ct")],
+)
+def test_the_store_keeps_stored_values_for_a_device(
+    root: str, normalize: str, request: pytest.FixtureRequest
+) -> None:
+    """Counts of int16 with targets, intensities with labels; 2 groups x depth 2, 3 epochs."""
+    folder = request.getfixturevalue(root)
+
+    def job(transport: Transport) -> None:
+        dataset = ShardDataset(folder, normalize=normalize)
+        mesh = Mesh(transport, 2, (2, 1, 1))
+        stored = through_device(Loader(dataset, mesh, 5, store="memory"))
+        with Loader(dataset, mesh, 5) as host, stored as device:
+            assert device.store is not None
+            for epoch in range(3):
+                for one, other in zip(host, device, strict=True):
+                    assert torch.equal(one.inputs.to_local(), other.inputs.to_local())
+                    assert torch.equal(_local(one.targets), _local(other.targets))
+                figures = device.store.counted()
+                assert figures.hit_rate == (epoch > 0)
+            entry = next(iter(device.store.entries.values()))
+            assert entry.block.dtype == dataset.stored_dtype == torch.int16
+
+    run_local(job, 4, timeout=60)
+
+
+def _local(targets: object) -> Tensor:
+    return targets.to_local() if isinstance(targets, ShardedTensor) else targets  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("volumes")
+    generate_ct(root, CTOptions(count=7, shape=(16, 8, 24), validation=0))
+    return root
+
+
 @pytest.mark.parametrize("kind", [Tensor.numpy, Exported])
 @pytest.mark.parametrize("device", [False, True])
-def test_a_source_may_give_any_array(kind: Callable[[Tensor], object], device: bool) -> None:
+@pytest.mark.parametrize("store", ["off", "memory"])
+def test_a_source_may_give_any_array(
+    kind: Callable[[Tensor], object], device: bool, store: str
+) -> None:
     def job(transport: Transport) -> None:
         source = Arrays(kind)
-        with Loader(source, Mesh(transport, 1, (2, 1, 1)), 3) as loader:
-            for batch in through_device(loader) if device else loader:
+        with Loader(source, Mesh(transport, 1, (2, 1, 1)), 3, store=store) as loader:
+            if device:
+                through_device(loader)
+            for batch in (batch for _ in range(2) for batch in loader):
                 whole = batch.inputs.full_tensor()
                 for n, index in enumerate(batch.indices):
                     assert torch.equal(whole[n], source.whole(index))

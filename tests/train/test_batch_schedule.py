@@ -16,7 +16,7 @@ from pydist.train.config import (
     SharesConfig,
     StageConfig,
 )  # fmt: skip
-from pydist.train.run import pass_rule
+from pydist.train.datasets import pass_rule
 from support.training.runs import (
     assert_same_bits,
     change,

@@ -1,0 +1,155 @@
+"""The batches that a loader has asked for: read in the background, in order."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from pydist.data.blocks import BlockSource, Read, read_group
+from pydist.data.device_input import DeviceInput
+from pydist.data.sampler import GroupBatch, MeshSampler
+from pydist.data.store.memory import Delivery, MemoryStore
+from pydist.mesh import Mesh
+from pydist.watchdog import BLOCKED, phase
+
+Position = tuple[int, int, int]
+"""Epoch, step and pass."""
+
+
+@dataclass
+class _Slot:
+    """A batch on its way; without a read while its blocks are on their way from other ranks."""
+
+    plan: GroupBatch
+    delivery: Delivery | None
+    read: Future[Read] | None = None
+
+
+class ReadAhead:
+    """Batches that one background thread reads while the consumer computes.
+
+    With a store, the messages of one more batch are in flight: the consumer's thread starts them,
+    since not every transport may be called by several threads, and waits for them one batch later,
+    before the background thread makes the batch of them.
+
+    Args:
+        dataset: the source of samples.
+        mesh: determines this rank's blocks.
+        sampler: the order of the batches.
+        prefetch: batches that are read ahead.
+        endless: whether to read ahead into the next epoch.
+        device_input: copies blocks to a device; None leaves them in host memory.
+        store: the store of blocks, if there is one.
+    """
+
+    def __init__(
+        self,
+        dataset: BlockSource,
+        mesh: Mesh,
+        sampler: MeshSampler,
+        prefetch: int,
+        endless: bool,
+        device_input: DeviceInput | None,
+        store: MemoryStore | None,
+    ) -> None:
+        self.dataset, self.mesh, self.sampler = dataset, mesh, sampler
+        self.prefetch = prefetch
+        self.waited_s = 0.0
+        """Seconds that the consumer has waited so far."""
+        self._endless = endless
+        self.device_input = device_input
+        self._store = store
+        self._slots: deque[_Slot] = deque()
+        self._pool = ThreadPoolExecutor(1, "pydist-loader")
+        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    def take(self, plan: GroupBatch) -> Read:
+        """Waits for and returns the batch of `plan`; starts the reads of the following ones."""
+        started = time.perf_counter()
+        try:
+            with self.mesh.session.timers.measure("data"), phase("a batch", BLOCKED):
+                if self._slots and self._slots[0].plan != plan:
+                    self.forget()
+                self.fill((plan.epoch, plan.step, plan.part))
+                slot = self._slots.popleft()
+                assert slot.read is not None
+                read = slot.read.result()
+                if self._store is not None and slot.delivery is not None:
+                    self._store.settle(slot.delivery)
+                following = self._following(plan)
+                if following is not None:
+                    self.fill(following)
+                return read
+        finally:
+            self.waited_s += time.perf_counter() - started
+
+    def fill(self, position: Position) -> None:
+        """Starts reads until `prefetch` batches are on their way, from `position` if none is."""
+        following = self._following(self._slots[-1].plan) if self._slots else position
+        most = self.prefetch + (self._store is not None)
+        while True:
+            self._read_arrived()
+            if following is None or len(self._slots) >= most:
+                return
+            plan = self.sampler.batch(*following)
+            self._slots.append(_Slot(plan, self._order(plan)))
+            following = self._following(plan)
+
+    def forget(self) -> None:
+        """Drops the batches that were read ahead; with a store, after their messages."""
+        store = self._store
+        for slot in self._slots:
+            if slot.read is not None:
+                slot.read.cancel()
+        while self._slots:
+            slot = self._slots.pop()
+            if store is not None and slot.delivery is not None:
+                if slot.read is not None:
+                    wait([slot.read])
+                store.undo(slot.delivery)
+
+    def close(self) -> None:
+        """Ends the background thread, after the read in flight; leaves messages in flight alone."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read_arrived(self) -> None:
+        """Starts the background reads of the next batches, as soon as their blocks are here."""
+        for slot in list(self._slots)[: self.prefetch]:
+            if slot.read is None:
+                if slot.delivery is not None:
+                    slot.delivery.arrive()
+                slot.read = self._pool.submit(
+                    _read, self.dataset, self.mesh, slot.plan, self.device_input, slot.delivery
+                )
+
+    def _order(self, plan: GroupBatch) -> Delivery | None:
+        """Orders a batch of the store, if there is one, with those of the other groups."""
+        if self._store is None:
+            return None
+        at = plan.epoch, plan.step, plan.part
+        groups = self._store.directory.groups
+        return self._store.order({g: self.sampler.batch(*at, group=g).indices for g in groups})
+
+    def _following(self, plan: GroupBatch) -> Position | None:
+        """Returns the position of the next batch; `None` after the epoch of an evaluation."""
+        following = self.sampler.after(plan)
+        return following if self._endless or following[0] == plan.epoch else None
+
+
+def _read(
+    dataset: BlockSource,
+    mesh: Mesh,
+    plan: GroupBatch,
+    device_input: DeviceInput | None,
+    delivery: Delivery | None,
+) -> Read:
+    """Makes a batch; runs in the background thread."""
+    if delivery is None:
+        return read_group(dataset, mesh, plan, device_input)
+    try:
+        return read_group(delivery.source, mesh, plan, device_input)
+    finally:
+        delivery.end()

@@ -1,0 +1,203 @@
+"""A batch's blocks from the memory of ranks, and from files where no rank holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from pydist.data.blocks import BlockSource, StoredSource
+from pydist.data.store.entry import Entry, copy
+from pydist.data.store.figures import Figures
+from pydist.interop import ArrayLike, as_tensor
+from pydist.partition import Box
+
+_T = TypeVar("_T")
+
+
+@runtime_checkable
+class NarrowLabels(Protocol):
+    """A `BlockSource` that knows a small type for all of its labels."""
+
+    @property
+    def label_dtype(self) -> torch.dtype:
+        """Integer type that holds every label, as `ShardDataset.label_dtype`."""
+        ...
+
+
+@runtime_checkable
+class CountedReads(Protocol):
+    """A `BlockSource` that counts what it reads from files."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far, as `ShardDataset.bytes_read`."""
+        ...
+
+
+class BatchSource:
+    """`BlockSource` of one batch: blocks from entries, or else from files.
+
+    An entry that its owner could not read, or with a bad value, is read from the file as without a
+    store: with the same result, or the same error.
+
+    Args:
+        dataset: reads files.
+        raw: whether entries hold stored values, which are normalized here; else inputs.
+        entries: entries of samples that some rank holds.
+        keep: returns the new entry of a sample that this rank is to keep after its read; None for
+            other samples.
+    """
+
+    def __init__(
+        self,
+        dataset: BlockSource,
+        raw: bool,
+        entries: Mapping[int, Entry],
+        keep: Callable[[int], Entry | None],
+    ) -> None:
+        self.dataset = dataset
+        self.figures = Figures()
+        """Counts of the reads so far."""
+        self._raw = raw
+        self._entries = entries
+        self._keep = keep
+
+    # -- facts of the data set --------------------------------------------------------------
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int, int]:
+        """See `BlockSource.sample_shape`."""
+        return self.dataset.sample_shape
+
+    @property
+    def num_targets(self) -> int:
+        """See `BlockSource.num_targets`."""
+        return self.dataset.num_targets
+
+    @property
+    def labelled(self) -> bool:
+        """See `BlockSource.labelled`."""
+        return self.dataset.labelled
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `BlockSource.dtype`."""
+        return self.dataset.dtype
+
+    @property
+    def identity(self) -> str:
+        """See `BlockSource.identity`."""
+        return self.dataset.identity
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def shape_of(self, index: int) -> tuple[int, int, int, int]:
+        """See `BlockSource.shape_of`."""
+        return self.dataset.shape_of(index)
+
+    # -- reads ------------------------------------------------------------------------------
+
+    def read_block(
+        self, index: int, box: Box | None = None, out: Tensor | None = None
+    ) -> ArrayLike:
+        """Returns the input of a block, from memory in `out`; see `BlockSource.read_block`."""
+        self.figures.blocks += 1
+        entry = self._good(index)
+        if entry is not None and out is not None:
+            if not self._raw:
+                copy(entry.block, out)
+                return out
+            if self._normalize(index, box, entry.block, out):
+                return out
+        self.figures.file_blocks += 1
+        kept = self._keep(index)
+        if kept is not None and out is not None and self._raw:
+            stored, room = cast(StoredSource, self.dataset), kept.block
+            self._from_file(lambda: stored.read_stored(index, box, room))
+            if self._normalize(index, box, room, out):
+                return out
+            kept = None  # the read below fails as without a store
+        block = self._from_file(lambda: self.dataset.read_block(index, box, out))
+        if kept is not None:
+            copy(as_tensor(block), kept.block)
+        return block
+
+    def read_labels(
+        self, index: int, box: Box | None = None, out: Tensor | None = None
+    ) -> ArrayLike:
+        """Returns the labels of a block, from memory in `out`; see `BlockSource.read_labels`."""
+        entry = self._good(index)
+        if entry is not None and out is not None:
+            copy(entry.targets, out)
+            return out
+        return self._targets(index, lambda: self.dataset.read_labels(index, box, out))
+
+    def target(self, index: int) -> ArrayLike:
+        """Returns the values to predict; see `BlockSource.target`."""
+        entry = self._good(index)
+        if entry is not None:
+            return entry.targets
+        return self._targets(index, lambda: self.dataset.target(index))
+
+    def _targets(self, index: int, read: Callable[[], ArrayLike]) -> ArrayLike:
+        """Reads labels or target from the file, and completes the entry if it is to be kept."""
+        targets = self._from_file(read)
+        kept = self._keep(index)
+        if kept is not None:
+            copy(as_tensor(targets), kept.targets)
+            kept.approve()
+        return targets
+
+    def _normalize(self, index: int, box: Box | None, stored: Tensor, out: Tensor) -> bool:
+        """Computes the input from stored values; returns whether all of it is finite."""
+        found = torch.zeros(1, dtype=torch.int32)
+        first = 0 if box is None else box.lo[0]
+        cast(StoredSource, self.dataset).normalize(index, first, stored, out, found)
+        return not int(found)
+
+    def _good(self, index: int) -> Entry | None:
+        entry = self._entries.get(index)
+        return entry if entry is not None and entry.is_good else None
+
+    def _from_file(self, read: Callable[[], _T]) -> _T:
+        """Reads from a file, and counts the bytes if the source does."""
+        counted = self.dataset if isinstance(self.dataset, CountedReads) else None
+        before = 0 if counted is None else counted.bytes_read
+        try:
+            return read()
+        finally:
+            if counted is not None:
+                self.figures.file_bytes += counted.bytes_read - before
+
+
+class StoredBatchSource(BatchSource):
+    """The same for a device, which normalizes the stored values."""
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """See `StoredSource.stored_dtype`."""
+        return cast(StoredSource, self.dataset).stored_dtype
+
+    def read_stored(self, index: int, box: Box | None, out: Tensor) -> None:
+        """See `StoredSource.read_stored`."""
+        self.figures.blocks += 1
+        entry = self._good(index)
+        if entry is not None:
+            copy(entry.block, out)
+            return
+        self.figures.file_blocks += 1
+        stored = cast(StoredSource, self.dataset)
+        self._from_file(lambda: stored.read_stored(index, box, out))
+        kept = self._keep(index)
+        if kept is not None:
+            copy(out, kept.block)
+
+    def normalize(
+        self, index: int, first_channel: int, stored: Tensor, out: Tensor, found: Tensor
+    ) -> None:
+        """See `StoredSource.normalize`."""
+        cast(StoredSource, self.dataset).normalize(index, first_channel, stored, out, found)

@@ -1,0 +1,116 @@
+"""The data sets of a run, and their loaders, from its configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pydist.data import Manifest, ShardDataset
+from pydist.data.batch_sizes import BatchSizes, PassRule
+from pydist.data.loader import Loader
+from pydist.parsing import byte_count
+from pydist.train.device import choose_device, memory_format
+
+if TYPE_CHECKING:
+    from pydist.train.config import Config
+    from pydist.train.job import Job
+    from pydist.train.tasks import Task
+
+
+def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDataset | None]:
+    """Opens the training set, and the validation set if there is one."""
+    wanted = config.data
+    manifest = Manifest.load(wanted.path)
+    # First, without normalization: if that does not fit, usually the network does not fit either.
+    task.check(ShardDataset(wanted.path, "train", normalize="none", manifest=manifest))
+
+    def normalized(split: str) -> ShardDataset:
+        return ShardDataset(
+            wanted.path,
+            split,
+            normalize=wanted.normalize,
+            window=wanted.window,
+            manifest=manifest,
+            ignore_label=config.train.ignore_label,
+        )
+
+    return normalized("train"), normalized("val") if "val" in manifest.splits else None
+
+
+def store_budgets(
+    config: Config, data: ShardDataset, validation: ShardDataset | None
+) -> tuple[int | None, int | None]:
+    """Divides `data.store_memory` between training and validation set, by their voxels.
+
+    Returns:
+        Bytes for each of them on one rank; None without a limit.
+    """
+    if config.data.store_memory is None:
+        return None, None
+    limit = byte_count(config.data.store_memory)
+    if validation is None or not config.train.validate_every:
+        return limit, None
+    of_data, of_validation = (
+        sum(math.prod(each.shape_of(index)) for index in range(len(each)))
+        for each in (data, validation)
+    )
+    mine = max(1, limit * of_data // (of_data + of_validation))
+    return mine, max(1, limit - mine)
+
+
+def make_loader(
+    config: Config,
+    data: ShardDataset,
+    job: Job,
+    training: bool = True,
+    store_memory: int | None = None,
+) -> Loader:
+    """Creates the loader of a data set, on the device of the network. Collective.
+
+    Args:
+        config: the configuration.
+        data: the data set.
+        job: the ranks.
+        training: whether it is the training set.
+        store_memory: bytes for its store on this rank, see `store_budgets`.
+    """
+    device = choose_device(config.train.device, job.world)
+    # A single validation, at the end, gains nothing by a store.
+    stored = config.data.store != "off" and (training or config.train.validate_every > 0)
+    return Loader(
+        data,
+        job.mesh,
+        batch_sizes(config, len(data)) if training else config.train.batch,
+        training=training,
+        prefetch=config.data.prefetch,
+        device=device,
+        memory_format=memory_format(config.train, device),
+        pad=False,  # the networks accept empty batches
+        passes=pass_rule(config) if training else None,
+        divide=job.stages is None,
+        store=config.data.store if stored else "off",
+        store_memory=store_memory if stored else None,
+    )
+
+
+def batch_sizes(config: Config, epoch: int) -> BatchSizes:
+    """Returns the sizes of the global batch in a run.
+
+    Args:
+        config: the configuration.
+        epoch: samples of the data set.
+
+    Raises:
+        UsageError: two milestones are at the same sample.
+    """
+    planned = config.train.batch_schedule
+    changes = [(planned.samples(place, epoch), size) for place, size in planned.milestones]
+    return BatchSizes(config.train.batch, changes, measured=planned.noise_scale)
+
+
+def pass_rule(config: Config) -> PassRule:
+    """Returns the rule for the passes of a step; in stages, for its micro-batches."""
+    train = config.train
+    planned = train.batch_schedule
+    first = train.accumulate if config.mesh.stages is None else config.mesh.micro_batches
+    return PassRule(train.batch, min(first, train.batch), planned.by, planned.largest_pass)

@@ -1,0 +1,44 @@
+"""Tests that a rank which fails while another one waits for its blocks ends all of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pydist.launch import available
+from support.jobs.children import child_environment
+from support.jobs.programs import path_of
+
+SECONDS = 30.0
+"""Limit of a job with its start; without the fault it takes longer."""
+
+
+@pytest.mark.parametrize(
+    ("mpi", "fault", "says"),
+    [
+        *((each.name, "raise", "the fault") for each in available()),
+        ("gloo", "gone", "is gone"),
+        (available()[0].name, "kill", "rank"),
+    ],
+)
+def test_a_failed_rank_ends_all(mpi: str, fault: str, says: str) -> None:
+    script = path_of("storing")
+    began = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-m", "pydist.launch", "2", mpi, str(script), fault],
+        cwd=script.parent,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=2 * SECONDS,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert time.monotonic() - began < SECONDS
+    assert says in ended.stderr, ended.stderr
+    if fault == "gone":
+        assert ended.returncode == 65
+        assert ended.stderr.count("is gone") == 1
