@@ -15,7 +15,8 @@ groups, the intervals, and what they send between groups.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,12 +44,36 @@ class Levels(Stateless, ABC):
     name: str
 
     def __init__(self, within: Transport, between: Transport) -> None:
-        self.within, self.between = Messages(within), Messages(between)
-        self.transports = [within, between]
+        self.within, self.between = _messages(within), _messages(between)
+        self.transports = [*self.within.transports, *self.between.transports]
+        self._on_hosts = within.device is None
+        self._started: deque[Sequel] = deque()  # by the running pass, and not complete
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether messages after the first one of a bucket may start while backward runs."""
+        return self._on_hosts
 
     def start(self, row: Tensor, leaves: Sequence[Leaf]) -> Work:
         """See `Form.start`."""
-        return Sequel(self._reduce(row, leaves))
+        work = Sequel(self._reduce(row, leaves))
+        if self.runs_ahead and row.device.type == "cpu":
+            self._started.append(work)
+        return work
+
+    def progress(self) -> None:
+        """See `Form.progress`."""
+        while self._started and self._started[0].advance():
+            self._started.popleft()
+
+    def conclude(self, kept: Callable[[Leaf], bool]) -> None:
+        """See `Form.conclude`."""
+        del kept
+        self.abandon()
+
+    def abandon(self) -> None:
+        """See `Form.abandon`."""
+        self._started.clear()
 
     def sent(self) -> Mapping[str, int]:
         """See `Form.sent`."""
@@ -58,12 +83,15 @@ class Levels(Stateless, ABC):
         within = self.within
         if within.size == 1:
             yield from self._await(row, None)
+            self.between.begin()
             yield from self._exchange(row, leaves)
             return
         counts = self._counts(row, leaves)
         part = torch.empty(counts[within.rank], dtype=row.dtype, device=row.device)
+        within.begin()
         yield from self._await(part, within.reduce_scatter(row, part, counts, self._divisor()))
         if part.numel():
+            self.between.begin()
             yield from self._exchange(part, self._own(leaves))
         yield within.all_gather(part, row, counts)
 
@@ -94,6 +122,15 @@ class Levels(Stateless, ABC):
     @abstractmethod
     def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
         """Makes a group's interval the mean over the groups, in place."""
+
+
+def _messages(group: Transport) -> Messages:
+    """Returns the collectives of a group. Collective.
+
+    On devices there is no second group: NCCL needs one order of messages in all groups. Else all
+    ranks split, also if they are alone: gloo expects that processes make equally many groups.
+    """
+    return Messages(group, None if group.device is not None else group.split(0, group.rank))
 
 
 class NarrowForm(Levels):

@@ -87,6 +87,11 @@ class SparseForm(StatefulForm):
             self._clipping = LocalClipping(self.within, between.size, clip_norm)
 
     @property
+    def runs_ahead(self) -> bool:
+        """See `Levels.runs_ahead`: the norm is known after all buckets have started."""
+        return self._clipping is None and super().runs_ahead
+
+    @property
     def density(self) -> float:
         """The fraction of the elements that the running pass sends."""
         if self.steps >= self._warmup:
