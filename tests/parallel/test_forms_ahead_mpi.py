@@ -94,7 +94,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize(("groups", "spatial"), GRIDS)
 @pytest.mark.parametrize("settings", FORMS, ids=str)
-def test_buckets_are_complete_while_backward_runs(world, settings, groups, spatial):
+def test_all_messages_start_while_backward_runs(world, settings, groups, spatial):
     """With the bits of messages that start after it."""
     mesh = Mesh(world, groups, spatial)
     with patch.object(places, "own_host", lambda rank: "abbb"[rank]):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pydist.comm.interface.reduction import divide
 from pydist.gradients.forms.form import Stateless
-from pydist.gradients.forms.messages import Messages, Sequel, even_counts
+from pydist.gradients.forms.messages import Final, Messages, Sequel, even_counts
 
 if TYPE_CHECKING:
     from pydist.comm.interface.handles import Work
@@ -47,7 +47,7 @@ class Levels(Stateless, ABC):
         self.within, self.between = _messages(within), _messages(between)
         self.transports = [*self.within.transports, *self.between.transports]
         self._on_hosts = within.device is None
-        self._started: deque[Sequel] = deque()  # by the running pass, and not complete
+        self._started: deque[Sequel] = deque()  # not to the last message
 
     @property
     def runs_ahead(self) -> bool:
@@ -93,7 +93,7 @@ class Levels(Stateless, ABC):
         if part.numel():
             self.between.begin()
             yield from self._exchange(part, self._own(leaves))
-        yield within.all_gather(part, row, counts)
+        yield Final(within.all_gather(part, row, counts))
 
     def _await(self, part: Tensor, work: Work | None) -> Iterator[Work]:
         """Yields what a bucket waits for before it is sent between groups.
@@ -105,6 +105,10 @@ class Levels(Stateless, ABC):
         del part
         if work is not None:
             yield work
+
+    def _last(self, work: Work) -> Work:
+        """Marks the last message between groups, which is the last one if a rank is a group."""
+        return Final(work) if self.within.size == 1 else work
 
     def _divisor(self) -> int:
         """Returns the number by which sums within a group are divided: here they become means."""
@@ -154,7 +158,7 @@ class NarrowForm(Levels):
         counts = even_counts(narrow.numel(), between.size)
         mean = torch.empty(counts[between.rank], dtype=self._dtype, device=part.device)
         yield between.reduce_scatter(narrow, mean, counts, between.size)
-        yield between.all_gather(mean, narrow, counts)
+        yield self._last(between.all_gather(mean, narrow, counts))
         part.copy_(narrow)
 
 
@@ -174,7 +178,7 @@ class TorusForm(Levels):
 
     def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
         del leaves
-        yield self.between.all_reduce(part)
+        yield self._last(self.between.all_reduce(part))
         divide(part, self.within.size * self.between.size)
 
 
@@ -208,5 +212,5 @@ class HierarchicalForm(Levels):
 
     def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
         del leaves
-        yield self.between.all_reduce(part)
+        yield self._last(self.between.all_reduce(part))
         divide(part, self._ranks)

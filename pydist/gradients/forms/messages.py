@@ -65,14 +65,29 @@ class Messages:
         return self._group().all_gather_async(tensor, out, counts)
 
 
+class Final(Work):
+    """The last message of a `Sequel`."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        """See `Work.done`."""
+        return self._work.done()
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        self._work.wait()
+
+
 class Sequel(Work):
     """Messages that depend on each other, such as a sum and its distribution.
 
     The first one starts with the object. The others start in `advance`, which never waits, or in
     `wait`: if it waited earlier, a rank could keep others, which start their buckets late, from
     exchanges that they make before. `done` differs between ranks, so it decides when a message
-    starts, and not the order in a group: objects advance one after the other, each to its end, and
-    first messages, which start meanwhile, have a group of their own (`Messages.begin`).
+    starts, and not the order in a group: objects advance one after the other, each to its last
+    message, and first ones, which start meanwhile, have a group of their own (`Messages.begin`).
     """
 
     def __init__(self, messages: Iterator[Work]) -> None:
@@ -90,10 +105,10 @@ class Sequel(Work):
             self._step()
 
     def advance(self) -> bool:
-        """Starts messages whose predecessors are complete; returns whether all are complete."""
-        while self._work is not None and self._work.done():
+        """Starts messages whose predecessors are complete; returns whether all have started."""
+        while self._work is not None and not isinstance(self._work, Final) and self._work.done():
             self._step()
-        return self._work is None
+        return self._work is None or isinstance(self._work, Final)
 
     def _step(self) -> None:
         assert self._work is not None

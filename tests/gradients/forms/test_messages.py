@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pydist.comm.interface.handles import Work
-from pydist.gradients.forms.messages import Sequel
+from pydist.gradients.forms.messages import Final, Sequel
 
 
 class Message(Work):
@@ -56,3 +56,25 @@ def test_messages_that_are_complete_start_one_after_the_other():
 
 def test_an_exchange_without_messages_is_complete():
     assert Sequel(iter(())).advance()
+
+
+def test_an_exchange_has_advanced_when_its_last_message_has_started():
+    """What follows that message is computed in `wait`."""
+    log, made = [], []
+
+    def messages():
+        made.append(Message(log, "a"))
+        yield made[0]
+        made.append(Message(log, "b"))
+        yield Final(made[1])
+        log.append("end")
+
+    work = Sequel(messages())
+    assert not work.advance()
+    made[0].has_arrived = True
+    assert work.advance()
+    made[1].has_arrived = True
+    assert work.advance()
+    assert log == ["start a", "wait a", "start b"]
+    work.wait()
+    assert log[3:] == ["wait b", "end"]
