@@ -127,6 +127,11 @@ class Network:
             time.sleep(_POLL_SECONDS)
         time.sleep(max(0.0, float(flight[2]) - time.perf_counter()))
 
+    def has_arrived(self, group: int, number: int) -> bool:
+        """Returns whether `arrive` would return immediately."""
+        ended = float(self._flights[group, number % _RING][2])
+        return 0 < ended <= time.perf_counter()
+
     @contextmanager
     def _alone(self) -> Iterator[None]:
         fcntl.lockf(self._lock, fcntl.LOCK_EX)
@@ -238,6 +243,14 @@ class _Slow(Work):
     def __init__(self, work: Work, *flight: Any) -> None:
         self._work = work
         self._flight: tuple[Any, ...] | None = flight
+
+    def done(self) -> bool:
+        """See `Work.done`."""
+        if self._flight is not None:
+            network, group, number = self._flight
+            if not network.has_arrived(group, number):
+                return False
+        return self._work.done()
 
     def wait(self) -> None:
         """See `Work.wait`."""

@@ -198,9 +198,12 @@ class Lane:
         self.reset()
 
     def progress(self) -> None:
-        """Lets messages in flight advance; see `Transport.progress`."""
+        """Lets messages in flight advance; see `Transport.progress` and `Form.progress`."""
         for transport in self.transports:
             transport.progress()
+        if not isinstance(self.form, DenseForm):
+            with torch.no_grad(), self._timers.measure("gradients"):
+                self.form.progress()
 
     def forget_capture(self) -> None:
         """Discards messages of a failed capture; see `Transport.forget_capture`."""

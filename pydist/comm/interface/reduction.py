@@ -37,6 +37,10 @@ class SliceSum(Work):
         self._pending: tuple[Work, Sequence[Tensor], Tensor] | None = (work, slices, out)
         self._divisor = divisor
 
+    def done(self) -> bool:
+        """See `Work.done`: whether the slices have arrived."""
+        return self._pending is None or self._pending[0].done()
+
     def wait(self) -> None:
         """See `Work.wait`."""
         if self._pending is None:

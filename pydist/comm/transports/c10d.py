@@ -201,6 +201,10 @@ class _C10dWork(Work):
         self._under_way, self.ledger = transport._under_way, transport.ledger
         self._under_way.add(self)
 
+    def done(self) -> bool:
+        # torch learns only in `wait` that a message has arrived, unlike a collective.
+        return all(work.is_completed() for work in self._works)
+
     @_waits("messages")
     def wait(self) -> None:
         for work in self._works:

@@ -51,6 +51,10 @@ class Form(Protocol):
         """
         ...
 
+    def progress(self) -> None:
+        """Starts messages that follow complete ones, while backward runs. Does not wait."""
+        ...
+
     def complete(self, row: Tensor) -> None:
         """Makes the result of a complete reduction the mean over the ranks, in place."""
         ...
@@ -83,6 +87,9 @@ class Stateless:
     def arrange(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """See `Form.arrange`."""
         return list(leaves)
+
+    def progress(self) -> None:
+        """See `Form.progress`."""
 
     def complete(self, row: Tensor) -> None:
         """See `Form.complete`; here the reduction itself divides."""

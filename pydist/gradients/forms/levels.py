@@ -15,7 +15,8 @@ groups, the intervals, and what they send between groups.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from pydist.comm.interface.reduction import divide
 from pydist.gradients.forms.form import Stateless
-from pydist.gradients.forms.messages import Messages, Sequel, even_counts
+from pydist.gradients.forms.messages import Final, Messages, Sequel, even_counts
 
 if TYPE_CHECKING:
     from pydist.comm.interface.handles import Work
@@ -43,12 +44,36 @@ class Levels(Stateless, ABC):
     name: str
 
     def __init__(self, within: Transport, between: Transport) -> None:
-        self.within, self.between = Messages(within), Messages(between)
-        self.transports = [within, between]
+        self.within, self.between = _messages(within), _messages(between)
+        self.transports = [*self.within.transports, *self.between.transports]
+        self._on_hosts = within.device is None
+        self._started: deque[Sequel] = deque()  # not to the last message
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether messages after the first one of a bucket may start while backward runs."""
+        return self._on_hosts
 
     def start(self, row: Tensor, leaves: Sequence[Leaf]) -> Work:
         """See `Form.start`."""
-        return Sequel(self._reduce(row, leaves))
+        work = Sequel(self._reduce(row, leaves))
+        if self.runs_ahead and row.device.type == "cpu":
+            self._started.append(work)
+        return work
+
+    def progress(self) -> None:
+        """See `Form.progress`."""
+        while self._started and self._started[0].advance():
+            self._started.popleft()
+
+    def conclude(self, kept: Callable[[Leaf], bool]) -> None:
+        """See `Form.conclude`."""
+        del kept
+        self.abandon()
+
+    def abandon(self) -> None:
+        """See `Form.abandon`."""
+        self._started.clear()
 
     def sent(self) -> Mapping[str, int]:
         """See `Form.sent`."""
@@ -58,14 +83,17 @@ class Levels(Stateless, ABC):
         within = self.within
         if within.size == 1:
             yield from self._await(row, None)
+            self.between.begin()
             yield from self._exchange(row, leaves)
             return
         counts = self._counts(row, leaves)
         part = torch.empty(counts[within.rank], dtype=row.dtype, device=row.device)
+        within.begin()
         yield from self._await(part, within.reduce_scatter(row, part, counts, self._divisor()))
         if part.numel():
+            self.between.begin()
             yield from self._exchange(part, self._own(leaves))
-        yield within.all_gather(part, row, counts)
+        yield Final(within.all_gather(part, row, counts))
 
     def _await(self, part: Tensor, work: Work | None) -> Iterator[Work]:
         """Yields what a bucket waits for before it is sent between groups.
@@ -77,6 +105,10 @@ class Levels(Stateless, ABC):
         del part
         if work is not None:
             yield work
+
+    def _last(self, work: Work) -> Work:
+        """Marks the last message between groups, which is the last one if a rank is a group."""
+        return Final(work) if self.within.size == 1 else work
 
     def _divisor(self) -> int:
         """Returns the number by which sums within a group are divided: here they become means."""
@@ -94,6 +126,15 @@ class Levels(Stateless, ABC):
     @abstractmethod
     def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
         """Makes a group's interval the mean over the groups, in place."""
+
+
+def _messages(group: Transport) -> Messages:
+    """Returns the collectives of a group. Collective.
+
+    On devices there is no second group: NCCL needs one order of messages in all groups. Else all
+    ranks split, also if they are alone: gloo expects that processes make equally many groups.
+    """
+    return Messages(group, None if group.device is not None else group.split(0, group.rank))
 
 
 class NarrowForm(Levels):
@@ -117,7 +158,7 @@ class NarrowForm(Levels):
         counts = even_counts(narrow.numel(), between.size)
         mean = torch.empty(counts[between.rank], dtype=self._dtype, device=part.device)
         yield between.reduce_scatter(narrow, mean, counts, between.size)
-        yield between.all_gather(mean, narrow, counts)
+        yield self._last(between.all_gather(mean, narrow, counts))
         part.copy_(narrow)
 
 
@@ -137,7 +178,7 @@ class TorusForm(Levels):
 
     def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
         del leaves
-        yield self.between.all_reduce(part)
+        yield self._last(self.between.all_reduce(part))
         divide(part, self.within.size * self.between.size)
 
 
@@ -171,5 +212,5 @@ class HierarchicalForm(Levels):
 
     def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
         del leaves
-        yield self.between.all_reduce(part)
+        yield self._last(self.between.all_reduce(part))
         divide(part, self._ranks)

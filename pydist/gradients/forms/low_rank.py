@@ -80,7 +80,7 @@ class LowRankForm(StatefulForm):
         left = [_orthonormal(p) for p in found[: len(left)]]
         right = [m.T @ p for m, p in zip(matrices, left, strict=True)]
         message = joined(right, part)
-        yield self.between.all_reduce(message)
+        yield self._last(self.between.all_reduce(message))
         divide(message, self.between.size)
         right = divided(message, [q.shape for q in right])
         for (leaf, piece), m, p, q in zip(compressed, matrices, left, right, strict=True):

@@ -87,6 +87,11 @@ class SparseForm(StatefulForm):
             self._clipping = LocalClipping(self.within, between.size, clip_norm)
 
     @property
+    def runs_ahead(self) -> bool:
+        """See `Levels.runs_ahead`: the norm is known after all buckets have started."""
+        return self._clipping is None and super().runs_ahead
+
+    @property
     def density(self) -> float:
         """The fraction of the elements that the running pass sends."""
         if self.steps >= self._warmup:
@@ -147,7 +152,7 @@ class SparseForm(StatefulForm):
             groups * len(what)
         )  # fmt: skip
         yield self.between.all_gather(where, all_where, [len(where)] * groups)
-        yield self.between.all_gather(what, all_what, [len(what)] * groups)
+        yield self._last(self.between.all_gather(what, all_what, [len(what)] * groups))
         total = part.new_zeros(elements + 1)
         # In the order of ranks, without atomic additions: the same bits on all ranks.
         for index, value in zip(all_where.chunk(groups), all_what.chunk(groups), strict=True):

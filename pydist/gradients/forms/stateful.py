@@ -52,6 +52,7 @@ class SteppedForm(Levels):
 
     def abandon(self) -> None:
         """See `Form.abandon`."""
+        super().abandon()
         self._leaves.clear()
 
     def _reduce(self, row: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:

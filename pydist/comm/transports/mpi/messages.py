@@ -42,6 +42,10 @@ class MpiWork(Work):
         engine.started()
         engine.works.add(self)
 
+    def done(self) -> bool:
+        """See `Work.done`."""
+        return self._pending is None or MPI.Request.Testall(self._pending[0])
+
     @waits("messages")
     def wait(self) -> None:
         """See `Work.wait`."""
