@@ -22,7 +22,7 @@ from pydist.data.medical import CTOptions, generate_ct
 from pydist.errors import DataError, PydistError, UsageError
 from pydist.stages import Pipeline
 from pydist.stages.schedule import SCHEDULES
-from pydist.train import checkpoint, config_io, log, run
+from pydist.train import checkpoint, config_io, datasets, log
 from pydist.train.about import load_trained
 from pydist.train.config import (
     Config,
@@ -48,7 +48,7 @@ UNEVEN = (DEEP, StageConfig())
 def double(monkeypatch):
     """Lets networks and data have double precision."""
     monkeypatch.setattr(
-        run, "ShardDataset", functools.partial(run.ShardDataset, dtype=torch.double)
+        datasets, "ShardDataset", functools.partial(datasets.ShardDataset, dtype=torch.double)
     )
     torch.set_default_dtype(torch.double)
     yield
