@@ -129,9 +129,8 @@ class ReadAhead:
         """Orders a batch of the store, if there is one, with those of the other groups."""
         if self._store is None:
             return None
-        at = plan.epoch, plan.step, plan.part
         groups = self._store.directory.groups
-        return self._store.order({g: self.sampler.batch(*at, group=g).indices for g in groups})
+        return self._store.order(self.sampler.samples_of(groups, plan.epoch, plan.step, plan.part))
 
     def _following(self, plan: GroupBatch) -> Position | None:
         """Returns the position of the next batch; `None` after the epoch of an evaluation."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,24 @@ class GroupBatch:
     """Whether the step ends with this pass."""
     ends_epoch: bool = False
     """Whether the epoch ends with this step."""
+
+
+class _Pass(NamedTuple):
+    """One pass over a global batch.
+
+    Attributes:
+        samples: of all groups.
+        begin: place in the global batch of the first one.
+        points: split points of the groups in `samples`.
+        step_size: samples in the global batch.
+        parts: passes of the step.
+    """
+
+    samples: npt.NDArray[np.int64]
+    begin: int
+    points: Sequence[int]
+    step_size: int
+    parts: int
 
 
 class MeshSampler:
@@ -233,16 +251,25 @@ class MeshSampler:
             return batch.epoch, batch.step, batch.part + 1
         return (batch.epoch + 1, 0, 0) if batch.ends_epoch else (batch.epoch, batch.step + 1, 0)
 
-    def batch(self, epoch: int, step: int, part: int = 0, group: int | None = None) -> GroupBatch:
-        """Returns a group's part of a pass over the global batch `step` of `epoch`.
+    def batch(self, epoch: int, step: int, part: int = 0) -> GroupBatch:
+        """Returns this group's part of a pass over the global batch `step` of `epoch`."""
+        found = self._pass(epoch, step, part)
+        indices, count, first = self._of_group(found, self.data_index)
+        return GroupBatch(
+            epoch, step, indices, count, first, len(found.samples), found.step_size, part,
+            found.parts, is_last=part + 1 == found.parts or not self._divides,
+            ends_epoch=step + 1 == len(self._starts_of(epoch)) - 1,
+        )  # fmt: skip
 
-        Args:
-            epoch: the epoch.
-            step: number of the global batch.
-            part: number of the pass.
-            group: index of the sample group; by default this one.
-        """
-        index = self.data_index if group is None else group
+    def samples_of(
+        self, groups: Iterable[int], epoch: int, step: int, part: int = 0
+    ) -> dict[int, tuple[int, ...]]:
+        """Returns the samples of several groups in a pass, by group."""
+        found = self._pass(epoch, step, part)
+        return {group: self._of_group(found, group)[0] for group in groups}
+
+    def _pass(self, epoch: int, step: int, part: int) -> _Pass:
+        """Returns a pass over a global batch, of all groups together."""
         starts = self._starts_of(epoch)
         steps = len(starts) - 1
         if not 0 <= step < steps:
@@ -261,17 +288,17 @@ class MeshSampler:
         points = tuple(min(group, size) for group in range(self.data_size + 1))
         if size >= self.data_size:
             points = divide(size, self.shares).points
-        first = begin + points[index]
-        count = points[index + 1] - points[index]
-        order = self.order(epoch)
-        chosen = order[start + first : start + first + count]
-        if count == 0 and self.pad:
+        samples = self.order(epoch)[start + begin : start + end]
+        return _Pass(samples, begin, points, whole, parts)
+
+    def _of_group(self, found: _Pass, group: int) -> tuple[tuple[int, ...], int, int]:
+        """Returns a group's samples, how many of them count, and the place of the first one."""
+        first, stop = found.points[group : group + 2]
+        chosen, place = found.samples[first:stop], first
+        if first == stop and self.pad:
             # One padding sample each: positions stay distinct.
-            chosen, first = order[start + begin : start + begin + 1], begin + index
-        return GroupBatch(
-            epoch, step, tuple(int(i) for i in chosen), count, first, size, whole, part, parts,
-            is_last=part + 1 == parts or not self._divides, ends_epoch=step + 1 == steps,
-        )  # fmt: skip
+            chosen, place = found.samples[:1], group
+        return tuple(int(i) for i in chosen), stop - first, found.begin + place
 
     def _starts_of(self, epoch: int) -> Sequence[int]:
         """Returns the places where the steps of an epoch begin, and the end of the last one."""

@@ -25,7 +25,7 @@ from pydist.data.medical import CTOptions, generate_ct
 from pydist.errors import DataError, PydistError, UsageError
 from pydist.stages import Pipeline
 from pydist.stages.schedule import SCHEDULES
-from pydist.train import checkpoint, config_io, log, run
+from pydist.train import checkpoint, config_io, datasets, log
 from pydist.train.about import load_trained
 from pydist.train.config import (
     Config,
@@ -50,10 +50,10 @@ UNEVEN = (DEEP, StageConfig())
 @contextmanager
 def in_double() -> Iterator[None]:
     """Lets networks and data have double precision."""
-    dataset = functools.partial(run.ShardDataset, dtype=torch.double)
+    dataset = functools.partial(datasets.ShardDataset, dtype=torch.double)
     torch.set_default_dtype(torch.double)
     try:
-        with patch.object(run, "ShardDataset", dataset):
+        with patch.object(datasets, "ShardDataset", dataset):
             yield
     finally:
         torch.set_default_dtype(torch.float32)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pydist.comm.consensus import require_same
 from pydist.data.blocks import BlockSource, StoredSource, by_voxel
 from pydist.data.store.directory import Directory, Moves
 from pydist.data.store.entry import Entry, EntryFormat
@@ -97,7 +98,7 @@ class MemoryStore:
         on_device: whether the loader normalizes stored values on a device.
 
     Raises:
-        UsageError: the budget is not a size.
+        UsageError: the budget is not a size, or ranks would keep values of different types.
     """
 
     def __init__(
@@ -113,6 +114,8 @@ class MemoryStore:
         self._formats: dict[tuple[int, ...], EntryFormat] = {}
         self._source_type, self._raw, self._dtype = _form(dataset, on_device)
         self._transport = _ranks_with_equal_blocks(mesh, training)
+        facts = {"what the store keeps": f"{self._dtype}, labels {_label_dtype(dataset)}"}
+        require_same(mesh.world, facts)
         limit = _LARGEST if budget is None else bytes_of(budget)
         mine = torch.tensor([mesh.data_index, limit], dtype=torch.int64, device="cpu")
         members = self._transport.all_gather(mine).view(-1, 2).tolist()
@@ -245,8 +248,8 @@ class MemoryStore:
         block = layout.local_shape[1:]
         if not dataset.labelled:
             return EntryFormat(block, self._dtype, (dataset.num_targets,), dataset.dtype)
-        labels = dataset.label_dtype if isinstance(dataset, NarrowLabels) else torch.int64
-        return EntryFormat(block, self._dtype, by_voxel(layout).local_shape[1:], labels)
+        labels = by_voxel(layout).local_shape[1:]
+        return EntryFormat(block, self._dtype, labels, _label_dtype(dataset))
 
 
 def bytes_of(budget: int | str) -> int:
@@ -274,6 +277,10 @@ def _form(dataset: BlockSource, on_device: bool) -> tuple[type[BatchSource], boo
     if dataset.stored_dtype.itemsize < dataset.dtype.itemsize:
         return BatchSource, True, dataset.stored_dtype
     return BatchSource, False, dataset.dtype
+
+
+def _label_dtype(dataset: BlockSource) -> torch.dtype:
+    return dataset.label_dtype if isinstance(dataset, NarrowLabels) else torch.int64
 
 
 def _ranks_with_equal_blocks(mesh: Mesh, training: bool) -> Transport:

@@ -417,6 +417,22 @@ def test_ranks_with_different_settings_are_told() -> None:
     run_local(job, 2)
 
 
+def test_ranks_that_would_keep_different_types_are_told() -> None:
+    """Messages have the bytes of what is kept, so the types must be equal."""
+
+    class Narrow(Stored):
+        label_dtype = torch.uint8
+
+    def job(transport: Transport) -> None:
+        source = (Stored, Narrow)[transport.rank](3, labelled=True)
+        with pytest.raises(
+            UsageError, match=r"labels torch.int64 on rank 0, .*torch.uint8 on rank 1"
+        ):
+            Loader(source, Mesh(transport), 2, store="memory")
+
+    run_local(job, 2)
+
+
 def test_sources_without_stored_values() -> None:
     """Their inputs are kept, also those that are no memory of the loader."""
 
