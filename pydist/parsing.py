@@ -1,4 +1,4 @@
-"""Parsing of JSON from untrusted files; every error is a `ValueError`."""
+"""Parsing of untrusted text, JSON and sizes; every error is a `ValueError`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _UNITS = {
     "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]+)")
 
 
 def byte_count(text: str) -> int:

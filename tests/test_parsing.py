@@ -10,7 +10,7 @@ import pytest
 from pydist.data.manifest import Manifest
 from pydist.data.medical.layouts import find_cases
 from pydist.errors import CheckpointError, DataError, UsageError
-from pydist.parsing import DEPTH, parse_json
+from pydist.parsing import DEPTH, byte_count, parse_json
 from pydist.train import checkpoint, config_io
 
 
@@ -69,3 +69,22 @@ def test_a_manifest_of_other_kinds_of_values_is_refused(
     record = {**json.loads(good.dumps()), **change}
     with pytest.raises(DataError, match="damaged"):
         Manifest.loads(json.dumps(record), "dataset.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("4GB", 4 * 10**9), ("1 B", 1), ("1.5 kB", 1500), (" 20 KiB ", 20 << 10),
+        ("0.5MiB", 1 << 19), ("3TB", 3 * 10**12), ("2 TiB", 2 << 40), ("1.0000000001GB", 10**9),
+    ],
+)  # fmt: skip
+def test_sizes(text: str, nbytes: int) -> None:
+    assert byte_count(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4", "GB", "4 gb", "4GiBB", "-1GB", "1e3GB", "0GB", "0.5B", "9" * 30 + "TB", "٤GB"]
+)
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="a size is"):
+        byte_count(text)

@@ -106,6 +106,25 @@ def test_batches_have_the_bits_of_the_host(universes, normalize, memory_format):
         assert torch.equal(targets.cpu(), one.targets)
 
 
+@pytest.mark.parametrize("normalize", ["none", "log1p"])
+def test_batches_of_the_store_have_the_bits_of_files(universes, normalize):
+    """The store keeps int16 counts, which the device normalizes in each epoch."""
+    plain, dataset = (ShardDataset(universes, normalize=normalize) for _ in range(2))
+    mesh = Mesh(LocalTransport())
+    with (
+        Loader(plain, mesh, 4, device="cuda") as files,
+        Loader(dataset, mesh, 4, device="cuda", store="memory") as stored,
+    ):
+        for _ in range(3):
+            for one, other in zip(files, stored, strict=True):
+                assert torch.equal(one.inputs.to_local(), other.inputs.to_local())
+                assert torch.equal(one.targets, other.targets)
+        before = dataset.bytes_read
+        assert len(list(stored)) == len(stored)
+        assert dataset.bytes_read == before
+        assert {e.block.dtype for e in stored.store.entries.values()} == {torch.int16}
+
+
 def test_a_bad_sample_is_named(tmp_path):
     import h5py
 
