@@ -73,7 +73,7 @@ def stamp_start() -> None:
 
 def run_training(world: Any) -> None:
     """Runs the phases of `pydist train`."""
-    import pydist.data.loader
+    import pydist.data.read_ahead
     import pydist.train.run
     from pydist.mesh import Mesh
     from pydist.train.config import (
@@ -89,7 +89,7 @@ def run_training(world: Any) -> None:
     if PHASE == "opening":
         strike(pydist.train.run, "open_datasets")
     elif PHASE == "loader":
-        strike(pydist.data.loader, "read_group", calls=2)
+        strike(pydist.data.read_ahead, "read_group", calls=2)
     elif PHASE == "saving":
         strike(State, "_parts")
     else:
