@@ -7,7 +7,15 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <utility>
+
+// Of a simulated device, if the process has loaded one: whether what the calling thread launches is
+// being captured into a graph, and what keeps a launch for the graph's replays.
+extern "C" {
+__attribute__((weak)) bool simulated_capturing();
+__attribute__((weak)) void simulated_capture(const std::function<void()>& launch);
+}
 
 // Numbers and names as CUDA has them.
 enum cudaError_t {
@@ -30,6 +38,15 @@ namespace emulated {
 inline constexpr int kDevices = 1;
 inline thread_local int device = 0;
 inline thread_local cudaError_t last_error = cudaSuccess;
+
+// Runs what is launched, or keeps it for the replays of a graph.
+inline void launch(const std::function<void()>& run) {
+  if (simulated_capturing != nullptr && simulated_capturing()) {
+    simulated_capture(run);
+  } else {
+    run();
+  }
+}
 
 // What a call returns. A failure stays until cudaGetLastError takes it away.
 inline cudaError_t done(cudaError_t status) {
@@ -91,7 +108,7 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes,
                                    cudaMemcpyKind kind, cudaStream_t) {
-  return cudaMemcpy(to, from, bytes, kind);
+  return emulated::launch([=] { cudaMemcpy(to, from, bytes, kind); }), cudaSuccess;
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {

@@ -5,19 +5,11 @@
 
 #include <cuda_runtime.h>
 
-#include <functional>
 #include <limits>
 #include <memory>
 #include <type_traits>
 
 #include "launch/emulate.hpp"
-
-// Of a simulated device, if the process has loaded one: whether what the calling thread launches is
-// being captured into a graph, and what keeps a launch for the graph's replays.
-extern "C" {
-__attribute__((weak)) bool simulated_capturing();
-__attribute__((weak)) void simulated_capture(const std::function<void()>& launch);
-}
 
 namespace pydist::launch {
 
@@ -42,14 +34,9 @@ cudaError_t launch_emulated(const Body& body, index_t blocks, cudaStream_t strea
   if (blocks < 1 || blocks > std::numeric_limits<std::int32_t>::max()) {
     return emulated::done(cudaErrorInvalidConfiguration);
   }
-  const auto run = [copy = std::make_shared<const Body>(body), emulate] {
+  emulated::launch([copy = std::make_shared<const Body>(body), emulate] {
     emulate(*copy, next_order());
-  };
-  if (simulated_capturing != nullptr && simulated_capturing()) {
-    simulated_capture(run);
-  } else {
-    run();
-  }
+  });
   return cudaGetLastError();
 }
 
