@@ -34,9 +34,8 @@ cudaError_t launch_emulated(const Body& body, index_t blocks, cudaStream_t strea
   if (blocks < 1 || blocks > std::numeric_limits<std::int32_t>::max()) {
     return emulated::done(cudaErrorInvalidConfiguration);
   }
-  emulated::launch([copy = std::make_shared<const Body>(body), emulate] {
-    emulate(*copy, next_order());
-  });
+  emulated::launch(
+      [copy = std::make_shared<const Body>(body), emulate] { emulate(*copy, next_order()); });
   return cudaGetLastError();
 }
 
