@@ -94,10 +94,10 @@ def gems(order: Sequence[int], micro_batches: int) -> Passes:
 def zero_bubble(order: Sequence[int], micro_batches: int) -> Passes:
     """Fills with gradients of weights the time in which a mesh would wait.
 
-    A mesh keeps as many micro-batches of a stage as there are meshes. If the parts of a pass take
-    equal times, a mesh is idle only until its first pass can begin, for S - 1 of 3 M + S - 1 parts,
-    with the stages in a V (0, 1, 1, 0), where these parts are half as long; with one stage on each
-    mesh a few more.
+    A mesh keeps, on average over its stages, as many micro-batches as there are meshes, S. If all
+    passes take equal times and the stages are in a V (0, 1, 1, 0), a mesh is idle only until its
+    first pass can begin, for S - 1 of 6 M + S - 1 passes. With one stage on each mesh it is idle
+    for up to 2 (S - 1) of 3 M + 2 (S - 1), which are twice as long.
 
     Sources: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024); Qi et al., Pipeline
     Parallelism with Controllable Memory (NeurIPS 2024).

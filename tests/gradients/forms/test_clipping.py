@@ -10,7 +10,6 @@ from torch import nn
 
 from pydist import parallelize
 from pydist.gradients import DGC
-from pydist.optim import gradient_state
 from support.equivalence import error, on_ranks, randn
 from support.training.forms import (
     SHAPES,
@@ -20,6 +19,7 @@ from support.training.forms import (
     momentum_of,
     random_gradients,
     reduced,
+    reduced_with_state,
 )
 
 GRIDS = [(2, (1, 1, 1)), (3, (1, 1, 1)), (2, (2, 1, 1))]
@@ -42,7 +42,7 @@ def clipped(given, groups, size, step, clip_norm):
 
 
 def unequal_gradients(shapes=SHAPES, dtype=torch.double):
-    """Random gradients of which those of later ranks and steps are larger."""
+    """Returns random gradients that are larger on later ranks and in later steps."""
     given = random_gradients(shapes, dtype)
     return lambda rank, step: [g * (1 + rank + step / 2) for g in given(rank, step)]
 
@@ -68,20 +68,8 @@ def test_local_clipping_by_the_formulas_of_the_paper(options, groups, spatial):
     assert any(map(any, taken))
     assert not any(map(all, taken[2:]))
 
-    def body(mesh):
-        form = DGC(density=0.1, sample=1.0, clip_norm=clip_norm, **options)
-        model = parallelize(Parameters(SHAPES), mesh, gradients=form)
-        found = []
-        for step in range(steps):
-            model.backward(given(mesh.rank, step))
-            found.append(model.take())
-        return found, gradient_state(model)
-
-    everyones = on_ranks(spatial, body, groups)
-    found, state = everyones[0]
-    for theirs, _ in everyones[1:]:
-        for a, b in zip(found, theirs, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    form = DGC(density=0.1, sample=1.0, clip_norm=clip_norm, **options)
+    found, state = reduced_with_state(form, given, groups, spatial, steps)
     shares = [clipped(given, groups, size, step, clip_norm) for step in range(steps)]
     for i, shape in enumerate(SHAPES):
         gradients = [[g[i] for g in each] for each in shares]

@@ -25,6 +25,7 @@ from support.training.forms import (
     momentum_of,
     random_gradients,
     reduced,
+    reduced_with_state,
 )
 
 GRIDS = [(2, (1, 1, 1)), (3, (1, 1, 1)), (2, (2, 1, 1))]
@@ -40,20 +41,8 @@ def test_the_formulas_of_the_paper(options, groups, spatial):
     """With a sample of all elements the threshold is that of the largest ones."""
     given, steps = random_gradients(), 5
 
-    def body(mesh):
-        form = DGC(density=0.1, sample=1.0, **options)
-        model = parallelize(Parameters(SHAPES), mesh, gradients=form)
-        found = []
-        for step in range(steps):
-            model.backward(given(mesh.rank, step))
-            found.append(model.take())
-        return found, gradient_state(model)
-
-    everyones = on_ranks(spatial, body, groups)
-    found, state = everyones[0]
-    for theirs, _ in everyones[1:]:
-        for a, b in zip(found, theirs, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    form = DGC(density=0.1, sample=1.0, **options)
+    found, state = reduced_with_state(form, given, groups, spatial, steps)
     for i, shape in enumerate(SHAPES):
         gradients = [
             [g[i] for g in group_means(given, groups, spatial[0], step)] for step in range(steps)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pydist import Mesh, parallelize
 from pydist.gradients.forms import places
 from pydist.gradients.forms.settings import Gradients
+from pydist.optim import gradient_state
 from support.equivalence import on_ranks, randn
 
 Given = Callable[[int, int], Sequence[Tensor]]
@@ -64,6 +65,10 @@ def reduce_given(
     """Returns this rank's gradients after the reduction of each step."""
     first = given(mesh.rank, 0)
     model = parallelize(Parameters(shapes, first[0].dtype), mesh, gradients=settings)
+    return _reduce_steps(model, mesh, given, steps)
+
+
+def _reduce_steps(model: Any, mesh: Mesh, given: Given, steps: int) -> list[list[Tensor]]:
     found = []
     for step in range(steps):
         model.backward(given(mesh.rank, step))
@@ -84,6 +89,23 @@ def reduced(
     everyones = on_ranks(
         spatial, lambda mesh: reduce_given(settings, mesh, given, steps, shapes), groups, **options
     )
+    return _same_bits(everyones)
+
+
+def reduced_with_state(
+    settings: Gradients, given: Given, groups: int, spatial: tuple[int, int, int], steps: int
+) -> tuple[list[list[Tensor]], dict[str, Any]]:
+    """Returns the gradients after each step, the same bits on all ranks, and the state."""
+
+    def body(mesh: Mesh) -> tuple[list[list[Tensor]], dict[str, Any]]:
+        model = parallelize(Parameters(SHAPES), mesh, gradients=settings)
+        return _reduce_steps(model, mesh, given, steps), gradient_state(model)
+
+    everyones = on_ranks(spatial, body, groups)
+    return _same_bits([found for found, _ in everyones]), everyones[0][1]
+
+
+def _same_bits(everyones: Sequence[list[list[Tensor]]]) -> list[list[Tensor]]:
     for theirs in everyones[1:]:
         for mine, other in zip(everyones[0], theirs, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
