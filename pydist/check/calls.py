@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map
 
 from pydist.errors import NotSupported
 from pydist.exchange.exchanger import Exchanger
-from pydist.grid import SPATIAL_AXES
+from pydist.grid import CHANNEL_AXIS, SPATIAL_AXES
 from pydist.layout import Layout, layout_for_sample
 from pydist.mesh import Mesh
+from pydist.ops.channel_forms import channel_form
 from pydist.tensor import ShardedTensor
 from pydist.tensor.operands import shard_of_plain
 from pydist.tensor.refusals import module_path, name_of
@@ -26,6 +28,13 @@ _QUESTIONS = frozenset(
     "is_floating_point is_complex numel nelement is_contiguous stride storage_offset element_size "
     "is_pinned is_cuda has_names get_device".split()
 )
+
+
+# The layers that split their channels, and the dim of these.
+_LAYERS = {
+    F.linear: -1, torch.conv1d: 1, torch.conv2d: 1, torch.conv3d: 1, torch.conv_transpose1d: 1,
+    torch.conv_transpose2d: 1, torch.conv_transpose3d: 1,
+}  # fmt: skip
 
 
 @dataclass
@@ -38,6 +47,8 @@ class Call:
         halo: the widest slabs received before and after the own block, by dim of the input.
         moved: number of elements that this rank received, halo or otherwise.
         is_global: whether numbers were reduced over ranks.
+        channels: how a layer with weights has split its channels: "outputs", or, if those of its
+            input are cut, the form of its exchange (`pydist.ops.channel_forms`), or "groups".
         refusal: why it has no exact form; if set, it was computed on full tensors.
     """
 
@@ -46,6 +57,7 @@ class Call:
     halo: dict[int, tuple[int, int]]
     moved: int = 0
     is_global: bool = False
+    channels: str = ""
     refusal: str = ""
 
 
@@ -94,9 +106,12 @@ class CallRecorder(TorchFunctionMode):
         self._now = Call(name_of(func), module_path(), {})
         self.calls.append(self._now)
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except NotSupported as error:
             self._now.refusal = str(error)
+        else:
+            self._now.channels = _channels(func, args, result)
+            return result
         finally:
             self._now = None
         return self._on_whole(func, args, kwargs)
@@ -142,6 +157,26 @@ class CallRecorder(TorchFunctionMode):
 def sample_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
     """Returns the layout of [N, C, ...] with its spatial dims over depth, height and width."""
     return layout_for_sample(mesh, shape, dict(enumerate(SPATIAL_AXES[: len(shape) - 2], 2)))
+
+
+def _channels(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> str:
+    """Describes how a call has split its channels; see `Call.channels`."""
+    dim = _LAYERS.get(func)
+    if dim is None or not args or not (_is_sharded(args[0]) and _is_sharded(result)):
+        return ""
+    layout = args[0]._layout
+    before, after = (
+        split is not None and CHANNEL_AXIS in split.axes
+        for split in (layout.splits[dim], result._layout.splits[dim])
+    )
+    if not before:
+        return "outputs" if after else ""
+    if not after:
+        return "sum"
+    whole = result if "transpose" in func.__name__ else args[0]
+    if args[1].shape[1] < whole.shape[1]:
+        return "groups"
+    return channel_form(layout, tuple(result.shape))
 
 
 def _is_sharded(x: Any) -> bool:

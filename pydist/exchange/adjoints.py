@@ -330,3 +330,14 @@ def gather_box(
         part: name under which the time is counted.
     """
     return _Gather.apply(local, exchanger, weight, mesh, part)
+
+
+def add_boxes(box: Tensor, exchanger: Exchanger, mesh: Mesh) -> Tensor:
+    """Adds each rank's box to the shards of the owners; the adjoint of `gather_box`.
+
+    Args:
+        box: this rank's contribution, on the one box that `exchanger` gathers.
+        exchanger: with one slot per rank; its memory format is that of the result.
+        mesh: for the timers and the end of backward.
+    """
+    return _AddBack.apply(box, exchanger, 1.0, mesh, "redistribute")

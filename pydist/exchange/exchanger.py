@@ -299,7 +299,7 @@ class Exchanger:
         """
         transport = self.transport
         if transport.watcher is not None:
-            transport.watcher(self)
+            transport.watcher(local if homeward else self)
         if transport.size > 1:
             what = (self._ways[homeward], local.dtype, *self._said)
             transport.ledger.note(transport, what, waits=True)

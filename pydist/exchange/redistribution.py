@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from pydist.errors import UsageError
-from pydist.exchange.adjoints import gather_box, with_true_gradient
+from pydist.exchange.adjoints import add_boxes, gather_box, with_true_gradient
 from pydist.exchange.exchanger import Exchanger
 from pydist.exchange.formats import all_channels_last
-from pydist.layout import Layout
+from pydist.layout import Layout, Split
+from pydist.partition import Box
 
 
 def redistributed(
@@ -46,3 +47,29 @@ def redistributed(
     if not is_averaged:
         local = with_true_gradient(local, mesh, source.unused_axes)
     return gather_box(local, exchanger, mesh, weight=weight, part="redistribute")
+
+
+def scatter_parts(partial: Tensor, layout: Layout, split: Split) -> Tensor:
+    """Returns this rank's channels of the sum of partial results (reduce-scatter). Differentiable.
+
+    In backward each rank gets the true gradient of all channels, and so of its partial result.
+
+    Args:
+        partial: this rank's partial result, with all channels.
+        layout: of the sum, whose dim 1 is not cut.
+        split: of dim 1, along the axes over which the ranks add.
+    """
+    mesh, whole = layout.mesh, layout.box
+
+    def make() -> Exchanger:
+        owned = []
+        for part in range(split.partition.parts):
+            lo, hi = list(whole.lo), list(whole.hi)
+            lo[1], hi[1] = split.partition.interval(part)
+            owned.append(Box(lo, hi))
+        channels_last = all_channels_last(partial, mesh)
+        needed = [[whole]] * len(owned)
+        return Exchanger(mesh.group(split.axes), owned, needed, channels_last=channels_last)
+
+    exchanger = mesh.session.plan(("scatter parts", layout, split), make)
+    return add_boxes(partial, exchanger, mesh)

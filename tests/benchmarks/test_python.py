@@ -241,3 +241,13 @@ def test_image_overhead(tmp_path):
     for name in ("one rank", "model-aware"):
         check_times(row[name])
     assert row["ratio"] == row["model-aware"]["median"] / row["one rank"]["median"]
+
+
+def test_channel_forms(tmp_path):
+    rows = run("channel_forms", tmp_path)["rows"]
+    assert [row["form"] for row in rows[:5]] == ["sum", "scatter", "gather", "chosen", "depth"]
+    assert len(rows) == 5 * 5
+    for row in rows:
+        check_times(row["step"])
+        if row["form"] == "chosen":
+            assert row["chosen"] == "sum"  # of tiny layers

@@ -98,6 +98,27 @@ def test_evaluation_mode_and_other_dims():
     assert report.dropout_off == []
 
 
+def test_the_split_of_channels_is_shown():
+    def layers() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(4, 4, 1), nn.Conv3d(4, 4, 1),
+            nn.Conv3d(4, 4, 1, groups=2), nn.ConvTranspose3d(4, 2, 2, 2),
+            nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(2, 4), nn.Linear(4, 2),
+        )  # fmt: skip
+
+    report = check(layers, (1, 8, 8, 8), (2, 1, 1), channel=2)
+    assert report.ok
+    shown = {c.name: [] for c in report.calls[0]}
+    for call in report.calls[0]:
+        shown[call.name].append(call.channels)
+    assert shown["torch.conv3d"] == ["outputs", "sum", "outputs", "groups"]
+    assert shown["torch.conv_transpose3d"] == ["sum"]
+    assert shown["torch.nn.functional.linear"] == ["outputs", "sum"]
+    assert "groups 1, outputs 2, sum 1" in format_report(report)
+    assert "channels" not in format_report(check(layers, (1, 8, 8, 8), (2, 1, 1)))
+
+
 @pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_stages_and_micro_batches(dtype, spatial):

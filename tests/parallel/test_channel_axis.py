@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 import pydist
 from pydist import Mesh, ShardedTensor, run_local
 from pydist.errors import UsageError
+from pydist.ops.channel_forms import channel_form
+from pydist.ops.convolution import split_channels
 from support.equivalence import FP64_BOUND, error
 from support.random_networks.blocks import ChannelAttention
 
@@ -172,6 +175,82 @@ def test_layers_on_split_channels(make, is_cut):
         assert len(found) == len(expected)
         for mine, other in zip(found, expected, strict=True):
             assert error(mine, other) < 4 * FP64_BOUND
+
+
+PAIRS: dict[str, Callable[[], Sequence[nn.Module]]] = {
+    "convolutions": lambda: (
+        nn.Conv3d(2, 4, 3, padding=1, bias=False), nn.BatchNorm3d(4), nn.ReLU(),
+        nn.Conv3d(4, 5, 3, 2, 1), nn.ReLU(), nn.Conv3d(5, 3, 1, bias=False),
+    ),
+    "transposed": lambda: (
+        nn.ConvTranspose3d(2, 4, 2, 2), nn.Tanh(), nn.ConvTranspose3d(4, 3, 3, 2, 1, bias=False),
+        nn.GroupNorm(1, 3), nn.ConvTranspose3d(3, 4, 1),
+    ),
+    "groups between": lambda: (
+        nn.Conv3d(2, 4, 1), nn.Conv3d(4, 4, 3, padding=1, groups=4), nn.Conv3d(4, 6, 3, padding=1),
+    ),
+}  # fmt: skip
+SPLITS = {
+    "channel 2, depth 2": ((2, 1, 1), 2, None),
+    "channel 3": ((1, 1, 1), 3, None),
+    "uneven": ((1, 2, 1), 2, {"channel": (3, 1)}),
+}
+
+
+@pytest.mark.parametrize("form", ["sum", "scatter", "gather"])
+@pytest.mark.parametrize(("spatial", "channel", "shares"), SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("make", PAIRS.values(), ids=PAIRS)
+def test_each_form_of_a_layer_with_cut_inputs(make, spatial, channel, shares, form, monkeypatch):
+    monkeypatch.setattr(split_channels, "channel_form", lambda *_: form)
+    torch.manual_seed(0)
+    whole = nn.Sequential(*make()).double()
+    x = torch.randn(2, 2, 6, 6, 4, dtype=torch.float64)
+
+    def run(model: nn.Module, x: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        y = model(x)
+        (grad,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+        grad.square().sum().backward()  # a gradient penalty: second order
+        assert x.grad is not None
+        return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    def split(world: pydist.comm.Transport) -> list[Tensor]:
+        mesh = Mesh(world, 1, spatial, axes={"channel": channel}, shares=shares)
+        found = run(
+            pydist.parallelize(copy.deepcopy(whole), mesh), pydist.distribute_tensor(x, mesh)
+        )
+        return [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in found]
+
+    expected = run(copy.deepcopy(whole), x)
+    for found in run_local(split, channel * math.prod(spatial)):
+        assert len(found) == len(expected)
+        for mine, other in zip(found, expected, strict=True):
+            assert error(mine, other) < 16 * FP64_BOUND
+
+
+@pytest.mark.parametrize(
+    ("channels", "outputs", "extent", "form"),
+    [
+        (8, 8, 4, "sum"),  # small: the number of messages decides
+        (32, 32, 64, "scatter"),  # large: what follows is divided
+        (8, 32, 64, "gather"),  # the input is smaller than the result
+        (8, 1, 64, "sum"),  # fewer outputs than ranks
+    ],
+)
+def test_the_form_is_chosen_by_cost(channels, outputs, extent, form):
+    def split(world: pydist.comm.Transport) -> tuple[bool, int]:
+        mesh = Mesh(world, 1, (1, 1, 1), axes={"channel": 2})
+        cut = pydist.distribute_tensor(
+            torch.ones(1, channels, extent, extent, 4), mesh, dims={1: "channel"}
+        )
+        shape = (1, outputs, extent, extent, 4)
+        if outputs > 1:
+            assert channel_form(cut._layout, shape) == form
+        result = F.conv3d(cut, torch.ones(outputs, channels, 1, 1, 1))
+        return result._layout.splits[1] is not None, result.to_local().shape[1]
+
+    own = outputs if form == "sum" else outputs // 2
+    assert run_local(split, 2) == [(form != "sum", own)] * 2
 
 
 def test_layers_split_outputs_and_inputs_in_turn():

@@ -65,11 +65,15 @@ def conv(
     kernel = tuple(weight.shape[2:])
     window = Window(kernel, stride, dilation, _padding(padding, kernel, dilation, dims))
     input = redistribute(input, choose_layout(layout, conv_workload(window, weight.shape)))
-    input, outputs = split_channels(function, input, weight, groups, is_transposed=False)
     layout, of_all = input._layout, tuple(weight.shape)
-    windows = plan_window(layout, window, of_all[0], outputs)
+    split = split_channels(
+        function, input, weight, groups,
+        lambda: plan_window(layout, window, of_all[0]).out.shape[2:], is_transposed=False,
+    )  # fmt: skip
+    input, layout = split.input, split.input._layout
+    windows = plan_window(layout, window, of_all[0], split.outputs)
     out = windows.out
-    local, weight, bias = own_operands(input, weight, bias, out, groups, is_transposed=False)
+    local, weight, bias = own_operands(split, weight, bias, out, groups, is_transposed=False)
     # Autocast's rule for convolutions, applied here because halos must have the same dtype.
     local, weight, bias = in_autocast_type(local, weight, bias)
     require_same(function, local, weight, bias)
@@ -79,7 +83,7 @@ def conv(
     with without_autocast(local.device):
         if is_partial(layout, out):
             shard, _ = plan.run(x, weight, None)
-            return wrap(add_parts(shard, bias, layout), out, input)
+            return add_parts(shard, bias, split, out)
         shard, deferred = plan.run(x, weight, bias)
     result = wrap(shard, out, input)
     result._deferred = deferred

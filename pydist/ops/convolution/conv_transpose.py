@@ -76,10 +76,15 @@ def conv_transpose(
         *(as_tuple(each, dims) for each in (stride, padding, output_padding, dilation)),
     )
     _check(layout, window, tuple(weight.shape), groups)
-    input, outputs = split_channels(function, input, weight, groups, is_transposed=True)
-    layout, of_all = input._layout, tuple(weight.shape)
-    out = _out(layout, window, of_all[1] * groups, outputs)
-    local, weight, bias = own_operands(input, weight, bias, out, groups, is_transposed=True)
+    of_all = tuple(weight.shape)
+    channels = of_all[1] * groups
+    split = split_channels(
+        function, input, weight, groups, lambda: _out(layout, window, channels, None).shape[2:],
+        is_transposed=True,
+    )  # fmt: skip
+    input, layout = split.input, split.input._layout
+    out = _out(layout, window, channels, split.outputs)
+    local, weight, bias = own_operands(split, weight, bias, out, groups, is_transposed=True)
     # Autocast's rule for convolutions, applied here because halos must have the same dtype.
     local, weight, bias = in_autocast_type(local, weight, bias)
     require_same(function, local, weight, bias)
@@ -90,7 +95,7 @@ def conv_transpose(
     with without_autocast(local.device):
         if is_partial(layout, out):
             shard, _ = plan.run(local, weight, None)
-            return wrap(add_parts(shard, bias, layout), out, input)
+            return add_parts(shard, bias, split, out)
         shard, deferred = plan.run(local, weight, bias)
     result = wrap(shard, out, input)
     result._deferred = deferred

@@ -6,7 +6,7 @@ The weight of a convolution is [Co, Ci / groups, ...], of a transposed one [Ci, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,7 +14,10 @@ from pydist.comm.interface.reduction import WIDER
 from pydist.errors import UsageError
 from pydist.exchange.adjoints import sum_parts
 from pydist.exchange.own_slice import is_sharded_weight
+from pydist.exchange.redistribution import scatter_parts
+from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, Split
+from pydist.ops.channel_forms import channel_form
 from pydist.ops.channels import (
     channel_split,
     free_channel_axis,
@@ -23,20 +26,42 @@ from pydist.ops.channels import (
     with_channels,
 )
 from pydist.partition import Partition
-from pydist.tensor import ShardedTensor, local_of
+from pydist.tensor import ShardedTensor, local_of, wrap
 from pydist.tensor.operands import operand_in, parameter_for
 
 
-def split_channels(
-    function: Callable[..., Any], input: ShardedTensor, weight: Tensor, groups: int, *,
-    is_transposed: bool,
-) -> tuple[ShardedTensor, Split | None]:  # fmt: skip
-    """Chooses how a layer splits its channels.
+class SplitChannels(NamedTuple):
+    """How a layer splits its channels.
 
-    Returns:
-        The input, whose channels may be redistributed, and the split of the output channels. If
-        only the input's channels are split, each rank computes partial sums. A sharded weight is
-        not moved: the layer splits its outputs.
+    Attributes:
+        input: the input, whose channels may have been redistributed.
+        outputs: split of the output channels that each rank computes. If only the input's channels
+            are split, each rank computes partial sums of all outputs.
+        sums: split of the sum of these; `None` if each rank gets all of it.
+    """
+
+    input: ShardedTensor
+    outputs: Split | None
+    sums: Split | None = None
+
+    def result(self, out: Layout) -> Layout:
+        """Returns the layout of the result, where ranks compute outputs in the layout `out`."""
+        return out if self.sums is None else out.replace(changes={1: self.sums})
+
+
+def split_channels(
+    function: Callable[..., Any], input: ShardedTensor, weight: Tensor, groups: int,
+    extents: Callable[[], tuple[int, ...]], *, is_transposed: bool,
+) -> SplitChannels:  # fmt: skip
+    """Chooses how a layer splits its channels; a sharded weight is not moved, and splits outputs.
+
+    Args:
+        function: torch's call, for errors.
+        input: of the layer.
+        weight: of all channels.
+        groups: of channels.
+        extents: returns the spatial extents of the result.
+        is_transposed: whether the convolution is a transposed one.
 
     Raises:
         UsageError: the input does not fit the weight.
@@ -50,7 +75,7 @@ def split_channels(
     outputs = weight.shape[1] * groups if is_transposed else weight.shape[0]
     found = output_split(input._layout, outputs, groups) if split is None else None
     if split is None and found is None:
-        return input, None  # torch checks the shapes
+        return SplitChannels(input, None)  # torch checks the shapes
     expected = weight.shape[0] if is_transposed else weight.shape[1] * groups
     if channels != expected or channels % groups or outputs % groups:
         raise UsageError(
@@ -61,12 +86,19 @@ def split_channels(
     if split is not None:
         is_apart = groups == 1 or not any(p % of_group[0] for p in split.partition.points)
         if is_apart and min(split.partition.sizes) > 0:
-            return input, None if groups == 1 else _scaled(split, *of_group)
+            if groups > 1:
+                return SplitChannels(input, _scaled(split, *of_group))
+            is_own = split.axes == (CHANNEL_AXIS,)
+            sums = channel_split(input.mesh, outputs) if is_own else None
+            shape = (input.shape[0], outputs, *extents())
+            form = "sum" if sums is None else channel_form(input._layout, shape)
+            if form != "gather":
+                return SplitChannels(input, None, sums if form == "scatter" else None)
         input = with_channels(input, None)
         found = output_split(input._layout, outputs, groups)
     if found is not None and groups > 1:
         input = with_channels(input, _scaled(found, *reversed(of_group)))
-    return input, found
+    return SplitChannels(input, found)
 
 
 def _scaled(split: Split, extent: int, wanted: int) -> Split:
@@ -76,20 +108,20 @@ def _scaled(split: Split, extent: int, wanted: int) -> Split:
 
 
 def own_operands(
-    input: ShardedTensor, weight: Tensor, bias: Tensor | None, out: Layout, groups: int, *,
+    split: SplitChannels, weight: Tensor, bias: Tensor | None, out: Layout, groups: int, *,
     is_transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns this rank's parts of the input, the weight and the bias.
 
     Args:
-        input: as `split_channels` returns it.
+        split: of the channels.
         weight: of all channels.
         bias: [Co] or `None`.
-        out: layout of the result.
+        out: layout of the outputs that each rank computes.
         groups: of channels.
         is_transposed: whether the convolution is a transposed one.
     """
-    layout = input._layout
+    input, layout = split.input, split.input._layout
     inputs, outputs = layout.splits[1], out.splits[1]
     if inputs is None and outputs is None:
         return local_of(input), parameter_for(weight, out), parameter_for(bias, out)
@@ -99,7 +131,8 @@ def own_operands(
     within = layout if outputs is None else out
     of_weight = Layout(layout.mesh, tuple(weight.shape), [*splits, *(None,) * (weight.dim() - 2)])
     own = parameter_for(weight, within, of_weight)
-    return operand_in(input, layout, within), own, parameter_of_channels(bias, out)
+    own_bias = parameter_of_channels(bias, split.result(out))
+    return operand_in(input, layout, within), own, own_bias
 
 
 def own_weights(
@@ -124,19 +157,25 @@ def is_partial(layout: Layout, out: Layout) -> bool:
     return layout.splits[1] is not None and out.splits[1] is None
 
 
-def add_parts(partial: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
+def add_parts(
+    partial: Tensor, bias: Tensor | None, split: SplitChannels, out: Layout
+) -> ShardedTensor:
     """Adds the ranks' partial sums, and the bias.
 
     Args:
         partial: [N, Co, ...], from this rank's part of the input's channels.
-        bias: [Co] or `None`.
-        layout: of the input.
+        bias: this rank's part, as `own_operands` returns it, or `None`.
+        split: of the channels.
+        out: layout of the partial sums.
     """
-    split = layout.splits[1]
-    assert split is not None
     # In half precision the sum is rounded once, like that of one device.
     wide = partial.to(WIDER.get(partial.dtype, partial.dtype))
-    total = sum_parts(wide, layout.mesh, split.axes)
+    result, inputs = split.result(out), split.input._layout.splits[1]
+    assert inputs is not None
+    if split.sums is None:
+        total = sum_parts(wide, out.mesh, inputs.axes)
+    else:
+        total = scatter_parts(wide, out, split.sums)
     if bias is not None:
         total = total + bias.view(-1, *(1 for _ in total.shape[2:]))
-    return total.to(partial.dtype)
+    return wrap(total.to(partial.dtype), result, split.input)
