@@ -73,7 +73,7 @@ def balanced_axis(
     name: str, data: Path, width: Literal[32, 128], world: Any, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Searches for parts of an axis, then measures even and balanced ones in turn."""
-    from pydist.train import balancing
+    from pydist.train import balancing, parts
     from pydist.train.config import Config, CosmoFlowConfig, DataConfig, MeshConfig, TrainConfig
 
     steps = 2 if options.quick else 10
@@ -83,7 +83,7 @@ def balanced_axis(
         mesh=MeshConfig(**AXES[name]),
         train=TrainConfig(batch=1),
     )
-    axis = balancing.axis_of(config, world.size)
+    axis = parts.axis_of(config, world.size)
     rounds: list[Any] = []
     best = balancing.find_parts(config, world, axis, steps, 5, rounds.append)
     pairs = [

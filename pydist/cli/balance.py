@@ -12,8 +12,9 @@ from pydist.cli.train import load_config, mesh_of
 from pydist.errors import DiskError, UsageError
 
 if TYPE_CHECKING:
-    from pydist.train.balancing import Axis, Round
+    from pydist.train.balancing import Round
     from pydist.train.config import Config
+    from pydist.train.parts import Axis
 
 PROG = (
     "pydist balance CONFIG [-n RANKS] [--mpi NAME] [--axis NAME] [--multiple N] [--steps N] "
@@ -35,7 +36,7 @@ def balance(arguments: Sequence[str]) -> int:
         return _balance_here(config, options, out)
     _require_new(out)
     from pydist.launch import launch
-    from pydist.train.balancing import axis_of
+    from pydist.train.parts import axis_of
 
     axis_of(config, options.ranks, options.axis, options.multiple)  # raises before a rank starts
     own = ["--steps", str(options.steps), "--rounds", str(options.rounds), "--out", str(out)]
@@ -50,7 +51,8 @@ def _balance_here(config: Config, options: argparse.Namespace, out: Path) -> int
     from pydist.comm.consensus import require_same, together
     from pydist.data.publish import publish
     from pydist.train import config_io
-    from pydist.train.balancing import axis_of, find_parts, with_parts
+    from pydist.train.balancing import find_parts
+    from pydist.train.parts import axis_of, with_parts
 
     mesh = mesh_of(config)
     own = ("axis", "multiple", "steps", "rounds")

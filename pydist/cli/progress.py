@@ -121,6 +121,14 @@ class ProgressView:
     def _on_notice(self, event: Event) -> None:
         self.say("notice", event["text"])
 
+    def _on_rebalance(self, event: Event) -> None:
+        self.close()
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        before, after = (" + ".join(map(str, event[key])) for key in ("sizes", "next_sizes"))
+        busy = ", ".join(f"{seconds:.3g}" for seconds in event["busy"])
+        self.say("parts", f"{event['axis']} {after} from here on, {before} were busy for {busy} s")
+
     def _on_end(self, event: Event) -> None:
         if self._recent and self._live is None:
             self._line(self._recent[-1])

@@ -220,6 +220,9 @@ class MeshConfig(Table):
     """Number of parts of the layers' channels: each rank computes a part of the filters."""
     shares: SharesConfig = field(default_factory=SharesConfig)
     """Unequal parts of these axes."""
+    rebalance: Literal["data", "depth", "height", "width", "channel"] | None = None
+    """Axis whose parts change at the end of an epoch, if its ranks' speeds have changed so that
+    other parts save 10 % or more of the busiest rank's time."""
     sharded_weights: Flag = False
     """Whether ranks along the channel axis store slices of wide layers' weights, not whole ones."""
     stages: StagesConfig | None = None
@@ -306,6 +309,9 @@ class TrainConfig(Table):
     """Epochs between validations; 0 never validates."""
 
 
+Resume = Literal["auto", "must", "never"]
+
+
 @dataclass(frozen=True)
 class CheckpointConfig(Table):
     """Configuration of checkpoints."""
@@ -314,7 +320,7 @@ class CheckpointConfig(Table):
     """Steps between checkpoints; 0 saves at the end of every epoch."""
     keep: Annotated[int, Field(ge=2, le=LARGEST, strict=True)] = 2
     """Number of latest checkpoints to keep."""
-    resume: Literal["auto", "must", "never"] = "auto"
+    resume: Resume = "auto"
     """Whether to resume from the last checkpoint: "auto" if there is one, "must" with an error
     without one, "never" to start from scratch."""
     on_error: Literal["stop", "warn"] = "stop"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pydist.train.config import CheckpointConfig, TrainConfig
     from pydist.train.log import EventLog
     from pydist.train.noise import Figures
+    from pydist.train.rebalancing import Rebalancing
     from pydist.train.state import State
     from pydist.train.tasks import Task, Validation
 
@@ -54,6 +55,7 @@ class Trainer:
         checkpoints: interval and number of checkpoints.
         folder: the folder of checkpoints.
         lock: the writer's lock on the run's folder; None on other ranks, or if nothing is saved.
+        rebalancing: ends the training when other parts of the mesh are to follow.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Trainer:
         checkpoints: CheckpointConfig,
         folder: Path,
         lock: FolderLock | None = None,
+        rebalancing: Rebalancing | None = None,
     ) -> None:
         self.state = state
         self.task = task
@@ -77,6 +80,7 @@ class Trainer:
         self.checkpoints = checkpoints
         self.folder = folder
         self._lock = lock
+        self._rebalancing = rebalancing
         step = TrainStep(state, task, config)
         self._several = step
         several = config.accumulate > 1 or config.batch_schedule.changes
@@ -115,7 +119,7 @@ class Trainer:
         return int(min(steps, most)), epoch
 
     def fit(self, validated: bool = False) -> Validation | None:
-        """Trains from the current state to the last step.
+        """Trains from the current state to the last step, or until other parts are to follow.
 
         Args:
             validated: whether an earlier run has validated the step from which this one resumes.
@@ -138,10 +142,31 @@ class Trainer:
                 while not self.is_done:
                     self._epoch()
                     result = self._validate_if_due()
+                    if self._rebalances():
+                        break
                 self._save()
         finally:
             self._take_step.close()
         return result
+
+    def _rebalances(self) -> bool:
+        """Returns whether other parts are to follow, from a checkpoint. Collective."""
+        if self._rebalancing is None or self.is_done or not self._rebalancing.decide():
+            return False
+        self._save()
+        if self._saved_at != self.state.step:
+            self._rebalancing.chosen = None  # no checkpoint to go on from, on any rank
+            return False
+        found = self._rebalancing
+        self.log.emit(
+            "rebalance",
+            step=self.state.step,
+            axis=found.axis.name,
+            sizes=found.sizes,
+            busy=found.busy,
+            next_sizes=found.chosen,
+        )
+        return True
 
     def _epoch(self) -> None:
         """Trains the remainder of the current epoch."""
@@ -191,6 +216,8 @@ class Trainer:
             self._explain_divergence(batch, rate)
         state.step += 1
         seconds, parts = self.clock.stop()
+        if self._rebalancing is not None:
+            self._rebalancing.note(seconds, parts)
         self.log.emit(
             "step",
             step=state.step,

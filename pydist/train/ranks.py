@@ -184,6 +184,11 @@ def _mistakes_in_list(mesh: MeshConfig, default: Mapping[str, Any]) -> Iterator[
 
 def _mistakes_in_stages(config: Config) -> Iterator[str]:
     mesh, meshes = config.mesh, len(meshes_of(config.mesh))
+    if mesh.rebalance is not None:
+        yield (
+            f'mesh.rebalance = "{mesh.rebalance}" with mesh.stages: it changes the parts of one '
+            "mesh; mesh.balance divides the network"
+        )
     if mesh.order is not None and {*mesh.order} != {*range(meshes)}:
         yield (
             f"mesh.order = {_shown(mesh.order)}: expected the mesh of each stage, each of 0 to "

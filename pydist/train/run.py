@@ -47,6 +47,7 @@ from pydist.train.loop import Trainer
 from pydist.train.network import place
 from pydist.train.noise import AdaptiveBatch
 from pydist.train.ranks import meshes_of
+from pydist.train.rebalancing import Rebalancing
 from pydist.train.state import State, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
 from pydist.watchdog import phase
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from pydist.comm import Transport
     from pydist.mesh import Mesh
     from pydist.stages import Stages
-    from pydist.train.config import Config, OptimizerConfig
+    from pydist.train.config import Config, OptimizerConfig, Resume
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,24 @@ def _run(
     log: EventLog,
     prepare: Callable[[torch.nn.Module], None] | None,
 ) -> Result:
-    """Runs from the opening of the data to the results."""
+    """Runs from the opening of the data to the results, on one mesh after the other."""
+    resume: Resume = config.checkpoint.resume
+    while True:
+        result, rebalancing = _run_on(config, job, lock, log, prepare, resume)
+        if rebalancing is None or rebalancing.chosen is None:
+            return result
+        (config, job), resume = rebalancing.moved(), "must"
+
+
+def _run_on(
+    config: Config,
+    job: Job,
+    lock: FolderLock | None,
+    log: EventLog,
+    prepare: Callable[[torch.nn.Module], None] | None,
+    resume: Resume,
+) -> tuple[Result, Rebalancing | None]:
+    """Runs on one mesh, to the results or until other parts of the mesh are to follow."""
     with ExitStack() as stack:
         task = task_of(config)
         with together(job.world, "opening the data"):
@@ -165,7 +183,11 @@ def _run(
             stack.enter_context(own_stream(loader.device))
         require_same(job.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
         state = make_state(config, task, job, data, loader, prepare)
-        _resume(config, state)
+        _resume(config, state, resume)
+        rebalancing = None
+        if config.mesh.rebalance is not None:
+            with together(job.world):
+                rebalancing = Rebalancing(config, job, loader.device)
         folder = config.output.folder
         validated, ended = _done_before(folder / LOG_FILE, state)
         with together(job.world):
@@ -180,6 +202,7 @@ def _run(
             config.checkpoint,
             folder / CHECKPOINTS,
             lock,
+            rebalancing,
         )
         _announce(log, config, trainer)
         for text in state.network.notices:
@@ -199,12 +222,15 @@ def _run(
             )
         # The results need the last validation: if they are missing, it is repeated.
         validation = trainer.fit(complete or (validated and not trainer.is_done))
+        result = Result(state.step, trainer.loss, validation)
+        if rebalancing is not None and rebalancing.chosen is not None:
+            return result, rebalancing
     with together(job.world, "writing the results"):
         # A complete run keeps its figure, as its validation is not available.
         drawn = complete and (folder / report.PICTURE_FILE).exists()
         if job.writes and not drawn:
             _write_results(config, task, data, job, validation, log)
-    return Result(state.step, trainer.loss, validation)
+    return result, rebalancing
 
 
 def make_state(
@@ -281,9 +307,9 @@ def _schedule(
     )
 
 
-def _resume(config: Config, state: State) -> None:
-    """Resumes from the last checkpoint, as configured."""
-    folder, resume = config.output.folder / CHECKPOINTS, config.checkpoint.resume
+def _resume(config: Config, state: State, resume: Resume) -> None:
+    """Resumes from the last checkpoint; `resume` is as in the configuration."""
+    folder = config.output.folder / CHECKPOINTS
     job = state.job
     # One rank decides for all: the ranks must agree even if the folder changes meanwhile.
     names = [p.name for p in checkpoint.complete(folder)] if job.writes else []

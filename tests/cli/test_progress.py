@@ -60,6 +60,19 @@ def test_speed_loss_and_parts_are_shown(terminal):
     assert "batch=3" in text
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_other_parts_of_the_mesh_are_shown_and_the_display_goes_on(terminal):
+    out = io.StringIO()
+    view = ProgressView(Console(file=out, force_terminal=terminal, width=120))
+    rebalance = {"axis": "depth", "sizes": [16, 16], "busy": [0.125, 0.5], "next_sizes": [25, 7]}
+    for event in (START, step(1), {"event": "rebalance", "step": 1, **rebalance}, START, step(2)):
+        view(event)
+    view.close()
+    assert "depth 25 + 7 from here on, 16 + 16 were busy for 0.125, 0.5 s" in out.getvalue()
+    last = out.getvalue().rpartition("were busy")[2]
+    assert last.count("epoch 1/2") <= 1, "one bar, of the run that goes on"
+
+
 def test_a_part_that_only_some_steps_have_counts_as_zero_in_the_others():
     mean = mean_parts([{"compute": 1.0}, {"compute": 2.0, "halo": 1.0}])
     assert mean == {"compute": 1.5, "halo": 0.5}

@@ -8,8 +8,9 @@ from pydist import run_local
 from pydist.comm import LocalTransport
 from pydist.errors import UsageError
 from pydist.train import balancing
-from pydist.train.balancing import Axis, Round, find_parts, measure, with_parts
+from pydist.train.balancing import Round, find_parts, measure
 from pydist.train.config import AdamConfig, Config, MeshConfig, SharesConfig
+from pydist.train.parts import Axis, with_parts
 
 AXIS = Axis("depth", 2, 64, 4)
 
