@@ -1,4 +1,4 @@
-"""Networks of MONAI on meshes with a channel axis, unmodified."""
+"""Networks of MONAI and torchvision on meshes with a channel axis, unmodified."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from support.equivalence import Task, check_network, randint, randn
 from support.networks.small import initialized
+from support.networks.zoo import torchvision
 
 nets = pytest.importorskip("monai.networks.nets")
 
@@ -28,3 +29,10 @@ def test_split_equals_whole(make, spatial, data, channel):
     x, target = randn(2, 1, 16, 16, 16), randint(2, 2, 16, 16, 16, seed=1)
     task = Task(initialized(make()), x, target, F.cross_entropy)
     check_network(task, spatial, data, axes={"channel": channel})
+
+
+def test_a_residual_network_of_torchvision():
+    make = torchvision("r3d_18")
+    x, target = randn(2, 3, 8, 20, 20), randint(3, 2, seed=1)
+    task = Task(initialized(make()), x, target, F.cross_entropy)
+    check_network(task, (2, 1, 1), axes={"channel": 2})
