@@ -15,6 +15,7 @@ from pydist.layout import Layout, Split
 from pydist.mesh import Mesh
 from pydist.ops.channels import channel_split
 from pydist.slices import state, steps, vectors
+from pydist.slices.state import part_of
 from pydist.tensor import Origin, ShardedTensor
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -102,9 +103,9 @@ def _refuse_hooks(name: str, weight: Any) -> None:
 def _replace(name: str, weight: nn.Parameter, layout: Layout, statistics: str) -> None:
     """Makes the object `weight` the sharded weight, so that whatever holds it holds the slices."""
     mesh = layout.mesh
-    own = nn.Parameter(_part(weight.detach(), layout), weight.requires_grad)
+    own = nn.Parameter(part_of(weight.detach(), layout), weight.requires_grad)
     if weight.grad is not None:
-        own.grad = _part(weight.grad.detach(), layout)
+        own.grad = part_of(weight.grad.detach(), layout)
     sizes = GroupSizes(mesh, 1, agreed=False)  # a weight is no batch: all groups weigh the same
     sizes.of_weight = True
     sharded = ShardedTensor(own, layout, Origin(mesh.session.forwards, sizes, statistics))
@@ -117,9 +118,3 @@ def _replace(name: str, weight: nn.Parameter, layout: Layout, statistics: str) -
             f"{name!r} can't become a sharded weight, as something else holds it ({error}): "
             "parallelize the model before it is used"
         ) from error
-
-
-def _part(whole: Tensor, layout: Layout) -> Tensor:
-    box = layout.box
-    index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
-    return whole[index].clone()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pydist.errors import UsageError
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.grid import AXES
+from pydist.layout import Layout
 from pydist.tensor import ShardedTensor, local_of
 
 
@@ -81,6 +82,13 @@ def gathered(x: ShardedTensor) -> Tensor:
             group.recv(part, rank)
         place.copy_(part)
     return whole
+
+
+def part_of(whole: Tensor, layout: Layout) -> Tensor:
+    """Returns a copy of this rank's part of a whole tensor."""
+    box = layout.box
+    index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+    return whole[index].clone()
 
 
 def note(x: ShardedTensor, what: str) -> None:

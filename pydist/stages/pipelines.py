@@ -52,6 +52,7 @@ def pipeline(
     batch_norm: str = "global",
     running_statistics: str = "micro_batch",
     group_weight: str = "samples",
+    sharded_weights: bool = False,
     gradients: str | Gradients = "dense",
 ) -> Pipeline:
     """Divides an unmodified network into stages, which run on different ranks.
@@ -83,6 +84,7 @@ def pipeline(
         running_statistics: how those of batch norms change in a step: "micro_batch", by each
             micro-batch in sequence; or "batch", once, by the statistics of all micro-batches.
         group_weight: as of `parallelize`.
+        sharded_weights: as of `parallelize`, on the stages with a channel axis.
         gradients: as of `parallelize`, for the ranks of each stage; a form without state.
 
     Returns:
@@ -130,6 +132,7 @@ def pipeline(
         "micro_batches": micro_batches, "schedule": schedule, "skips": skips, "cuts": str(cuts),
         "recompute": recompute, "batch_norm": batch_norm, "group_weight": group_weight,
         "running_statistics": running_statistics, "gradients": str(form),
+        "sharded_weights": sharded_weights,
     }  # fmt: skip
     require_same(stages.world, {**given, **facts_of(model)})
     if any("_pydist_path" in module.__dict__ for module in model.modules()):
@@ -150,7 +153,7 @@ def pipeline(
     plan = plan_of_json(json.loads(message))
     uses = plan.uses(recorded, model, orders)
     broadcast_state(model, stages.world)
-    parallelize(model, stages.mesh, batch_norm, group_weight, gradients=form)
+    parallelize(model, stages.mesh, batch_norm, group_weight, sharded_weights, form)
     elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.meshes_of(n, p)]
     entry_of(model).release(elsewhere)
     made = Pipeline(

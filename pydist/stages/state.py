@@ -12,8 +12,12 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from pydist.errors import UsageError
+from pydist.exchange.own_slice import is_sharded_weight, own_slice
+from pydist.layout import Layout
+from pydist.slices.state import gathered, part_of
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.uses import Uses
+from pydist.tensor import ShardedTensor, local_of
 
 
 class State:
@@ -34,11 +38,15 @@ class State:
         """Makes parameters and buffers up to date on all ranks; see `Pipeline.gather`."""
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             owner = self._owner(name, tensor)
-            if owner is not None and len(self._stages.meshes) > 1:
-                sent = tensor.detach().contiguous()
-                self._stages.world.broadcast(sent, self._stages.meshes[owner].rank(0, 0))
-                if sent.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(sent)
+            if owner is None or len(self._stages.meshes) == 1:
+                continue
+            is_mine, layout = owner == self._stages.index, _layout_of_slices(tensor)
+            sent = _whole(tensor) if is_mine or layout is None else _like_whole(tensor)
+            self._stages.world.broadcast(sent, self._stages.meshes[owner].rank(0, 0))
+            if layout is not None:
+                own_slice(tensor).copy_(part_of(sent, layout))
+            elif sent.data_ptr() != tensor.data_ptr():
+                tensor.copy_(sent)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns an optimizer's state for all parameters; see `Pipeline.optimizer_state`."""
@@ -60,11 +68,12 @@ class State:
         """Clips the norm of all stages' gradients; see `Pipeline.clip_grad_norm_`."""
         total = torch.zeros(1, dtype=torch.float64)
         own = [(n, p) for n, p in self._model.named_parameters() if p.grad is not None]
-        if self._stages.world.rank == self._stages.own.rank(0, 0):
-            for name, p in own:
-                if self._owner(name, p) == self._stages.index:
-                    assert p.grad is not None
-                    total += p.grad.detach().double().pow(2).sum().cpu()
+        for name, p in own:
+            if self._owner(name, p) == self._stages.index:
+                assert p.grad is not None
+                total += p.grad.detach().double().pow(2).sum().cpu()  # of slices: over the mesh
+        if self._stages.world.rank != self._stages.own.rank(0, 0):
+            total.zero_()  # another rank of the mesh has the same
         self._stages.world.all_reduce(total)
         norm = total.sqrt().squeeze()
         scale = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -140,18 +149,38 @@ class State:
                 continue
             old = before.get(id(p))
             message = torch.zeros(p.numel(), dtype=p.dtype)
-            if p.grad is not None and stages.world.rank == stages.own.rank(0, 0):
-                # The mesh's other ranks have the same.
-                message += (p.grad if old is None else p.grad - old).flatten().cpu()
+            if p.grad is not None:
+                new = _whole(p.grad if old is None else p.grad - old)
+                if stages.world.rank == stages.own.rank(0, 0):
+                    message += new.flatten().cpu()  # the mesh's other ranks have the same
             stages.world.all_reduce(message)
             if p.grad is not None or (stages.index in found and p.requires_grad):
-                total = message.view(p.shape).to(p.device)
-                p.grad = total if old is None else old + total
+                total, layout = message.view(p.shape).to(p.device), _layout_of_slices(p)
+                if layout is not None:
+                    total = part_of(total, layout)
+                before_it = local_of(old) if isinstance(old, ShardedTensor) else old
+                own_slice(p).grad = total if before_it is None else before_it + total
 
     def _owner(self, name: str, tensor: Tensor) -> int | None:
         """Returns the first mesh that trains a parameter or else uses it, if any."""
         used = self._holders.get(id(tensor)) or self._uses.meshes_of(name, tensor)
         return min(used, default=None)
+
+
+def _layout_of_slices(tensor: Tensor) -> Layout | None:
+    """Returns the layout of a sharded weight on this rank's mesh; `None` for other tensors."""
+    return tensor.layout if is_sharded_weight(tensor) else None  # type: ignore[return-value]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Returns a tensor's value, on rank 0 of its mesh at least; collective over the mesh."""
+    value = tensor.detach()
+    found = gathered(value) if isinstance(value, ShardedTensor) else value.contiguous()
+    return _like_whole(tensor) if isinstance(found, ShardedTensor) else found
+
+
+def _like_whole(tensor: Tensor) -> Tensor:
+    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=own_slice(tensor).device)
 
 
 def _broadcast_entries(mine: Mapping[str, Any], stages: Stages, root: int) -> dict[str, Any]:

@@ -228,6 +228,7 @@ class StagedNetwork:
                 recompute=wanted.recompute,
                 batch_norm=config.model.statistics,
                 running_statistics=wanted.running_statistics,
+                sharded_weights=wanted.sharded_weights,
                 gradients=gradients,
             )
         self.model, self._job = model, job

@@ -149,12 +149,7 @@ def _mistakes_in_slices(config: Config) -> Iterator[str]:
     mesh = config.mesh
     if not mesh.sharded_weights:
         return
-    if mesh.stages is not None:
-        yield (
-            "mesh.sharded_weights with mesh.stages: it is for one mesh with a channel axis; stages "
-            "have the gradients and optimizer state of their own weights only"
-        )
-    elif mesh.channel == 1:
+    if all(each.channel == 1 for each in meshes_of(mesh)):
         yield "mesh.sharded_weights: weights are sharded along mesh.channel, which is 1"
     elif config.optimizer.sharded == "always":
         yield (

@@ -146,6 +146,7 @@ def test_weights_in_slices_train_and_resume_as_whole_ones(config, tmp_path, kind
         ({"name": "sgd", "nesterov": True, "momentum": 0.0}, {}, "needs optimizer.momentum > 0"),
         ({"name": "lars", "nesterov": True, "momentum": 0.0}, {}, "needs optimizer.momentum > 0"),
         ({}, {"sharded_weights": True}, "along mesh.channel, which is 1"),
+        ({}, {"sharded_weights": True, "stages": 2}, "along mesh.channel, which is 1"),
         ({"sharded": "always"}, {"sharded_weights": True, "channel": 2}, "divided along"),
     ],
 )

@@ -45,6 +45,7 @@ from support.training.runs import change, in_stages, job, universe_run
 DEEP = StageConfig(spatial=(2, 1, 1))
 UNEVEN = (DEEP, StageConfig())
 """A stage of two ranks, and one of one."""
+SLICED = (StageConfig(), StageConfig(channel=2))
 
 
 @contextmanager
@@ -152,8 +153,9 @@ def elsewhere(config, folder) -> Config:
         {"stages": 2, "micro_batches": 2, "recompute": True, "cuts": ("head",)},
         {"stages": 2, "micro_batches": 2, "order": (0, 1, 1, 0), "data": 2},
         {"stages": 2, "micro_batches": 3, "schedule": "gems"},
+        {"stages": SLICED, "micro_batches": 2, "sharded_weights": True},
     ],
-    ids=["groups", "uneven", "recompute", "forth and back", "gems"],
+    ids=["groups", "uneven", "recompute", "forth and back", "gems", "weights in slices"],
 )
 def test_cosmoflow_in_stages_trains_as_on_one_rank(double, cosmoflow_run, whole_cosmoflow, mesh):
     """The second batch is short: two samples, which are fewer than some micro-batches need."""
@@ -227,7 +229,8 @@ def test_a_run_goes_on_with_other_stages_and_without(double, volume_run, tmp_pat
     alone(through)
     in_stages(change(config, train={"steps": 1}, mesh={"stages": 2}))
     run_local(job, 2, change(config, train={"steps": 2}), 1, (2, 1, 1))
-    in_stages(change(config, train={"steps": 3}, mesh={"stages": UNEVEN}))
+    sliced = {"stages": SLICED, "sharded_weights": True}
+    in_stages(change(config, train={"steps": 3}, mesh=sliced))
     alone(config)
     assert [event["step"] for event in events(config, "start")] == [0, 1, 2, 3]
     assert_same_runs(config, through)
