@@ -76,6 +76,7 @@ MODELS = Registry(
     {
         "cosmoflow": "pydist.train.config:CosmoFlowConfig",
         "unet3d": "pydist.train.config:UNet3dConfig",
+        "factory": "pydist.train.config:FactoryConfig",
     },
 )
 """Tables "model" of a configuration: subclasses of `pydist.train.config.ModelConfig`."""

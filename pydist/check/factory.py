@@ -1,4 +1,4 @@
-"""Loading of a network's factory by FILE.py:NAME or MODULE:NAME."""
+"""Loads the factory of a network by FILE.py:NAME or MODULE:NAME."""
 
 from __future__ import annotations
 
@@ -6,42 +6,55 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 
 from pydist.errors import DoesNotFit, UsageError, in_words, out_of_memory
 
 
-def load_factory(name: str) -> Callable[[], nn.Module]:
+def load_factory(name: str) -> Callable[..., nn.Module]:
     """Loads the function that creates the network.
 
     Args:
-        name: FILE.py:NAME or MODULE:NAME; NAME is a function without arguments, a class that needs
-            none, or an existing `nn.Module`.
+        name: FILE.py:NAME or MODULE:NAME; NAME is a function or a class, or an existing
+            `nn.Module`.
 
     Raises:
         UsageError: there is no such file, module or name, or it can't be called.
         DoesNotFit: there is not enough memory to import it.
     """
+    found = load_object(name)
+    if isinstance(found, nn.Module):
+        return lambda: found
+    if not callable(found):
+        raise UsageError(f"{name} is no function: {found!r}")
+    return partial(_made, found, name)
+
+
+def load_object(name: str) -> Any:
+    """Loads an object of a file or module by FILE.py:NAME or MODULE:NAME.
+
+    Raises:
+        UsageError: there is no such file, module or name.
+        DoesNotFit: there is not enough memory to import it.
+    """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
-        raise UsageError(f"{name!r}: expected FILE.py:FACTORY or MODULE:FACTORY")
+        raise UsageError(f"{name!r}: expected FILE.py:NAME or MODULE:NAME")
     module = _load(where)
     found = getattr(module, attribute, None)
     if found is None:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise UsageError(f"{where} has no {attribute!r}; it has: {', '.join(names) or 'nothing'}")
-    if isinstance(found, nn.Module):
-        return lambda: found
-    if not callable(found):
-        raise UsageError(f"{name} is no function: {found!r}")
-    return lambda: _made(found, name)
+    return found
 
 
-def _made(factory: Callable[[], object], name: str) -> nn.Module:
-    model = factory()
+def _made(factory: Callable[..., object], name: str, **arguments: Any) -> nn.Module:
+    model = factory(**arguments)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{name} makes a {type(model).__name__}; expected a torch.nn.Module")
     return model

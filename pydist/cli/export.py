@@ -19,6 +19,8 @@ class _Arguments:
     """Folder of a run, or one of its checkpoints."""
     output: tyro.conf.Positional[Path]
     """File to write, ending in .safetensors."""
+    factory: str = ""
+    """Factory of a network that is not pydist's own, such as nets.py:make, if you trust it."""
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -26,7 +28,7 @@ def export(arguments: Sequence[str]) -> int:
     options = parse(_Arguments, arguments, "pydist export")
     from pydist.inference.export import export_weights
 
-    network = export_weights(options.checkpoint, options.output)
+    network = export_weights(options.checkpoint, options.output, options.factory)
     print(f"exported   {options.output}")
     print(f'load it    {network}.load_state_dict(safetensors.torch.load_file("{options.output}"))')
     return 0

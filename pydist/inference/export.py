@@ -15,7 +15,7 @@ from pydist.train.about import load_trained
 from pydist.train.checkpoint import is_checkpoint
 
 
-def export_weights(checkpoint: str | Path, path: str | Path) -> str:
+def export_weights(checkpoint: str | Path, path: str | Path, factory: str = "") -> str:
     """Writes a network's weights to a safetensors file for use with plain torch.
 
     The keys are those of the plain network's `state_dict`. The file's metadata contain the Python
@@ -24,13 +24,14 @@ def export_weights(checkpoint: str | Path, path: str | Path) -> str:
     Args:
         checkpoint: see `pydist.train.about.load_trained`.
         path: file ending in .safetensors; written atomically.
+        factory: of a network that is not pydist's own, such as "nets.py:make"; see `About.task`.
 
     Returns:
         The Python expression that creates the network.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
-        UsageError: another suffix, or a file within a checkpoint.
+        UsageError: another suffix or factory, or a file within a checkpoint.
         DiskError: the disk is full, or the folder can't be written.
     """
     name = Path(path)
@@ -41,7 +42,7 @@ def export_weights(checkpoint: str | Path, path: str | Path) -> str:
             f"{name}: its folder is a checkpoint, which it would damage; choose another"
         )
     about, weights = load_trained(checkpoint)
-    network = about.task().expression(about.manifest)
+    network = about.task(factory).expression(about.manifest)
     data = about.config.data
     metadata = {
         "format": "pt",

@@ -29,6 +29,7 @@ from pydist.tensor import ShardedTensor
 from pydist.train.about import load_trained
 from pydist.train.device import choose_device
 from pydist.train.gather import from_first_rank, on_first_rank
+from pydist.train.tasks.factory import first_of
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,12 @@ class Predictor:
         mesh: the ranks; its spatial axes determine the partition of volumes.
         sliding: sliding windows, each of them partitioned; None predicts the full volume.
         device: "cpu", "cuda", or "auto" for CUDA where possible, as in training.
+        factory: of a network that is not pydist's own, such as "nets.py:make"; see `About.task`.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or its network does not segment.
-        UsageError: a window that the network can't halve, MONAI is missing, or "cuda" where it is
-            impossible.
+        UsageError: a window that the network can't halve, MONAI is missing, "cuda" where it is
+            impossible, or another factory.
     """
 
     def __init__(
@@ -84,12 +86,13 @@ class Predictor:
         mesh: Mesh,
         sliding: Sliding | None = None,
         device: str = "auto",
+        factory: str = "",
     ) -> None:
         with together(mesh.world):
             self.device = choose_device(device, mesh.world, "device")
             """The device of this rank."""
             about, weights = load_trained(checkpoint)
-            task = about.task()
+            task = about.task(factory)
             if task.multiple is None:
                 name = about.config.model.name
                 raise CheckpointError(
@@ -172,7 +175,7 @@ class Predictor:
         """Implements `predict`; `name` identifies the image in errors."""
         with torch.no_grad():
             if self._sliding is None:
-                scores = self.model(self._input(image, name, self.device))
+                scores = first_of(self.model(self._input(image, name, self.device)))
             else:
                 x = self._input(image, name, torch.device("cpu"))
                 scores = self._by_windows(x, self._sliding)
@@ -221,7 +224,7 @@ class Predictor:
         from monai.inferers.utils import sliding_window_inference
 
         def scores_of(window: Tensor) -> Tensor:
-            found = self.model(window)
+            found = first_of(self.model(window))
             return found.full_tensor() if isinstance(found, ShardedTensor) else found
 
         found = sliding_window_inference(

@@ -13,7 +13,7 @@ from pydist.data import Manifest
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.parsing import parse_json
 from pydist.train import checkpoint, config_io
-from pydist.train.config import Config, OptimizerConfig
+from pydist.train.config import TASKS, Config, FactoryConfig, OptimizerConfig
 from pydist.train.gradients import effective
 from pydist.train.tasks import Task, task_of
 
@@ -31,8 +31,23 @@ class About:
     config: Config
     manifest: Manifest
 
-    def task(self) -> Task:
-        """Returns the task that the network was trained for."""
+    def task(self, factory: str = "") -> Task:
+        """Returns the task that the network was trained for.
+
+        Args:
+            factory: of a network that is not pydist's own: a checkpoint may be a stranger's, so the
+                code that it names runs only if the caller names it, too.
+
+        Raises:
+            UsageError: the network has another factory.
+        """
+        model = self.config.model
+        if isinstance(model, FactoryConfig) and factory != model.factory:
+            task = "" if model.task in TASKS else f", and its task by {model.task}"
+            raise UsageError(
+                f"the network was made by {model.factory}{task}, code that the checkpoint names: "
+                f"if you trust it, name it with --factory {model.factory}"
+            )
         return task_of(self.config)
 
     def dump(self) -> dict[str, str]:

@@ -43,8 +43,8 @@ from pydist.train.settings import (
 
 __all__ = [
     "AdamConfig", "BatchScheduleConfig", "CheckpointConfig", "Config", "CosmoFlowConfig",
-    "DataConfig", "LambConfig", "LarsConfig", "MeshConfig", "ModelConfig", "OptimizerConfig",
-    "OutputConfig", "SgdConfig",
+    "DataConfig", "FactoryConfig", "LambConfig", "LarsConfig", "MeshConfig", "ModelConfig",
+    "OptimizerConfig", "OutputConfig", "SgdConfig",
     "SharesConfig", "StageConfig", "StagesConfig", "TrainConfig", "UNet3dConfig",
 ]  # fmt: skip
 
@@ -65,6 +65,17 @@ class ModelConfig(Chosen):
     statistics: Literal["global", "group", "rank"] = "global"
     """Samples over which batch norm computes statistics; "global" gives one device's result."""
 
+    @property
+    def path_of_task(self) -> str:
+        """The task as "module:class"."""
+        return self.task
+
+    @classmethod
+    def _name_of(cls, table: Any) -> Any:
+        if isinstance(table, dict) and "factory" in table:
+            return table.get("name", "factory")
+        return super()._name_of(table)
+
     def loss(self, train: TrainConfig) -> str:
         """Returns the name of the loss.
 
@@ -84,7 +95,7 @@ class CosmoFlowConfig(ModelConfig):
     """Configuration of CosmoFlow, which predicts the parameters of a universe."""
 
     losses: ClassVar[tuple[str, ...]] = ("mse",)
-    task: ClassVar[str] = "pydist.train.tasks.regression:Regression"
+    task: ClassVar[str] = "pydist.train.tasks.regression:CosmoFlowRegression"
 
     name: Literal["cosmoflow"] = "cosmoflow"
     """The network, which decides what is trained: "cosmoflow", or "unet3d" for segmentation."""
@@ -111,6 +122,74 @@ class UNet3dConfig(ModelConfig):
     """Channels of the first level; each level doubles them. The paper has 64."""
     levels: Annotated[int, Field(ge=1, le=16, strict=True)] = 3
     """Number of times that the width is halved."""
+
+
+def _known_task(text: str) -> str:
+    if text in TASKS or ":" in text:
+        return text
+    raise PydanticCustomError(
+        "task",
+        "possible are {names}, or a class as FILE.py:NAME or MODULE:NAME",
+        {"names": ", ".join(TASKS)},
+    )
+
+
+def _place_of(text: str) -> str:
+    where, _, name = text.rpartition(":")
+    if where and name:
+        return text
+    raise PydanticCustomError("place", "expected FILE.py:NAME or MODULE:NAME", {})
+
+
+TASKS = {
+    "segmentation": ("cross_entropy", "dice", "dice_ce"),
+    "regression": ("mse",),
+    "classification": ("cross_entropy",),
+}
+"""The tasks for any network, with their losses; the first one is the default."""
+
+
+@dataclass(frozen=True)
+class FactoryConfig(ModelConfig):
+    """Configuration of any network, which a function or a class makes."""
+
+    name: Literal["factory"] = "factory"
+    """The network: one that `factory` makes."""
+    factory: Annotated[str, AfterValidator(_place_of)] = field(kw_only=True)
+    """Function or class that makes the network, such as "nets.py:make" (relative to the working
+    folder) or "monai.networks.nets:UNet"."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Its arguments by name. `in_channels` (or `input_channels`) and `out_channels` (or
+    `num_classes`, `classes`, `outputs`) are those of the data set, unless they are given."""
+    # An instance variable here, as the user chooses it.
+    task: Annotated[str, AfterValidator(_known_task)] = "segmentation"  # type: ignore[misc]
+    """What is trained: "segmentation" (the class of each voxel), "regression" (values of a sample),
+    "classification" (the class of a sample), or a class such as "mine.py:MyTask"
+    (`pydist.train.tasks.Task`)."""
+    multiple: Count = 1
+    """Divisor of the extents of volumes that the network needs, such as 16 for four halvings."""
+
+    @property
+    def path_of_task(self) -> str:
+        """The task as "module:class"."""
+        known = self.task in TASKS
+        return f"pydist.train.tasks.factory:Any{self.task.title()}" if known else self.task
+
+    def loss(self, train: TrainConfig) -> str:
+        """Returns the name of the loss; that of a task of the user's own is not checked.
+
+        Raises:
+            UsageError: the task does not have the loss.
+        """
+        if self.task not in TASKS:
+            return train.loss
+        losses = TASKS[self.task]
+        if train.loss not in ("auto", *losses):
+            raise UsageError(
+                f"train.loss = {train.loss!r}: possible with model.task = {self.task!r} are auto, "
+                f"{', '.join(losses)}"
+            )
+        return losses[0] if train.loss == "auto" else train.loss
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+
+_BARE_KEY = re.compile("[A-Za-z0-9_-]+")
 
 CHOSEN = {"model": MODELS, "optimizer": OPTIMIZERS}
 """Tables whose `name` chooses their class. pydantic adds the name to the location of an error."""
@@ -126,14 +129,18 @@ def dumps(config: Config) -> str:
 
 
 def _toml(value: object) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(v)}" for key, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {_toml(v)}" for key, v in value.items()) + "}"
     if isinstance(value, Path):
         value = str(value)
     # JSON strings, numbers and booleans are valid TOML, except that TOML requires DEL escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _toml(key)
 
 
 def _explain(error: ErrorDetails) -> str:

@@ -203,7 +203,7 @@ def test_command(tmp_path, capsys):
         (["{file}:nothing", "--sample", "1,6,4,4"], "has no 'nothing'; it has: "),
         (["{file}:number", "--sample", "1,6,4,4"], "is no function: 3"),
         (["{file}:no_module", "--sample", "1,6,4,4"], "makes a int; expected a torch.nn.Module"),
-        (["{file}", "--sample", "1,6,4,4"], "expected FILE.py:FACTORY or MODULE:FACTORY"),
+        (["{file}", "--sample", "1,6,4,4"], "expected FILE.py:NAME or MODULE:NAME"),
         (["nowhere.py:good", "--sample", "1,6,4,4"], "nowhere.py: no such file"),
         (["no_such_package:good", "--sample", "1,6,4,4"], "No module named 'no_such_package'"),
         (["{file}:good", "--sample", "1,6,a,4"], "expected numbers with commas"),

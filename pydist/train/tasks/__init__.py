@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pydist.check.factory import load_object
 from pydist.registry import imported
 from pydist.train.tasks.base import Task, Validation
 
@@ -21,5 +22,9 @@ def task_of(config: Config) -> Task:
             imported.
     """
     model = config.model
-    task: Task = imported(model.task, f"the task of model '{model.name}'")(model, config.train)
+    if model.task.partition(":")[0].endswith(".py"):
+        made = load_object(model.task)
+    else:
+        made = imported(model.path_of_task, f"the task of model '{model.name}'")
+    task: Task = made(model, config.train)
     return task

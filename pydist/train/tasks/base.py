@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from pydist.errors import UsageError
+
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
     from pydist.data.loader import Batch
-    from pydist.train.config import MeshConfig
+    from pydist.train.config import MeshConfig, ModelConfig, TrainConfig
 
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -107,3 +109,17 @@ def call_of(network: type[nn.Module], arguments: Mapping[str, Any]) -> str:
     """Returns the Python expression of a call."""
     given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"{network.__module__}.{network.__name__}({given})"
+
+
+def refuse_options_of_voxels(config: ModelConfig, train: TrainConfig) -> None:
+    """Checks that no option is set that only the classes of voxels have.
+
+    Raises:
+        UsageError: one is.
+    """
+    for option in ("class_weights", "ignore_label"):
+        if getattr(train, option) is not None:
+            raise UsageError(
+                f'train.{option} is for segmentation, and model.name = "{config.name}" predicts no '
+                'classes of voxels: leave it out, or choose model.name = "unet3d"'
+            )

@@ -1,4 +1,4 @@
-"""The CosmoFlow task: predicts the parameters of a universe by least squares."""
+"""The regression task: predicts values of a sample by least squares."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pydist.errors import UsageError
 from pydist.models import CosmoFlow
 from pydist.tensor import ShardedTensor
 from pydist.train import report
-from pydist.train.tasks.base import Criterion, Validation, call_of
+from pydist.train.tasks.base import Criterion, Validation, call_of, refuse_options_of_voxels
 
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
     from pydist.data.loader import Batch
-    from pydist.train.config import CosmoFlowConfig, MeshConfig, TrainConfig
+    from pydist.train.config import CosmoFlowConfig, MeshConfig, ModelConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -39,52 +39,41 @@ class RegressionValidation(Validation):
 
 
 class Regression:
-    """Task of CosmoFlow on values of samples; see `Task`."""
+    """Task of a network that predicts values of a sample; see `Task`.
 
-    multiple = None
+    Subclasses choose the network.
 
-    def __init__(self, config: CosmoFlowConfig, train: TrainConfig) -> None:
+    Args:
+        config: configuration of the network.
+        train: configuration of the loop, with the loss.
+
+    Raises:
+        UsageError: the network does not support the loss, or an option is for segmentation.
+    """
+
+    multiple: int | None = None
+    otherwise = 'model.name = "unet3d"'
+
+    def __init__(self, config: ModelConfig, train: TrainConfig) -> None:
         config.loss(train)  # raises if it is unknown
-        for option in ("class_weights", "ignore_label"):
-            if getattr(train, option) is not None:
-                raise UsageError(
-                    f"train.{option} is for segmentation, and CosmoFlow predicts no classes: leave "
-                    'it out, or choose model.name = "unet3d"'
-                )
-        self.config = config
+        refuse_options_of_voxels(config, train)
+        self.config, self.described = config, f'model.name = "{config.name}"'
 
     def check(self, data: ShardDataset) -> None:
-        """Checks that the samples are cubes of the network's width, with values to predict."""
+        """Checks that the data set has values to predict."""
         if data.labelled:
             raise UsageError(
-                f"{data.root} has the class of each voxel to predict, and model.name is "
-                '"cosmoflow", which predicts values of a sample: choose "unet3d"'
-            )
-        width = self.config.width
-        if data.sample_shape[1:] != (width,) * 3:
-            raise UsageError(
-                f"model.width is {width}, but the samples in {data.root} are "
-                f"{' × '.join(map(str, data.sample_shape[1:]))} voxels: set model.width to their "
-                "width"
+                f"{data.root} has the class of each voxel to predict, and {self.described} "
+                f"predicts values of a sample: choose {self.otherwise}"
             )
 
     def network(self, manifest: Manifest) -> nn.Module:
-        """Creates CosmoFlow."""
-        return CosmoFlow(**self._arguments(manifest))
+        """Creates the network for a data set, with initial weights."""
+        raise NotImplementedError
 
     def expression(self, manifest: Manifest) -> str:
-        """Returns the Python expression that creates CosmoFlow."""
-        return call_of(CosmoFlow, self._arguments(manifest))
-
-    def _arguments(self, manifest: Manifest) -> dict[str, Any]:
-        return {
-            "width": self.config.width,
-            "in_channels": manifest.sample_shape[0],
-            "outputs": len(manifest.target_names),
-            "batch_norm": self.config.batch_norm,
-            "dropout": self.config.dropout,
-            "variant": self.config.variant,
-        }
+        """Returns the Python expression that creates the network."""
+        raise NotImplementedError
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         """Computes the mean squared error."""
@@ -136,3 +125,41 @@ class Regression:
     ) -> Path:
         """Draws loss, predictions, and a universe with its blocks."""
         return report.draw_run(folder, curves, data.root, mesh)
+
+
+class CosmoFlowRegression(Regression):
+    """Task of CosmoFlow on the parameters of universes."""
+
+    def __init__(self, config: CosmoFlowConfig, train: TrainConfig) -> None:
+        """See `Regression`."""
+        super().__init__(config, train)
+        self._made = config
+
+    def check(self, data: ShardDataset) -> None:
+        """Checks that the samples are cubes of the network's width, with values to predict."""
+        super().check(data)
+        width = self._made.width
+        if data.sample_shape[1:] != (width,) * 3:
+            raise UsageError(
+                f"model.width is {width}, but the samples in {data.root} are "
+                f"{' × '.join(map(str, data.sample_shape[1:]))} voxels: set model.width to their "
+                "width"
+            )
+
+    def network(self, manifest: Manifest) -> nn.Module:
+        """Creates CosmoFlow."""
+        return CosmoFlow(**self._arguments(manifest))
+
+    def expression(self, manifest: Manifest) -> str:
+        """Returns the Python expression that creates CosmoFlow."""
+        return call_of(CosmoFlow, self._arguments(manifest))
+
+    def _arguments(self, manifest: Manifest) -> dict[str, Any]:
+        return {
+            "width": self._made.width,
+            "in_channels": manifest.sample_shape[0],
+            "outputs": len(manifest.target_names),
+            "batch_norm": self._made.batch_norm,
+            "dropout": self._made.dropout,
+            "variant": self._made.variant,
+        }

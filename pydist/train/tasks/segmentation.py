@@ -70,6 +70,7 @@ class Segmentation:
 
     network_type: type[nn.Module]
     multiple = 1
+    otherwise = 'model.name = "cosmoflow"'
 
     def __init__(self, config: ModelConfig, train: TrainConfig) -> None:
         kind = config.loss(train)
@@ -83,7 +84,7 @@ class Segmentation:
                 f"train.class_weights = {list(train.class_weights)}: at least one must be 1e-6 or "
                 "more"
             )
-        self.config = config
+        self.config, self.described = config, f'model.name = "{config.name}"'
         self._loss = SegmentationLoss(kind, train.class_weights, train.ignore_label)
         self._class_names: tuple[str, ...] = ()
         self._example: Tensor | None = None
@@ -92,8 +93,8 @@ class Segmentation:
         """Checks that the extents are multiples of `multiple`, and that there are labels."""
         if not data.labelled:
             raise UsageError(
-                f"{data.root} has values of samples to predict, and model.name is "
-                f'"{self.config.name}", which predicts the class of each voxel: choose "cosmoflow"'
+                f"{data.root} has values of samples to predict, and {self.described} predicts the "
+                f"class of each voxel: choose {self.otherwise}"
             )
         multiple = self.multiple
         for shape in {data.shape_of(i) for i in range(len(data))}:

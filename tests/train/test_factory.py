@@ -1,0 +1,286 @@
+"""Tests of training any network from a configuration: its factory, its task, and the way back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pydist import Mesh, run_local
+from pydist.cli.main import main
+from pydist.comm import LocalTransport
+from pydist.data import Manifest
+from pydist.data.medical import CTOptions, generate_ct
+from pydist.errors import UsageError
+from pydist.inference import Predictor
+from pydist.inference.export import export_weights
+from pydist.train import config_io, log
+from pydist.train.about import load_trained
+from pydist.train.config import Config
+from pydist.train.losses import SegmentationLoss
+from pydist.train.tasks import task_of
+from pydist.train.tasks.factory import arguments_of
+from support.training.runs import change, in_stages, job, last_state
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+NETS = """
+import torch
+from torch import nn
+from pydist.train.tasks.factory import AnyRegression
+
+class Deep(nn.Module):
+    def __init__(self, in_channels, classes, width):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv3d(in_channels, width, 3, padding=1), nn.ReLU())
+        self.down = nn.Sequential(nn.Conv3d(width, width, 3, 2, 1), nn.ReLU())
+        self.up = nn.ConvTranspose3d(width, width, 2, 2)
+        self.fine, self.coarse = nn.Conv3d(width, classes, 1), nn.Conv3d(width, classes, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.down(x)
+        return [self.fine(x + self.up(y)), self.coarse(y)]
+
+def deep(in_channels, classes, width=4):
+    return Deep(in_channels, classes, width)
+
+def values(in_channels, outputs):
+    return nn.Sequential(nn.Conv3d(in_channels, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool3d(1),
+                         nn.Flatten(), nn.Linear(4, outputs))
+
+class Absolute(AnyRegression):
+    def loss(self, output, batch):
+        return (output - batch.targets).abs().mean()
+
+class Failing(nn.Module):
+    def __init__(self):
+        raise RuntimeError("no such luck")
+
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("volumes")
+    generate_ct(folder, CTOptions(count=4, shape=(16, 16, 16), validation=0.5))
+    return folder
+
+
+@pytest.fixture
+def nets(tmp_path) -> Path:
+    path = tmp_path / "nets.py"
+    path.write_text(NETS)
+    return path
+
+
+def run_of(text: str, volumes: Path, folder: Path, **tables: Any) -> Config:
+    """Returns a short run of a configuration, on volumes and without a figure."""
+    config = config_io.loads(text, "test.toml")
+    config = change(config, data={"path": volumes}, output={"folder": folder, "plot": False})
+    return change(config, train={"epochs": 1, "batch": 2, "steps": 1}, **tables)
+
+
+def curve(config: Config) -> list[float]:
+    events = log.read(config.output.folder / "log.jsonl")
+    return [event["loss"] for event in events if event["event"] in ("step", "validation")]
+
+
+SMALL = {
+    "monai_unet": {"channels": [4, 8, 16], "strides": [2, 2], "num_res_units": 1},
+    "nnunet": {"features": [4, 8, 16], "blocks": [1, 1, 1]},
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_examples_train_split_as_on_one_rank(volumes, tmp_path, name, monkeypatch):
+    library = {"monai_unet": "monai", "nnunet": "dynamic_network_architectures"}[name]
+    pytest.importorskip(library)
+    monkeypatch.chdir(EXAMPLES.parent)
+    text = (EXAMPLES / f"{name}.toml").read_text()
+    split = run_of(text, volumes, tmp_path / "split")
+    split = replace(split, model=replace(split.model, args={**split.model.args, **SMALL[name]}))
+    whole = change(split, output={"folder": tmp_path / "whole"}, mesh={"spatial": (1, 1, 1)})
+    run_local(job, 2, split, 1, (2, 1, 1))
+    job(LocalTransport(), whole)
+    assert curve(split) == pytest.approx(curve(whole), rel=1e-4)
+    assert len(curve(split)) == 2
+
+
+@pytest.mark.parametrize("network", ["DynUNet", "SegResNet"])
+def test_networks_of_monai_by_their_class(volumes, tmp_path, network):
+    pytest.importorskip("monai")
+    arguments = {
+        "DynUNet": "spatial_dims = 3, kernel_size = [3, 3, 3], strides = [1, 2, 2],"
+        " upsample_kernel_size = [2, 2], filters = [4, 8, 8]",
+        "SegResNet": "init_filters = 4, blocks_down = [1, 1], blocks_up = [1], norm = 'instance'",
+    }[network]
+    text = f'model = {{factory = "monai.networks.nets:{network}", args = {{{arguments}}}}}'
+    split = run_of(text, volumes, tmp_path / "split")
+    whole = change(split, output={"folder": tmp_path / "whole"})
+    run_local(job, 2, split, 1, (2, 1, 1))
+    job(LocalTransport(), whole)
+    assert curve(split) == pytest.approx(curve(whole), rel=1e-4)
+
+
+def test_deep_supervision_weighs_the_outputs(volumes, tmp_path, nets):
+    text = f'model = {{factory = "{nets}:deep", args = {{width = 6}}, multiple = 2}}'
+    config = run_of(text, volumes, tmp_path / "run")
+    task = task_of(config)
+    manifest = Manifest.load(volumes)
+    torch.manual_seed(0)
+    model = task.network(manifest)
+    assert model.first[0].out_channels == 6
+    x, labels = torch.randn(2, 1, 16, 16, 16), torch.randint(3, (2, 16, 16, 16))
+    fine, coarse = model(x)
+    of_one = SegmentationLoss("cross_entropy")
+    expected = (of_one(fine, labels) + 0.5 * of_one(coarse, labels[:, ::2, ::2, ::2])) / 1.5
+    found = task.criterion([Batch(x, labels)])((fine, coarse), labels)
+    torch.testing.assert_close(found, expected)
+    run_local(job, 2, config, 1, (2, 1, 1))
+    staged = change(config, output={"folder": tmp_path / "stages"}, mesh={"stages": 2})
+    in_stages(staged)
+    assert curve(staged) == pytest.approx(curve(config), rel=1e-4)
+
+
+class Batch:
+    """What a criterion asks of a batch."""
+
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets, self.step_size = type("Inputs", (), {"mesh": None}), targets, 2
+
+
+def values_data(folder: Path, classes: int = 0) -> Path:
+    """Makes a data set with a value of each sample, or with its class: whether it is bright."""
+    import h5py
+
+    from pydist.data.index import IndexOptions, index_folder
+
+    folder.mkdir()
+    numbers = np.random.default_rng(0)
+    for i in range(6):
+        bright = i % 2
+        sample = numbers.normal(2.0 * bright, 0.1, (1, 8, 8, 8)).astype("float32")
+        with h5py.File(folder / f"{i}.hdf5", "w") as file:
+            file["full"] = sample
+            file["unitPar"] = np.array([bright if classes else sample.mean()], "float32")
+            file["namePar"] = np.array([b"value"])
+    manifest = index_folder(folder, IndexOptions(validation=1 / 3))
+    names = ("dark", "bright", "white")[:classes]
+    replace(manifest, class_names=names).save(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("factory", "task", "classes", "figure"),
+    [
+        ("values", "regression", 0, "mae"),
+        ("values", "classification", 3, "accuracy"),
+        ("values", "{nets}:Absolute", 0, "mae"),
+    ],
+    ids=["regression", "classification", "own task"],
+)
+def test_tasks(tmp_path, nets, factory, task, classes, figure):
+    data = values_data(tmp_path / "data", classes)
+    text = (
+        f'model = {{factory = "{nets}:{factory}", task = "{task.format(nets=nets)}"}}\n'
+        "optimizer = {lr = 0.01}"
+    )
+    config = change(run_of(text, data, tmp_path / "run"), train={"epochs": 20, "steps": None})
+    run_local(job, 2, config, 1, (2, 1, 1))
+    *_, last = (e for e in log.read(tmp_path / "run/log.jsonl") if e["event"] == "validation")
+    whole = change(config, output={"folder": tmp_path / "whole"})
+    job(LocalTransport(), whole)
+    assert curve(config) == pytest.approx(curve(whole), rel=1e-3, abs=1e-6)
+    assert last[figure] == 1 if classes else last[figure] < 0.5
+    assert last_state(config)["model"]["4.bias"].shape == (classes or 1,)
+    assert len((tmp_path / "run/predictions.csv").read_text().splitlines()) == 3
+
+
+def test_a_checkpoint_runs_its_factory_only_if_it_is_named(volumes, tmp_path, nets, capsys):
+    """A checkpoint may be a stranger's, and a factory is any code."""
+    config = run_of(f'model = {{factory = "{nets}:deep", multiple = 2}}', volumes, tmp_path / "run")
+    job(LocalTransport(), config)
+    about, _ = load_trained(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"made by .*nets\.py:deep, code that the check"):
+        about.task()
+    mesh = run_local(Mesh, 1)[0]
+    with pytest.raises(UsageError, match="if you trust it"):
+        Predictor(tmp_path / "run", mesh)
+    predictor = Predictor(tmp_path / "run", mesh, factory=f"{nets}:deep")
+    labels = predictor.predict(np.zeros((1, 16, 16, 16), "int16"))
+    assert labels.shape == (16, 16, 16)
+    with pytest.raises(UsageError, match="if you trust it"):
+        export_weights(tmp_path / "run", tmp_path / "w.safetensors")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "w.safetensors"),
+                 "--factory", f"{nets}:deep"]) == 0  # fmt: skip
+    assert f"load_factory('{nets}:deep')(in_channels=1, classes=3)" in capsys.readouterr().out
+    own = change(config, model={"name": "factory", "factory": f"{nets}:values",
+                                "task": f"{nets}:Absolute"})  # fmt: skip
+    with pytest.raises(UsageError, match=r"and its task by .*Absolute"):
+        replace(about, config=own).task()
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        ('factory = "nets"', "model.factory = 'nets': expected FILE.py:NAME or MODULE:NAME"),
+        ('name = "factory"', "model.factory = {'name': 'factory'}: field required"),
+        ('factory = "a:b", task = "denoising"', "model.task = 'denoising': possible are segm"),
+        ('factory = "a:b", width = 3', "model.width is not a setting"),
+        ('factory = "{nets}:nothing"', "nets.py has no 'nothing'; it has: "),
+        ('factory = "nowhere.py:make"', "nowhere.py: no such file"),
+        ('factory = "{nets}:number"', "number is no function: 3"),
+        ('factory = "{nets}:deep", args = {{widht = 3}}', "(in_channels=1, classes=3, widht=3)"),
+        ('factory = "{nets}:Failing"', "no such luck"),
+        ('factory = "{nets}:deep", task = "regression"', 'choose model.task = "segmentation"'),
+        ('factory = "{nets}:deep", task = "classification"', "classification needs one value for"),
+        ('factory = "{nets}:deep", task = "{nets}:Nowhere"', "has no 'Nowhere'"),
+        ('factory = "{nets}:deep", multiple = 5', "the network needs multiples of 5"),
+    ],
+)
+def test_mistakes_are_one_line(volumes, tmp_path, nets, model, complaint):
+    text = f"model = {{{model.format(nets=nets)}}}"
+    with pytest.raises(UsageError) as caught:
+        job(LocalTransport(), run_of(text, volumes, tmp_path / "run"))
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_loss_is_one_of_the_task():
+    text = 'model = {{factory = "a:b", task = "{}"}}\ntrain = {{loss = "{}"}}'
+    assert config_io.loads(text.format("segmentation", "dice"), "t").train.loss == "dice"
+    assert config_io.loads(text.format("mine:Task", "whatever"), "t").train.loss == "whatever"
+    for task, loss in (("regression", "dice"), ("classification", "mse")):
+        with pytest.raises(UsageError, match=f"with model.task = '{task}' are auto"):
+            config_io.loads(text.format(task, loss), "t")
+
+
+def test_arguments_of_the_data_set_are_filled_in():
+    def config(**arguments: Any) -> Any:
+        made = config_io.loads('model = {factory = "torch.nn:Conv3d"}', "t").model
+        return replace(made, args=arguments)
+
+    assert arguments_of(config(kernel_size=3), 2, 5) == {
+        "in_channels": 2, "out_channels": 5, "kernel_size": 3
+    }  # fmt: skip
+    assert arguments_of(config(kernel_size=1, out_channels=7, in_channels=1), 2, 5) == {
+        "in_channels": 1, "out_channels": 7, "kernel_size": 1
+    }  # fmt: skip
+
+
+def test_a_configuration_of_a_factory_is_written_and_read_again(tmp_path):
+    text = (
+        '[model]\nfactory = "monai.networks.nets:UNet"\n[model.args]\nchannels = [4, 8]\n'
+        'strides = [2]\nnorm = ["group", {num_groups = 2}]\ndropout = 0.5\nbias = false\n'
+    )
+    config = config_io.loads(text, "t")
+    assert config_io.loads(config_io.dumps(config), "t") == config
+    spaced = replace(config, model=replace(config.model, args={"a b": {"c.d": [True, 1.5]}}))
+    assert config_io.loads(config_io.dumps(spaced), "t") == spaced
+    assert config.model.args["norm"] == ["group", {"num_groups": 2}]
