@@ -309,7 +309,7 @@ def test_damage_in_a_file_format_of_another_package_is_one_line(
     [
         ("--train.loss mse", "possible with model.name = 'flat' are auto, dice_ce, cross_entropy"),
         ("--model.name lost", "model 'lost' (my_missing:Config): No module named 'my_missing'"),
-        ("--model.name none", "possible are cosmoflow, unet3d, adrift, flat, lost"),
+        ("--model.name none", "possible are cosmoflow, unet3d, factory, adrift, flat, lost"),
         (
             "--model.name adrift --mesh.spatial 1 1 1",
             "model 'adrift' (my_networks:Nowhere): module",
