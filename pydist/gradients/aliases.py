@@ -23,7 +23,7 @@ _FEW = 64
 
 
 class _Alias(NamedTuple):
-    """A part of a leaf.
+    """Tensor that shares memory with a part of a leaf.
 
     Attributes:
         part: shares the leaf's memory, but is no view of the leaf for autograd.

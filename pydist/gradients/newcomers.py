@@ -1,4 +1,4 @@
-"""Comparisons between ranks of parameters new to the reducer, and of plain tensors used as such."""
+"""Compares ranks' new members of the reducer, and their plain tensors used as parameters."""
 
 from __future__ import annotations
 

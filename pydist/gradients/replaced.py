@@ -1,4 +1,4 @@
-"""Plain tensors used as parameters: fast weights, `functional_call`, lists of weights.
+"""Handles plain tensors used as parameters: fast weights, `functional_call`, lists of weights.
 
 They are equal on all ranks, so their gradient is the mean over the sample groups, like a
 parameter's, and over the ranks of a group if they were used on shards. Any other plain tensor is

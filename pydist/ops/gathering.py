@@ -1,4 +1,4 @@
-"""Gathering of a box of a tensor on each rank: the general path of stencil operations."""
+"""Gathers a box of a tensor on each rank: the general path of stencil operations."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LAYERS = 3
 
 @dataclass(frozen=True)
 class Workload:
-    """Cost of a window operation: window, channels, flops per output element, weight elements."""
+    """Facts that a window operation's cost depends on, such as its flops per output element."""
 
     window: Window
     out_channels: int

@@ -35,7 +35,7 @@ _FOREGROUND_SAMPLES = 10_000
 
 @dataclass(frozen=True)
 class LabelledVolume:
-    """The content of one file.
+    """Image and label volume that one file of a set holds.
 
     Attributes:
         image: [C, D, H, W].
@@ -50,7 +50,7 @@ class LabelledVolume:
 
 @dataclass(frozen=True)
 class Source:
-    """The source of one file of a set.
+    """Name, split and content that one file of a set gets.
 
     Attributes:
         name: of the file, without suffix.
@@ -69,7 +69,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Storage:
-    """The storage options of volumes.
+    """Options that say how volumes are stored.
 
     Attributes:
         dtype: "int16" or "float32".
@@ -175,7 +175,7 @@ def _write_set(
 
 @dataclass(frozen=True)
 class _Made:
-    """One volume's entry for the manifest, and its values for the statistics."""
+    """Entry that one volume adds to the manifest, and the values that it adds to the statistics."""
 
     file: DataFile
     channels: int

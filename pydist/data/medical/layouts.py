@@ -25,7 +25,7 @@ _IMAGE_PREFIX, _LABEL_PREFIX = "volume-", "segmentation-"
 
 @dataclass(frozen=True)
 class Case:
-    """One patient's files.
+    """Files that belong to one patient.
 
     Attributes:
         name: unique in the data set.
@@ -40,7 +40,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """The cases of a folder, by name, with the description in its `dataset.json`.
+    """Cases that a folder holds, by name, with the description in its `dataset.json`.
 
     Attributes:
         cases: at least one.

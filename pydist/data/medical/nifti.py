@@ -67,7 +67,7 @@ class Nifti:
 
     @property
     def affine(self) -> npt.NDArray[np.float64]:
-        """The affine map from voxel indices (x, y, z) to mm, [4, 4]."""
+        """Affine matrix [4, 4] that maps voxel indices (x, y, z) to mm."""
         return affine_of(self.header, str(self.path))
 
     def values(self) -> npt.NDArray[Any]:
@@ -143,7 +143,7 @@ def read_nifti(path: str | Path) -> Nifti:
 
 
 class Outline(NamedTuple):
-    """The description of the voxels in the header of a NIfTI file."""
+    """Number of channels and kind of values that the header of a NIfTI file announces."""
 
     channels: int
     integers: bool

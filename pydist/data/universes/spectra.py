@@ -1,4 +1,4 @@
-"""Estimators: the power spectrum of a field, and its rms in spheres."""
+"""Estimates the power spectrum of a field, and its rms in spheres."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A measured power spectrum, in bins of the width of the fundamental mode.
+    """Power spectrum that was measured, in bins as wide as the fundamental mode.
 
     Attributes:
         k: mean wavenumber of the bin's modes, h/Mpc.

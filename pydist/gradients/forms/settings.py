@@ -53,7 +53,7 @@ class Narrow:
 
     @property
     def name(self) -> str:
-        """The name of the form."""
+        """Name that the form has in settings and logs."""
         return self.dtype
 
 
@@ -93,7 +93,9 @@ class Hierarchical:
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Gradients as products of two thin matrices between sample groups, with error feedback.
+    """PowerSGD, which sends gradients between sample groups as products of two thin matrices.
+
+    Error feedback adds what a step did not send to the gradient of the next step.
 
     Args:
         rank: columns of the two matrices.
@@ -119,7 +121,7 @@ class PowerSGD:
 
 @dataclass(frozen=True)
 class DGC:
-    """Deep Gradient Compression: the largest elements alone between sample groups.
+    """Deep Gradient Compression, which sends only the largest elements between sample groups.
 
     The gradients have momentum already: give the optimizer none, as in SGD(momentum=0). Each
     backward pass outside of `no_sync` is a step.
@@ -169,7 +171,9 @@ class DGC:
 
 @dataclass(frozen=True)
 class PostLocal:
-    """Gradients of the own sample group alone after the first steps, and averages of parameters.
+    """Post-local SGD, which averages parameters instead of gradients after the first steps.
+
+    The sample groups then use their own gradients alone.
 
     Relaxed: from its first local step on a split run no longer computes what one device computes.
     Call `pydist.optim.average_parameters(model, optimizer)` after each step.

@@ -91,7 +91,7 @@ def conv(
 
 
 class _ConvPlan:
-    """Plan of one convolution: on the shard, by correction, or on a gathered input."""
+    """Plan that runs one convolution: on the shard, by correction, or on a gathered input."""
 
     def __init__(
         self, plan: WindowPlan, weight: tuple[int, ...], groups: int, local: Tensor

@@ -1,4 +1,4 @@
-"""Transposed convolution of sharded tensors, of any stride and kernel, with overlapping windows.
+"""Computes transposed convolutions of sharded tensors, of any stride and kernel.
 
 If a shard holds all inputs that its outputs need (kernel = stride), nothing is exchanged. If the
 blocks are aligned, the contributions of neighbors' slabs are added to the shard's result. Otherwise
@@ -122,7 +122,7 @@ def _out(layout: Layout, window: TransposedWindow, channels: int, split: Split |
 
 
 class _TransposedPlan:
-    """Plan of one transposed convolution: on the shard, by correction, or by gathering."""
+    """Plan that runs one transposed convolution: on the shard, by correction, or by gathering."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Rank-local convolution, without communication."""
+"""Convolves a rank's own tensor, without communication."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pydist.tensor.aliasing import as_result
 
 
 class ConvChooser:
-    """Chooser of the kernels of one convolution, made when it first runs and then cached.
+    """Chooser that selects the kernels of one convolution when it first runs, and keeps them.
 
     On a GPU there is one kernel, torch's, which accepts either memory format. The format of the
     first operands is kept, as in torch.

@@ -1,4 +1,4 @@
-"""Rank-local transposed convolution, without communication.
+"""Computes transposed convolutions of a rank's own tensor, without communication.
 
 It is the adjoint of a convolution: its forward is the convolution's dgrad, its dL/dx the
 convolution's forward, and its dL/dweight the convolution's wgrad with swapped operands.

@@ -1,4 +1,4 @@
-"""Split channels of convolutions and transposed convolutions; see `pydist.ops.channels`.
+"""Splits channels of convolutions and transposed convolutions; see `pydist.ops.channels`.
 
 The weight of a convolution is [Co, Ci / groups, ...], of a transposed one [Ci, Co / groups, ...].
 """

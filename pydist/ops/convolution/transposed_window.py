@@ -1,4 +1,4 @@
-"""Geometry of transposed convolution: each rank's outputs, and the inputs they need.
+"""Computes the geometry of transposed convolution: each rank's outputs, and the inputs they need.
 
 Input i contributes to the outputs i * stride - padding + k * dilation, 0 <= k < kernel. So the
 adjoint is the convolution with the same window. The forward and backward exchanges are that
@@ -19,7 +19,7 @@ from pydist.partition import Box, Partition
 
 
 class Piece(NamedTuple):
-    """One dim of a library call on an interval of inputs, and the wanted outputs within it.
+    """One dim of a library call that computes wanted outputs from an interval of inputs.
 
     The call has an output padding of at most `stride` - 1.
     """
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TransposedWindow:
-    """Attributes of a transposed convolution, one number per spatial dim each."""
+    """Window that a transposed convolution applies; each attribute has a number per spatial dim."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Common parts of the norms' handlers: parameters, running statistics, evaluation, errors."""
+"""Provides common parts of the norms: parameters, running statistics, evaluation, errors."""
 
 from __future__ import annotations
 

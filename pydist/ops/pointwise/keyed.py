@@ -1,4 +1,4 @@
-"""Random numbers as a function of the seed, the training step, the module and the position."""
+"""Draws random numbers that depend on seed, training step, module and position only."""
 
 from __future__ import annotations
 

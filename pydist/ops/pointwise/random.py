@@ -1,4 +1,4 @@
-"""Random tensors like a sharded one, and random activations, keyed by position like dropout.
+"""Draws random tensors and random activations, keyed by position as in dropout.
 
 The numbers differ from torch's, whose generators count calls, but are equal for every split.
 """

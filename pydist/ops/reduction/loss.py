@@ -1,4 +1,4 @@
-"""Losses of sharded tensors: values on the shards, then a global sum and a global count."""
+"""Computes losses of sharded tensors: values on the shards, then a global sum and count."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _rims(pad: Sequence[int], dims: int) -> Rims:
 
 
 class _MirrorPlan:
-    """Plan of a reflecting or replicating pad: the inputs to gather, and the code to run.
+    """Plan that runs a reflecting or replicating pad on the inputs gathered for this rank.
 
     All ranks use the same code: the backward of torch's kernels depends on their input, which in
     double backward adds a path (for zeros) back through the preceding exchanges.

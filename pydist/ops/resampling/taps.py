@@ -1,4 +1,4 @@
-"""Taps of interpolations along one dim: input indices and weights, by torch's own arithmetic.
+"""Computes the taps of interpolations along one dim: input indices and weights, as torch does.
 
 Source: torch's `aten/src/ATen/native/UpSample.h` (scale, source index, cubic coefficients). For
 nearest neighbors torch itself is called to find the indices, as its kernels round differently.

@@ -1,4 +1,4 @@
-"""Scatter along unsplit dims, one-hot labels, and counts of integers."""
+"""Scatters along unsplit dims, makes one-hot labels, and counts integers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Entry = int | slice | None
 
 
 class Region(NamedTuple):
-    """Selection by an index of integers, slices and `None`, before integers remove their dim.
+    """Selection that an index of integers, slices and `None` makes, before integers remove dims.
 
     Attributes:
         local: the index of this rank's part in its shard; an integer becomes a slice.

@@ -34,7 +34,7 @@ class IpcPlace:
 
 @dataclass(frozen=True)
 class Tried:
-    """Result of a rank's attempts to map the memory of the other ranks of its machine.
+    """Result that a rank has from trying to map the memory of the other ranks of its machine.
 
     Attributes:
         machine: name of the machine.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class Latency:
-    """Artificial delay between sending and arrival, for all ranks of one hub.
+    """Artificial delay that all ranks of one hub have between sending and arrival.
 
     Bytes are copied as usual; `wait` and the like sleep until at least `seconds` after the message
     was sent. So tests and experiments can measure what overlap hides.
