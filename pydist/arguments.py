@@ -1,4 +1,4 @@
-"""Volumes in the arguments of a model, also nested in lists, dicts and dataclasses."""
+"""Finds volumes in the arguments of a model, also nested in lists, dicts and dataclasses."""
 
 from __future__ import annotations
 

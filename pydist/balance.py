@@ -1,4 +1,4 @@
-"""Parts of an extent for ranks of unequal speed, from measured times.
+"""Divides an extent into parts for ranks of unequal speed, from measured times.
 
 One number per device is too simple a model: of two GPUs one can be 1.7 or 5.5 times as fast as the
 other, by the size of the work. So each part has a curve, its seconds as a function of its width
@@ -19,7 +19,7 @@ __all__ = ["Curve", "balance"]
 
 
 class Curve:
-    """Seconds of a part as a function of its width: piecewise linear, and never decreasing.
+    """Seconds that a part takes as a function of its width: piecewise linear, never decreasing.
 
     Between two measured widths the seconds are interpolated. Below the least one and above the
     largest one the speed is that of the nearest measured width, unless the nearest two define a

@@ -1,4 +1,4 @@
-"""The error classes of pydist, by cause, with their exit codes.
+"""Defines the error classes of pydist, by cause, with their exit codes.
 
 Every error that a user can cause or encounter is one of these classes, and its message is one line
 that names the given and the possible values. The exit codes are part of the public interface: job
@@ -78,7 +78,7 @@ class CheckpointError(PydistError, RuntimeError):
 
 
 class DiskError(PydistError, OSError):
-    """A failed write or read: disk full, permission, quota."""
+    """Write or read that failed: disk full, permission, quota."""
 
     exit_code = 74
 

@@ -1,4 +1,4 @@
-"""Conversion of other libraries' arrays to tensors, without a copy where possible."""
+"""Converts other libraries' arrays to tensors, without a copy where possible."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _of_cuda_interface(x: Any) -> Tensor:
 
 
 class _FirstByte:
-    """The first byte of an array."""
+    """Array that consists of another array's first byte."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""The layout of a sharded tensor: the mesh axes of its dims, and the points of the cuts."""
+"""Describes the layout of a sharded tensor: the mesh axes of its dims, and where they are cut."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pydist.partition import Box, Partition, split_extent
 
 @dataclass(frozen=True)
 class Split:
-    """The split of one dim: the mesh axes (jointly, the last fastest), and the points."""
+    """Split that divides one dim over mesh axes (jointly, the last fastest) at given points."""
 
     axes: tuple[str, ...]
     partition: Partition
 
 
 class Layout:
-    """The distribution of a global tensor's elements over the ranks of a sample group.
+    """Layout that distributes a global tensor's elements over the ranks of a sample group.
 
     A dim without a split is complete on every rank. Ranks along axes that split no dim hold equal
     copies: `replicas` counts them.
@@ -80,17 +80,17 @@ class Layout:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """The box of every rank of the sample group, in global indices."""
+        """Box that each rank of the sample group owns, in global indices."""
         return [self._box_at(i) for i in range(self.mesh.sample_size)]
 
     @property
     def box(self) -> Box:
-        """The box of this rank's shard, in global indices."""
+        """Box that this rank owns, in global indices."""
         return self.boxes[self.mesh.sample_index]
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's shard."""
+        """Shape that this rank's shard has."""
         return tuple(self.box.shape) if self.shape else ()
 
     @property

@@ -1,4 +1,4 @@
-"""Geometry: boxes, partitions and footprints, computed by the native core.
+"""Computes geometry (boxes, partitions and footprints) by the native core.
 
 A `Box` is half open and in global indices. A `Partition` holds the split points of one dim, even
 or not; a part may be empty. A `Footprint` computes which inputs an interval of outputs reads

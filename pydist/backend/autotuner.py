@@ -51,7 +51,7 @@ class Subject(Protocol):
 
     @property
     def candidates(self) -> Sequence[str]:
-        """Names of the candidates."""
+        """Names that identify the candidates."""
 
     def rivals(self, candidate: str) -> Sequence[str]:
         """Returns the candidates that compute the same as this one, including itself."""

@@ -40,7 +40,7 @@ def key_of(kind: str, facts: Mapping[str, Any]) -> str:
 
 @dataclass
 class Record:
-    """The measurements of one problem, by candidate.
+    """Measurements that one problem has, by candidate.
 
     Attributes:
         seconds: the least seconds, by candidate.
@@ -77,7 +77,7 @@ class Record:
 
 
 class Records:
-    """The folder of the records, with one file per problem.
+    """Folder that holds the records, with one file per problem.
 
     `PYDIST_CACHE` names the folder, by default `pydist` in the user's cache folder.
     """

@@ -39,7 +39,7 @@ _LAYERS = {
 
 @dataclass
 class Call:
-    """Call on sharded tensors.
+    """Call that takes or returns sharded tensors.
 
     Attributes:
         name: name of the function, as users write it.
@@ -62,7 +62,7 @@ class Call:
 
 
 class CallRecorder(TorchFunctionMode):
-    """Recorder of this thread's calls on sharded tensors; computes refused ones on full tensors.
+    """Recorder that notes this thread's calls on sharded tensors, and computes those refused.
 
     Args:
         mesh: the mesh whose exchanges are attributed to the calls.

@@ -1,4 +1,4 @@
-"""Loading of a network's factory by FILE.py:NAME or MODULE:NAME."""
+"""Loads a network's factory by FILE.py:NAME or MODULE:NAME."""
 
 from __future__ import annotations
 

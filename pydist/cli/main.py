@@ -1,4 +1,4 @@
-"""The `pydist` command: dispatches subcommands, turns errors into one line and an exit code.
+"""Runs the `pydist` command: dispatches subcommands, turns errors into a line and an exit code.
 
 Subcommands are imported when they are called: `pydist --help` must not wait for torch.
 """
@@ -19,7 +19,7 @@ from pydist.launch import failures, identity
 
 
 class Command(NamedTuple):
-    """Subcommand: `function(arguments)` in `module` runs it and returns the exit code."""
+    """Subcommand that `function(arguments)` in `module` runs; it returns the exit code."""
 
     module: str
     function: str

@@ -1,4 +1,4 @@
-"""Exchanges as autograd functions, in closed pairs of a map and its adjoint.
+"""Provides exchanges as autograd functions, in closed pairs of a map and its adjoint.
 
 The convention for everything that users see: a gradient is the true one on every rank, whether the
 tensor is cut, replicated on several ranks, or plain. For a parameter, only the *mean over all

@@ -1,4 +1,4 @@
-"""This rank's slice of a sharded weight; see `pydist.slices`."""
+"""Selects this rank's slice of a sharded weight; see `pydist.slices`."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ class Reducer:
             interrupt(self.lanes, run.added)
 
     def expect_end_of_backward(self) -> None:
-        """Queues, once, a callback of the engine for the end of the running backward.
+        """Queues a callback of the engine, once, for the end of the running backward.
 
         Called by every exchange's backward, since a rank without work may reach no parameter.
         """

@@ -33,7 +33,7 @@ from pydist.train.gather import from_first_rank, on_first_rank
 
 @dataclass(frozen=True)
 class Sliding:
-    """Options of prediction by sliding windows, with MONAI's `sliding_window_inference`.
+    """Options that define a prediction by sliding windows (MONAI's `sliding_window_inference`).
 
     For volumes whose activations do not fit into memory. A window has no context beyond its border,
     so results differ from those of the full volume.

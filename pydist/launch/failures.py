@@ -1,4 +1,4 @@
-"""Handling of a failed rank: it reports the error, once for the job, and ends all ranks.
+"""Handles a failed rank: reports the error, once for the job, and ends all ranks.
 
 A rank that merely ended would leave the others waiting for its messages: plain `mpirun` hangs.
 """

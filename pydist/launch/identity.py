@@ -15,7 +15,7 @@ from pydist.errors import UsageError
 
 @dataclass(frozen=True)
 class Identity:
-    """Place of this process in the job.
+    """Place that this process has in the job.
 
     Attributes:
         launcher: "openmpi", "mpich", "torchrun", "slurm", or "pydist" for ranks that pydist starts

@@ -1,4 +1,4 @@
-"""Additions to torch's optimizers: LARS and LAMB, ZeRO-1 (partitioned steps), and schedules.
+"""Extends torch's optimizers: LARS and LAMB, ZeRO-1 (partitioned steps), and schedules.
 
 And the state of compressed gradients (`pydist.gradients`).
 """

@@ -1,4 +1,4 @@
-"""Functions for models with compressed gradients: state, scale of the loss, average parameters."""
+"""Manages models with compressed gradients: state, scale of the loss, average parameters."""
 
 from __future__ import annotations
 

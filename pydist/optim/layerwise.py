@@ -193,7 +193,7 @@ class LayerwiseOptimizer(Optimizer):
 
 
 class LARS(LayerwiseOptimizer):
-    """Layer-wise adaptive rate scaling, for SGD with momentum on large batches.
+    """LARS, which scales the rate of each layer, for SGD with momentum on large batches.
 
     A parameter w with gradient g is stepped with the trust ratio r = η |w| / (|g| + β |w| + eps)::
 
@@ -277,7 +277,7 @@ class LARS(LayerwiseOptimizer):
 
 
 class LAMB(LayerwiseOptimizer):
-    """Layer-wise adaptive moments: Adam's step with decay, scaled by |w| over its norm.
+    """LAMB, which scales Adam's step with decay in each layer by |w| over the step's norm.
 
     With Adam's bias-corrected moments m and v, r = m / (√v + eps) + β w, and w changes by
     -lr |w| / |r| r.

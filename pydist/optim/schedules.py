@@ -44,7 +44,7 @@ class SampleLR(LRScheduler):
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `torch.optim.lr_scheduler.LRScheduler`."""
+        """Returns the state without the factor; see `torch.optim.lr_scheduler.LRScheduler`."""
         state: dict[str, Any] = super().state_dict()
         return {name: value for name, value in state.items() if name != "_factor"}
 

@@ -1,4 +1,4 @@
-"""Gathering of the full state of a partitioned optimizer."""
+"""Gathers the full state of a partitioned optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device times of a rank's spans, from events around them, converted to the host's clock.
+"""Times a rank's spans on its device, by events around them, in the host's clock.
 
 The host only enqueues work, so its own times are those of enqueueing. This module records an event
 on the current stream when a span begins and another when it ends. It reads them when the device has
@@ -30,7 +30,7 @@ MAIN_STREAM = 1
 
 @dataclass(slots=True)
 class Mark:
-    """Point in the work of a stream, and the anchor before it."""
+    """Point that the work of a stream has reached, and the anchor before it."""
 
     event: Any
     stream: int
@@ -50,7 +50,7 @@ class DeviceSpan:
 
 
 class DeviceClock:
-    """Clock of one rank's spans on its device.
+    """Clock that times one rank's spans on its device.
 
     Args:
         device: the device; the constructor and `finish` wait for it.

@@ -1,4 +1,4 @@
-"""The spans of a profile: timed activities of a rank."""
+"""Defines the spans of a profile: timed activities of a rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PASS, TRANSFER = "pass", "transfer"
 
 
 class Span(NamedTuple):
-    """Timed activity of a rank; see `pydist.timers.Timers` for the parts."""
+    """Activity of a rank that was timed; see `pydist.timers.Timers` for the parts."""
 
     part: str
     layer: str

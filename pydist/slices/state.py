@@ -1,4 +1,4 @@
-"""The whole network's state of models with sharded weights."""
+"""Gathers and sets the whole network's state of models with sharded weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of torch's optimizers on sharded weights: each rank steps its slices.
+"""Steps sharded weights by torch's optimizers: each rank steps its slices.
 
 An optimizer holds the sharded weights. During a step its parameter groups hold the slices, and its
 state that of the slices, so that torch's implementations run unchanged, `foreach` and fused ones

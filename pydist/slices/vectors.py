@@ -1,4 +1,4 @@
-"""`torch.nn.utils.vector_to_parameters` for models with sharded weights."""
+"""Extends `torch.nn.utils.vector_to_parameters` to models with sharded weights."""
 
 from __future__ import annotations
 

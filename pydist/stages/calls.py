@@ -1,4 +1,4 @@
-"""The calls of a forward pass on stage tensors, whatever computes them."""
+"""Handles the calls of a forward pass on stage tensors, for recorders and pipelines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Key(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A torch call of a forward pass.
+    """Torch call that a forward pass makes.
 
     Attributes:
         func: the function.
@@ -131,7 +131,7 @@ _FACTS = (int, float, str, torch.dtype, torch.layout, torch.memory_format, type(
 
 
 class Calls(ABC):
-    """A forward pass on stage tensors.
+    """Forward pass that runs on stage tensors.
 
     Args:
         device: the device of the values.

@@ -1,4 +1,4 @@
-"""A micro-batch on one stage: its forward pass with transfers, and its backward pass."""
+"""Runs a micro-batch on one stage: its forward pass with transfers, and its backward pass."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Arrival(torch.autograd.Function):
 
 
 class MicroBatch(Calls):
-    """The passes of one micro-batch through one stage.
+    """Micro-batch that passes through one stage, forward and backward.
 
     Args:
         stages: the stages.
@@ -158,7 +158,7 @@ class MicroBatch(Calls):
 
     @property
     def number(self) -> int:
-        """The number of the forward pass."""
+        """Number that identifies the forward pass."""
         return self._mark.number
 
     # -- forward ----------------------------------------------------------------------------

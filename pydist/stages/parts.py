@@ -1,4 +1,4 @@
-"""Micro-batches: parts of a batch, with their weights and the indices of their samples."""
+"""Cuts a batch into micro-batches, with their weights and the indices of their samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHECKED = 4096
 
 
 class Part(NamedTuple):
-    """A micro-batch.
+    """Micro-batch that a stage receives.
 
     Attributes:
         number: of earlier ones in its batch.
@@ -78,7 +78,7 @@ def parts_of(
 
 
 class _Cut:
-    """Cuts a micro-batch out of arguments.
+    """Function object that cuts a micro-batch out of arguments.
 
     Args:
         mesh: of this rank's stage.

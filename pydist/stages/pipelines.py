@@ -180,7 +180,7 @@ class _Enter:
 
 
 class Pipeline:
-    """A network in stages. Made by `pipeline`.
+    """Network that `pipeline` has divided into stages.
 
     Attributes:
         model: the network. Parameters have gradients on the ranks of the stages that use them; an

@@ -25,7 +25,7 @@ the costs of the parts that end where the next one begins, by their first call."
 
 @dataclass
 class Plan:
-    """The stages of a network.
+    """Plan that says where the stages of a network begin.
 
     Attributes:
         starts: the first call of each stage but the first.

@@ -23,7 +23,7 @@ MOST_STAGES = 128
 
 @dataclass(frozen=True)
 class MeshRanks:
-    """The ranks of a mesh, as those of other meshes know them.
+    """Ranks of a mesh, with the facts that other meshes know of them.
 
     Attributes:
         first: its first rank in the job.
@@ -77,7 +77,7 @@ class MeshRanks:
 
 
 class Stages:
-    """The stages of a job, and the mesh of this rank. Made by `init_stages`.
+    """Stages that a job runs, and the mesh of this rank; made by `init_stages`.
 
     Args:
         world: the transport over all ranks.
@@ -141,12 +141,12 @@ class Stages:
 
     @property
     def count(self) -> int:
-        """Number of stages."""
+        """Number of stages that the network has."""
         return len(self.order)
 
     @property
     def own(self) -> MeshRanks:
-        """The ranks of this rank's mesh."""
+        """Ranks that form this rank's mesh."""
         return self.meshes[self.index]
 
     @property

@@ -9,7 +9,7 @@ from pydist.errors import UsageError
 
 
 class Pass(NamedTuple):
-    """A pass of a micro-batch through one stage.
+    """Pass that a micro-batch makes through one stage.
 
     Of a schedule with "weight" passes, backward passes leave gradients of weights to them.
     """
@@ -115,7 +115,7 @@ SCHEDULES: dict[str, Callable[[Sequence[int], int], Passes]] = {
 
 
 class Schedule:
-    """A schedule of stages on their meshes.
+    """Schedule that orders the passes of all stages on their meshes.
 
     Args:
         name: of the schedule.

@@ -17,7 +17,7 @@ from pydist.stages.uses import Uses
 
 
 class State:
-    """The state of a network in stages. All methods are collective over the job.
+    """State that a network in stages has, with methods that are collective over the job.
 
     Args:
         model: the network.

@@ -17,7 +17,7 @@ from pydist.stages.ranks import Stages
 
 @dataclass
 class _Norm:
-    """A batch norm's running statistics, and those of the batch so far.
+    """Running statistics that a batch norm has, and those of the batch so far.
 
     Attributes:
         mean: running mean, [C].

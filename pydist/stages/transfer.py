@@ -1,4 +1,4 @@
-"""Transfers of tensors, and of their gradients, between two stages.
+"""Transfers tensors, and their gradients, between two stages.
 
 A stage may be on any mesh: each rank of the receiving one gets the intersections of its box with
 the boxes of the sending one. Where both have the same layout, this is one message from rank to
@@ -29,7 +29,7 @@ FORWARD, BACKWARD = 0, 1
 
 
 class Route(NamedTuple):
-    """Two stages of a micro-batch, and their meshes.
+    """Route that a tensor takes between two stages of a micro-batch, and their meshes.
 
     Attributes:
         source: the stage that has the tensor.
@@ -124,7 +124,7 @@ class Kind(NamedTuple):
 
 
 class Transfer:
-    """The messages of one tensor between this rank and another stage.
+    """Messages that bring one tensor from this rank to another stage, or from there.
 
     Args:
         stages: the stages.
@@ -296,7 +296,7 @@ class Transfer:
 
 
 class Transfers:
-    """The transfers between stages of this rank's mesh and others, by the kind of tensor."""
+    """Transfers that connect stages of this rank's mesh with others, by the kind of tensor."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages

@@ -44,7 +44,7 @@ class View(NamedTuple):
 
 
 class Memory:
-    """Memory on this rank, shared by a shard and the real views of it.
+    """Memory on this rank that a shard and the real views of it share.
 
     Attributes:
         storage: the storage that has copies; `None` where no copy was made.
@@ -84,7 +84,7 @@ _PARTLY_CHANGED = (
 
 
 class _Probe:
-    """The version counter of a shard, without its memory."""
+    """Version counter that a shard has, without the shard's memory."""
 
     def __init__(self, shard: Tensor) -> None:
         self._tensor = shard.detach()

@@ -179,7 +179,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """The layout: the block of each rank (pydist's layout, not `torch.strided`)."""
+        """Layout that gives each rank its block (pydist's layout, not `torch.strided`)."""
         return self._layout
 
     @property
@@ -202,22 +202,22 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The global shape."""
+        """Global shape, which all ranks' blocks form together."""
         return torch.Size(self._layout.shape)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        """The number of dims."""
+        """Number of dims that the global tensor has."""
         return len(self._layout.shape)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The type of the elements."""
+        """Type that the elements have."""
         return of_wrapper(GET_DTYPE, self)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device of this rank's shard."""
+        """Device that holds this rank's shard."""
         return of_wrapper(GET_DEVICE, self)
 
     def dim(self) -> int:

@@ -13,7 +13,7 @@ from pydist.tensor.wrapper import GET_GRAD_FN, GET_REQUIRES_GRAD, of_wrapper
 
 
 class Calls(Protocol):
-    """Executes the calls of one forward pass.
+    """Interface that executes the calls of one forward pass.
 
     Attributes:
         device: the device of the values.

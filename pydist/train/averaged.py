@@ -20,7 +20,7 @@ from pydist.parallel import entry_of
 
 
 class Averaged:
-    """The average of a network's gradients over the sample groups. Methods are collective.
+    """Averages a network's gradients over the sample groups, with collective methods.
 
     Args:
         model: the parallelized network, or the network in stages.

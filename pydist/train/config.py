@@ -1,4 +1,4 @@
-"""The configuration of a training run: one dataclass per table of the configuration file.
+"""Defines the configuration of a training run: one dataclass per table of the file.
 
 They are plain dataclasses, so that library users can build them in code; the file and the command
 line are checked against the same annotations (`pydist.train.config_io`). Nothing here imports
@@ -115,7 +115,7 @@ class UNet3dConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class DataConfig(Table):
-    """Configuration of the data set."""
+    """Table that configures the data set."""
 
     path: Path = Path("data")
     """Folder of the data set, as `pydist data universes`, `nifti` and `ct` write it."""
@@ -159,7 +159,7 @@ Shares = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 @dataclass(frozen=True)
 class SharesConfig(Table):
-    """Parts of an axis in proportion, one number per part, for ranks of unequal speed.
+    """Parts of an axis that ranks of unequal speed get, one number per part, in proportion.
 
     `pydist balance` measures them. Without numbers the parts of an axis are even.
     """
@@ -210,7 +210,7 @@ StagesConfig = Annotated[
 
 @dataclass(frozen=True)
 class MeshConfig(Table):
-    """Configuration of the ranks: a grid, or one for each stage of the network."""
+    """Table that configures the ranks: a grid, or one for each stage of the network."""
 
     data: Count | None = None
     """Number of sample groups; by default as many as the ranks allow."""
@@ -257,7 +257,7 @@ class MeshConfig(Table):
 
 @dataclass(frozen=True)
 class TrainConfig(Table):
-    """Configuration of the training loop."""
+    """Table that configures the training loop."""
 
     epochs: Count = 100
     """Passes over the training set."""
@@ -308,7 +308,7 @@ class TrainConfig(Table):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Table):
-    """Configuration of checkpoints."""
+    """Table that configures checkpoints."""
 
     every: CountOrZero = 0
     """Steps between checkpoints; 0 saves at the end of every epoch."""
@@ -323,7 +323,7 @@ class CheckpointConfig(Table):
 
 @dataclass(frozen=True)
 class OutputConfig(Table):
-    """Configuration of the run's output."""
+    """Table that configures the run's output."""
 
     folder: Path = Path("runs/cosmoflow")
     """Folder of config.toml, log.jsonl, result.png and ckpt/."""
@@ -333,7 +333,7 @@ class OutputConfig(Table):
 
 @dataclass(frozen=True)
 class Config(Table):
-    """Configuration of a training run."""
+    """Tables that configure a training run."""
 
     model: ModelConfig = field(default_factory=CosmoFlowConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,4 +1,4 @@
-"""The ranks of a run: those of one mesh, or of several stages."""
+"""Groups the ranks of a run: those of one mesh, or of several stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks of a run.
+    """Ranks that a run uses.
 
     Attributes:
         world: the transport over all ranks.

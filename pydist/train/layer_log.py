@@ -1,4 +1,4 @@
-"""The norms and trust ratios of layers, for the log of a run."""
+"""Logs the norms and trust ratios of a run's layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and scores of segmentation, for plain and for sharded tensors."""
+"""Computes losses and scores of segmentation, for plain and for sharded tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOTHING = -100
 
 @dataclass
 class SegmentationLoss:
-    """Loss of cross-entropy, soft Dice, or their sum.
+    """Loss that is a cross-entropy, a soft Dice, or their sum.
 
     With class weights or an ignored label the cross-entropy is the weighted mean over all voxels of
     the global batch, the same in all sample groups. Without them it is a mean over samples, as the

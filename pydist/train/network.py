@@ -1,4 +1,4 @@
-"""The network of a run on the ranks of its job: on one mesh, or in stages.
+"""Places the network of a run on the ranks of its job: on one mesh, or in stages.
 
 The training loop, checkpoints and validation use a `Network`, and do not know which one it is.
 """
@@ -43,7 +43,7 @@ _LEAST_EXTENT = 64
 
 
 class Network(Protocol):
-    """A network on the ranks of a job. Methods are collective over the job.
+    """Network that runs on the ranks of a job, with methods that are collective over the job.
 
     Attributes:
         model: the network. In stages a rank has up to date only its stage's part of it.
@@ -119,7 +119,7 @@ class Network(Protocol):
 
 
 class MeshNetwork:
-    """A parallelized network on one mesh; see `Network`."""
+    """Network that is parallelized on one mesh; see `Network`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, gradients: Gradients = DENSE) -> None:
         self.model, self._mesh = model, mesh

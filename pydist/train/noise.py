@@ -23,7 +23,7 @@ Figures = tuple[float, float, int]
 
 
 class GradientSquares:
-    """Squared norms of the gradients of a step's parts, and of the step, on any mesh.
+    """Squared norms that the gradients of a step's parts, and of the step, have on any mesh.
 
     The parts are the batches of the sample groups or, with one group, the passes. A rank's
     gradient before the reduction is a partial one of the same samples, so it is averaged over the

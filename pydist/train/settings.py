@@ -1,4 +1,4 @@
-"""Types of settings, and the base of the tables of a configuration.
+"""Defines types of settings, and the base of the tables of a configuration.
 
 Nothing here imports torch, so that `pydist train --help` answers quickly.
 """

@@ -1,4 +1,4 @@
-"""Argument checks of the public operations, with one-line error messages."""
+"""Checks arguments of the public operations, with one-line error messages."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Cosmology:
 
     @property
     def h(self) -> float:
-        """Hubble constant as a number h, measured in units of 100 km/s/Mpc."""
+        """Hubble constant h, which is measured in units of 100 km/s/Mpc."""
         return self.h0 / 100
 
     @property
@@ -88,7 +88,7 @@ class Cosmology:
 
     @property
     def theta(self) -> float:
-        """Temperature of the microwave background, measured in units of 2.7 K."""
+        """Temperature that the microwave background has, in units of 2.7 K."""
         return self.t_cmb / 2.7
 
 

@@ -1,4 +1,4 @@
-"""Forms in two levels: within groups of ranks, and between these groups.
+"""Implements forms in two levels: within groups of ranks, and between these groups.
 
 Each bucket is reduce-scattered within the groups, the ranks that have received equal intervals
 reduce them between the groups, and the results are gathered within the groups:

@@ -1,4 +1,4 @@
-"""Groups of ranks for all-reduces in two levels: hosts, and rows and columns of a grid."""
+"""Divides ranks into groups for all-reduces in two levels: hosts, or rows and columns of a grid."""
 
 from __future__ import annotations
 

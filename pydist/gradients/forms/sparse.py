@@ -88,7 +88,7 @@ class SparseForm(StatefulForm):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether messages may start in backward, without a norm to wait for; see `Levels.runs_ahead`."""
+        """Whether messages may start in backward; not with clipping. See `Levels.runs_ahead`."""
         return self._clipping is None and super().runs_ahead
 
     @property

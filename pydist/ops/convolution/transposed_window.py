@@ -49,7 +49,7 @@ class TransposedWindow:
 
     @cached_property
     def adjoint(self) -> Window:
-        """Window of the adjoint convolution; output padding reduces its padding at the end."""
+        """Window that the adjoint convolution applies, with less padding by the output padding."""
         pads = zip(self.padding, self.output_padding, strict=True)
         padding = tuple((p, p - extra) for p, extra in pads)
         return Window(self.kernel, self.stride, self.dilation, padding)

@@ -1,4 +1,4 @@
-"""Sums, means and variances over any dims: first per shard, then over the ranks."""
+"""Computes sums, means and variances over any dims: first per shard, then over the ranks."""
 
 from __future__ import annotations
 

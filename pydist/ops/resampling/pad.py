@@ -1,4 +1,4 @@
-"""Padding of sharded tensors: constant, reflect, replicate, circular; negative pads crop."""
+"""Pads sharded tensors: constant, reflect, replicate, circular; negative pads crop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CosmoFlow task: predicts the parameters of a universe by least squares."""
+"""Defines the CosmoFlow task, which predicts the parameters of a universe by least squares."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RegressionValidation(Validation):
-    """Validation with the predictions for each sample."""
+    """Result of a validation, with the values that the network predicts for each sample."""
 
     mae: float
     predicted: Tensor
@@ -39,7 +39,7 @@ class RegressionValidation(Validation):
 
 
 class Regression:
-    """Task of CosmoFlow on values of samples; see `Task`."""
+    """Task that predicts values of samples, as CosmoFlow does; see `Task`."""
 
     multiple = None
 

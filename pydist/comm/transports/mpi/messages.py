@@ -58,7 +58,7 @@ class MpiWork(Work):
 
 
 class MpiChannel(Channel):
-    """Channel that repeats messages by persistent requests: MPI gets peers, buffers and tags once."""
+    """Channel that uses persistent requests: MPI gets peers, buffers and tags once."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ SLICES = 2
 
 
 class SliceSums:
-    """Reduce-scatters of one communicator.
+    """Reduce-scatters that one communicator has in flight.
 
     Ranks start them in the same order, and pieces are sent in that order, whichever is waited for.
     All sends are posted at the start, from the caller's memory. Receives advance in `advance` and

@@ -111,7 +111,7 @@ class NcclTransport(RoutedTransport):
         self.host._barrier()
 
     def progress(self) -> None:
-        """Advances messages of the host's transport, as NCCL needs no help; see `Transport.progress`."""
+        """Advances messages of the host's transport; see `Transport.progress`."""
         self.host.progress()
 
     def abort(self, reason: str, exit_code: int) -> None:
