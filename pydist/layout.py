@@ -143,6 +143,11 @@ class Layout:
 def split_along(mesh: Mesh, extent: int, axis: str) -> Split | None:
     """Returns the split of an extent along a mesh axis, even or by the mesh's shares.
 
+    Args:
+        mesh: the mesh.
+        extent: number of elements.
+        axis: name of the mesh axis.
+
     Returns:
         The split; `None` if the axis has one rank.
     """

@@ -36,7 +36,13 @@ __all__ = [
 
 
 def split_extent(extent: int, parts: int, shares: Sequence[float] | None = None) -> Partition:
-    """Splits an extent into parts, evenly or by shares; each has an element if there are enough."""
+    """Splits an extent into parts, evenly or by shares; each has an element if there are enough.
+
+    Args:
+        extent: number of elements.
+        parts: number of parts.
+        shares: one positive number per part, in proportion to its elements; even parts by default.
+    """
     if shares is None:
         return Partition.even(extent, parts)
     return divide(extent, shares, least=int(extent >= parts))

@@ -51,7 +51,13 @@ class Record:
     visits: dict[str, int] = field(default_factory=dict)
 
     def add(self, candidate: str, seconds: float, visits: int = 1) -> None:
-        """Adds measurements of a candidate."""
+        """Adds measurements of a candidate.
+
+        Args:
+            candidate: its name.
+            seconds: the least of the measured times.
+            visits: number of measurements.
+        """
         self.seconds[candidate] = min(seconds, self.seconds.get(candidate, math.inf))
         self.visits[candidate] = self.visits.get(candidate, 0) + visits
 

@@ -122,7 +122,13 @@ def choose(
 
 @torch.no_grad()
 def seconds_on(problem: SlabProblem, name: str, like: Tensor) -> float:
-    """Returns the seconds of a kernel on a device; `NEVER` if it refuses the problem."""
+    """Returns the seconds of a kernel on a device; `NEVER` if it refuses the problem.
+
+    Args:
+        problem: the slab's part of the convolution.
+        name: of the kernel; see `SlabProblem.candidates`.
+        like: a tensor on the device.
+    """
     first, second, target = operands(problem, like)
     if refusal(name, problem, first, second, target):
         return NEVER

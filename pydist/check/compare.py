@@ -131,7 +131,13 @@ class WholeRun:
         return found
 
     def split_differences(self, model: nn.Module, x: Tensor, mesh: Mesh) -> SplitRun:
-        """Computes the differences of a run on a mesh for this rank's blocks. Collective."""
+        """Computes the differences of a run on a mesh for this rank's blocks. Collective.
+
+        Args:
+            model: the network; it is copied.
+            x: the samples [N, C, ...], plain and equal on all ranks.
+            mesh: the mesh that cuts them.
+        """
         net, found = parallelize(copy.deepcopy(model), mesh), Differences()
         layout = sample_layout(mesh, x.shape)
         local = shard_of_plain(x.detach(), layout).clone().requires_grad_()
@@ -147,6 +153,11 @@ class WholeRun:
         """Computes the differences of a run in stages, of what this rank's stage has. Collective.
 
         The input has no gradient.
+
+        Args:
+            model: the network; it is copied.
+            x: the samples [N, C, ...], plain and equal on all ranks.
+            stages: the ranks of each stage.
         """
         net, found = copy.deepcopy(model), Differences()
         made = pipeline(net, stages, x, micro_batches=self._micro_batches)

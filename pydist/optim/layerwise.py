@@ -140,14 +140,27 @@ class LayerwiseOptimizer(Optimizer):
         return loss
 
     def ratios(self, group: Group, weights: Tensor, lengths: Tensor) -> Tensor:
-        """Returns trust ratios [P], from norms of parameters and of their directions."""
+        """Returns trust ratios [P], from norms of parameters and of their directions.
+
+        Args:
+            group: the parameter group, with its settings.
+            weights: norms of the parameters, [P].
+            lengths: norms of their directions, [P].
+        """
         found = self._ratio(group, weights, lengths)
         return torch.where((weights > 0) & (lengths > 0), found, 1.0)
 
     def record(
         self, parameters: Sequence[Tensor], weights: Tensor, lengths: Tensor, ratios: Tensor
     ) -> None:
-        """Records norms and ratios [P], if wanted."""
+        """Records norms and ratios [P], if wanted.
+
+        Args:
+            parameters: P parameters.
+            weights: their norms, [P].
+            lengths: norms of their directions, [P].
+            ratios: trust ratios, [P].
+        """
         if self.recorded is not None:
             rows = torch.stack([weights, lengths, ratios], 1).double()
             self.recorded |= {id(p): row for p, row in zip(parameters, rows, strict=True)}

@@ -121,7 +121,13 @@ class DeviceClock:
         return None if recorded is None else Mark(*recorded, len(self._anchors) - 1)
 
     def flight(self, layer: str, start: Mark | None, stream: int | None) -> None:
-        """Records a halo in flight from `start` until the work of `stream` so far is done."""
+        """Records a halo in flight from `start` until the work of `stream` so far is done.
+
+        Args:
+            layer: path of the module that the halo belongs to.
+            start: where it was posted; `None` while a graph is captured.
+            stream: of the messages; `None` for the current one.
+        """
         stop = self.mark(stream)
         if start is not None and stop is not None:
             span = DeviceSpan(None, start, IN_FLIGHT, layer, in_backward())

@@ -335,7 +335,13 @@ class MicroBatch(Calls):
         self._ended = True
 
     def bring(self, x: StageTensor, stage: int, call: str) -> None:
-        """Transfers a tensor to a stage that does not hold it."""
+        """Transfers a tensor to a stage that does not hold it.
+
+        Args:
+            x: the tensor.
+            stage: the stage that needs it.
+            call: names the call that uses it, for errors and the order of messages.
+        """
         if stage in x.stages:
             return
         hops = [x.owner, stage]

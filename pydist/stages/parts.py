@@ -116,7 +116,13 @@ class _Cut:
 
 
 def on_mesh(x: Tensor, mesh: Mesh, first_sample: int | None = None) -> Tensor:
-    """Returns an argument of the network as a stage's ranks hold it; volumes are cut over them."""
+    """Returns an argument of the network as a stage's ranks hold it; volumes are cut over them.
+
+    Args:
+        x: plain or sharded; of plain ones only [N, C, D, H, W] are cut.
+        mesh: of the stage.
+        first_sample: index of the first one in the global batch, where numbers are drawn.
+    """
     if isinstance(x, ShardedTensor) or x.dim() < 3 or x.requires_grad:
         return x
     return distribute_tensor(x, mesh, None if x.dim() == 5 else {}, first_sample=first_sample)

@@ -155,7 +155,13 @@ class Stages:
         return self.index == self.order[-1]
 
     def send_bytes(self, message: bytes, rank: int, tag: int = 0) -> None:
-        """Sends a byte string to a rank of the job, without waiting for it."""
+        """Sends a byte string to a rank of the job, without waiting for it.
+
+        Args:
+            message: of any length.
+            rank: the receiver, in the job.
+            tag: of the message; the receiver must pass the same.
+        """
         content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         self.world.send(torch.tensor([len(message)]), rank, tag)
         self.world.send(content, rank, tag)

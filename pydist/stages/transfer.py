@@ -307,7 +307,14 @@ class Transfers:
         self._dropped = set[int]()
 
     def send(self, value: Tensor, route: Route, call: str, mark: Mark) -> Transfer:
-        """Sends a sharded or plain tensor to another stage, for a call of a forward pass."""
+        """Sends a sharded or plain tensor to another stage, for a call of a forward pass.
+
+        Args:
+            value: the tensor; on this stage.
+            route: from this stage to the other.
+            call: names the call, for errors.
+            mark: of the forward pass.
+        """
         if isinstance(value, ShardedTensor):
             local, splits = local_of(value), tuple(value.layout.splits)
         else:
@@ -386,7 +393,13 @@ class Transfers:
             return transfer, transfer.receive()
 
     def sharded(self, transfer: Transfer, local: Tensor, origin: Any) -> Tensor:
-        """Returns a received shard as a tensor of this stage."""
+        """Returns a received shard as a tensor of this stage.
+
+        Args:
+            transfer: what was received.
+            local: this rank's shard, or the plain tensor.
+            origin: that of the pass's tensors; see `ShardedTensor`.
+        """
         if transfer.splits is None:
             return local
         layout = Layout(self._stages.mesh, transfer.kind.shape, transfer.splits)
@@ -423,6 +436,11 @@ def keeps_format(sender: MeshRanks, receiver: MeshRanks, splits: Any) -> bool:
     """Returns whether a tensor may stay channels-last: one rank has all of it, before and after.
 
     Then neither the transfer nor the convolutions beside it copy the tensor.
+
+    Args:
+        sender: ranks that have the tensor.
+        receiver: ranks that need it.
+        splits: of its layout; `None` for a plain tensor.
     """
     sizes = sender.sample_size, receiver.sample_size
     return splits is not None and len(splits) > 2 and max(sizes) == 1

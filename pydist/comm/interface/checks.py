@@ -32,7 +32,13 @@ def check_elements(call: str, tensor: Tensor) -> None:
 
 
 def check_like(call: str, given: Tensor, wanted: Tensor) -> None:
-    """Refuses a tensor whose dtype or number of elements differs."""
+    """Refuses a tensor whose dtype or number of elements differs.
+
+    Args:
+        call: name of the operation, for the error.
+        given: the tensor that was passed.
+        wanted: a tensor with the dtype and the number of elements that fit.
+    """
     if given.numel() != wanted.numel() or given.dtype != wanted.dtype:
         raise UsageError(
             f"{call}: {given.dtype} of shape {tuple(given.shape)} does not match"

@@ -28,6 +28,12 @@ GRID = "pydist_grid"
 def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False) -> LabelledVolume:
     """Reads one case and brings it to the grid.
 
+    Args:
+        case: its files.
+        options: the grid.
+        keep_header: whether to keep the headers' free text and unused fields, which may identify
+            the patient.
+
     Raises:
         DataError: a file is damaged, the files do not match, or a label is no integer.
     """

@@ -238,6 +238,12 @@ def unlike(name: str, channels: int, other: str, its: int) -> str:
 def as_stored(image: npt.NDArray[Any], dtype: str, name: str, advice: str = "") -> npt.NDArray[Any]:
     """Converts an image to a set's type; rounded to integers for int16.
 
+    Args:
+        image: any shape.
+        dtype: "int16" or "float32".
+        name: names the volume in errors.
+        advice: end of the error message.
+
     Raises:
         DataError: values do not fit; the message begins with `name` and ends with `advice`.
     """

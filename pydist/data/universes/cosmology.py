@@ -272,6 +272,11 @@ def growth(z: float, omega_m: float, points: int = 2001) -> float:
     """Computes the linear growth D(z) / D(0) of a flat universe.
 
     D(a) ~ E(a) int_0^a da' / (a' E(a'))^3 with E^2 = omega_m a^-3 + 1 - omega_m (Heath 1977).
+
+    Args:
+        z: redshift.
+        omega_m: matter density today, as a fraction of the critical one.
+        points: number of points of the integration.
     """
     return _growth_unscaled(1 / (1 + z), omega_m, points) / _growth_unscaled(1, omega_m, points)
 

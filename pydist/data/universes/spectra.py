@@ -66,6 +66,12 @@ def power_spectrum(
 
 
 def rms_in_spheres(grid: Grid, modes: Array, radius: float) -> float:
-    """Computes the rms of a contrast averaged over balls of `radius` (Mpc/h); sigma_8 for 8."""
+    """Computes the rms of a contrast averaged over balls of `radius` (Mpc/h); sigma_8 for 8.
+
+    Args:
+        grid: the cube.
+        modes: Fourier modes of the contrast, as of `Grid.to_modes`, [N, N, N // 2 + 1].
+        radius: of the balls, Mpc/h.
+    """
     smooth = grid.to_field(modes * grid.by_mode(lambda k: top_hat(k * radius)))
     return math.sqrt(float((smooth.astype("float64") ** 2).mean()))

@@ -61,6 +61,17 @@ def conv_transpose(
 
     Each part's outputs begin at its first input × stride (`TransposedWindow.layout`).
 
+    Args:
+        dims: number of spatial dims.
+        input: [N, Ci, ...], sharded or plain.
+        weight: [Ci, Co / groups, ...].
+        bias: [Co] or `None`.
+        stride: one number, or one per spatial dim, in elements; so are those below.
+        padding: outputs to leave out, before and after.
+        output_padding: outputs to add at the end.
+        groups: of the channels.
+        dilation: distance of the kernel's taps.
+
     Raises:
         UsageError: the channels, the groups or the output padding do not fit.
     """

@@ -62,6 +62,11 @@ class TransposedWindow:
         with the same window restores the inputs' partition, so that a decoder's partition matches
         its encoder's skip connection.
 
+        Args:
+            source: layout of the inputs.
+            channels: number of output channels.
+            split: of the channels; `None` if each rank has all.
+
         Raises:
             UsageError: there are no outputs.
         """

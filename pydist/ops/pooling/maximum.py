@@ -135,7 +135,13 @@ def maximum(x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
 
 
 def taken(x: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
-    """Returns the inputs at taps, 0 where another rank owns them; differentiable to any order."""
+    """Returns the inputs at taps, 0 where another rank owns them; differentiable to any order.
+
+    Args:
+        x: the shard of the input, [N, C, ...].
+        taps: for each output of this rank the tap of its window; see `MaxPlan.maxima`.
+        plan: of the pooling.
+    """
     result: Tensor = _Pick.apply(x, taps, plan)[0]
     return result
 
