@@ -14,7 +14,12 @@ from pydist.partition import Box, Partition, split_extent
 
 @dataclass(frozen=True)
 class Split:
-    """Split that divides one dim over mesh axes (jointly, the last fastest) at given points."""
+    """Split that divides one dim over mesh axes at given points.
+
+    Attributes:
+        axes: names of the mesh axes, which cut the dim jointly, the last one fastest.
+        partition: the split points, one part for each rank along the axes.
+    """
 
     axes: tuple[str, ...]
     partition: Partition

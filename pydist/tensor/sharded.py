@@ -350,7 +350,13 @@ class ShardedTensor(torch.Tensor):
 
 
 def wrap(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
-    """Returns a result of `like`: the shard `local` in `layout`."""
+    """Returns a result of `like`: the shard `local` in `layout`.
+
+    Args:
+        local: this rank's shard of the result, of shape `layout.local_shape`.
+        layout: which block each rank holds.
+        like: the operand whose forward pass the result belongs to.
+    """
     result = ShardedTensor(local, layout, like._origin)
     result._history = like._history  # an outermost call of the program replaces it
     return result
@@ -363,7 +369,13 @@ def source_among(operands: Iterable[Any]) -> ShardedTensor:
 
 
 def wrap_new(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
-    """Returns a result of `like` in unshared memory, outside autograd's graph."""
+    """Returns a result of `like` in unshared memory, outside autograd's graph.
+
+    Args:
+        local: this rank's shard of the result, of shape `layout.local_shape`.
+        layout: which block each rank holds.
+        like: the operand whose forward pass the result belongs to.
+    """
     result = wrap(local, layout, like)
     result._deferred = NOTHING
     return result
