@@ -104,14 +104,24 @@ class Layout:
         return tuple(d for d, s in enumerate(self.splits) if s and s.partition.parts > 1)
 
     def part(self, dim: int, sample_index: int) -> int:
-        """Returns the index of a rank's part of a dim; 0 if the dim is not split."""
+        """Returns the index of a rank's part of a dim; 0 if the dim is not split.
+
+        Args:
+            dim: the dim, 0 or above.
+            sample_index: the rank's index in its sample group.
+        """
         split, grid = self.splits[dim], self.mesh.grid
         return grid.index(grid.coords(sample_index, SAMPLE_AXES), split.axes) if split else 0
 
     def replace(
         self, shape: Sequence[int] | None = None, changes: Mapping[int, Split | None] | None = None
     ) -> Layout:
-        """Returns a layout with another shape and some splits replaced."""
+        """Returns a layout with another shape and some splits replaced.
+
+        Args:
+            shape: the new global shape; by default that of this layout.
+            changes: the new split of some dims, by dim; `None` to cut a dim no longer.
+        """
         splits = list(self.splits)
         for dim, split in (changes or {}).items():
             splits[dim] = split

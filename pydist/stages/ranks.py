@@ -167,7 +167,12 @@ class Stages:
         self.world.send(content, rank, tag)
 
     def receive_bytes(self, rank: int, tag: int = 0) -> bytes:
-        """Returns the next byte string from a rank of the job."""
+        """Returns the next byte string from a rank of the job.
+
+        Args:
+            rank: the sender, in the job.
+            tag: of the message, as it was sent.
+        """
         length = torch.empty(1, dtype=torch.int64)
         self.world.recv(length, rank, tag)
         content = torch.empty(int(length), dtype=torch.uint8)

@@ -255,6 +255,9 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         """Returns the same tensor in another layout of the same shape and mesh.
 
+        Args:
+            layout: which block each rank holds afterwards; of this tensor's shape and mesh.
+
         Raises:
             UsageError: the layout is missing, or has another shape or mesh.
         """
