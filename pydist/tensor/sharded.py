@@ -255,8 +255,8 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         """Returns the same tensor in another layout of the same shape and mesh.
 
-        Args:
-            layout: which block each rank holds afterwards; of this tensor's shape and mesh.
+        It accepts one layout, which says which block each rank holds afterwards. The other
+        arguments, those of torch's DTensor, are refused.
 
         Raises:
             UsageError: the layout is missing, or has another shape or mesh.
