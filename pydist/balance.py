@@ -69,7 +69,7 @@ def balance(curves: Sequence[Curve], extent: int, least: int = 1, multiple: int 
         curves: of each part, in widths of the extent; at least one.
         extent: see `pydist.partition.divide`, like `least` and `multiple`.
         least: the smallest part, in units of `multiple`.
-        multiple: of which parts are multiples, except for a remainder.
+        multiple: parts are multiples of it, except for a remainder.
 
     Raises:
         UsageError: the extent is too small for the parts.

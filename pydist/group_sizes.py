@@ -67,7 +67,7 @@ class GroupSizes:
         exchanged = agreed and mesh.data_size > 1
         self._counts = None if exchanged else (own,) * mesh.data_size
         self.agreed = agreed
-        """Whether the counts are those of all groups."""
+        """Whether the counts are known of all groups."""
         self.entered: object | None = None
         """The `pydist.batches.Batches` of the model that the batch has entered."""
         self._parts = mesh.data_size

@@ -41,7 +41,7 @@ void bind_box(py::module_& module) {
       .def("intersect", &Box::intersect, "other"_a, "The common indices; empty if disjoint.")
       .def("shift", &Box::shift, "offset"_a, "This box moved by `offset`.")
       .def("contains", &Box::contains, "other"_a,
-           "Whether all of `other` lies in this box; an empty one always does.")
+           "Whether all of `other` is in this box; an empty one always does.")
       .def("__hash__", [](const Box& box) { return hash_of(box); })
       .def("__repr__", [](const Box& box) { return to_string(box); })
       .def(py::pickle([](const Box& box) { return py::make_tuple(box.lo(), box.hi()); },

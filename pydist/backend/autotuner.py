@@ -145,7 +145,7 @@ class Autotuner:
             learns: whether to measure unknown candidates; the first rank's value counts.
 
         Returns:
-            This rank's choice, `None` for that of the rule; and whether the choice is final.
+            This rank's choice, `None` for the fixed rule's; and whether the choice is final.
         """
         name = key_of("choice", {"subjects": [[s.key for s in each] for each in subjects]})
         distinct = {subject.key: subject for each in subjects for subject in each}

@@ -145,7 +145,7 @@ class ConvProblem:
 
     @cached_property
     def padding_is_modest(self) -> bool:
-        """Whether padding is at most that of a "same" convolution."""
+        """Whether padding is no larger than in a "same" convolution."""
         return all(2 * p <= r for p, r in zip(self.padding, self.reach, strict=True))
 
     @cached_property

@@ -219,7 +219,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def strided_like(x: Tensor, like: Tensor) -> Tensor:
-    """Returns the tensor, copied if its strides differ from those of the dense tensor `like`."""
+    """Returns the tensor, copied if the strides of the dense tensor `like` are others."""
     return x if x.stride() == like.stride() else torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 

@@ -44,7 +44,7 @@ class Call:
     Attributes:
         name: name of the function, as users write it.
         module: path of the module that made the call.
-        halo: the widest slabs received before and after the own block, by dim of the input.
+        halo: the widest slabs received before and after this rank's block, by dim of the input.
         moved: number of elements that this rank received, halo or otherwise.
         is_global: whether numbers were reduced over ranks.
         channels: how a layer with weights has split its channels: "outputs", or, if those of its

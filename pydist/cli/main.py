@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        arguments: the arguments after the program's name; by default those of this process.
+        arguments: the arguments after the program's name; by default as this process got them.
 
     Returns:
         The exit code (see `pydist.errors`).

@@ -88,7 +88,7 @@ def enter(x: Tensor, factor: float, *, as_view: bool = False) -> Tensor:
 
 
 def is_entered(node: Any) -> bool:
-    """Returns whether a node of a graph is that of `enter`."""
+    """Returns whether `enter` made a node of a graph."""
     return getattr(node, "_forward_cls", None) is _Enter
 
 

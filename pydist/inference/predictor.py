@@ -116,7 +116,7 @@ class Predictor:
 
     @property
     def grid(self) -> GridOptions:
-        """The grid to which volumes are resampled: that of the training data."""
+        """The training data's grid, to which volumes are resampled."""
         record = self._manifest.origin.get("grid")
         grid = GridOptions() if record is None else grid_options(record)
         return replace(grid, multiple=math.lcm(grid.multiple, self._multiple))

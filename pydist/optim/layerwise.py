@@ -27,7 +27,7 @@ def is_vector(parameter: Tensor) -> bool:
 class LayerwiseOptimizer(Optimizer):
     """An optimizer that scales the step of each parameter by its trust ratio.
 
-    Parameters that `exclude` names, by default biases and those of norms, form groups of their own,
+    Parameters that `exclude` names, by default biases and norms' weights, form groups of their own,
     with ``adapt`` and ``weight_decay`` off: their ratio is 1. The ratio is 1 as well where one of
     the two norms is 0. Norms are formed in float32, or in float64 for parameters of that type.
 
@@ -167,7 +167,7 @@ class LayerwiseOptimizer(Optimizer):
 
     @abstractmethod
     def _directions(self, group: Group, parameters: list[Tensor]) -> list[Tensor]:
-        """Returns the tensors whose norms are compared with those of the parameters."""
+        """Returns the tensors whose norms are compared with the norms of the parameters."""
 
     @abstractmethod
     def _ratio(self, group: Group, weights: Tensor, lengths: Tensor) -> Tensor:

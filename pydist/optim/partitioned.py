@@ -349,7 +349,7 @@ class _Norms:
         """The parameters, by the ids of this rank's parts."""
 
     def __call__(self, parts: Sequence[Tensor], squares: Tensor) -> Tensor:
-        """Returns the sums for whole parameters, from those of this rank's parts."""
+        """Returns the sums for whole parameters, from the sums for this rank's parts."""
         places = [self._places[id(self.parts[id(part)])] for part in parts]
         self._all[:, places] = squares
         self.finish()

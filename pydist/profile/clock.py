@@ -1,6 +1,6 @@
 """Times a rank's spans on its device, by events around them, in the host's clock.
 
-The host only enqueues work, so its own times are those of enqueueing. This module records an event
+The host only enqueues work, so its own times are times of enqueueing. This module records an event
 on the current stream when a span begins and another when it ends. It reads them when the device has
 reached them, without waiting before the end of the profile, and aligns them to the host's clock by
 one event that it waits for at the start. Idle time of the device within a span counts for the span:

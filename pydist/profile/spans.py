@@ -27,7 +27,7 @@ class Span(NamedTuple):
     own: float
     """Seconds without nested spans; 0 for a span concurrent to the others."""
     stream: int = 0
-    """0 for the host; else a stream of the device, `MAIN_STREAM` for that of the steps."""
+    """0 for the host; else a stream of the device, `MAIN_STREAM` for the steps' own."""
 
     def shifted(self, seconds: float) -> Span:
         """Returns the span in a clock that is ahead by `seconds`."""

@@ -40,7 +40,7 @@ class Summary:
         most: maximum of `total` over ranks, by column.
         in_flight: time in which halos were in flight, mean over ranks.
         hidden: fraction of `in_flight` in which the rank did not wait; None without halos.
-        on_device: whether the times are those of the ranks' devices.
+        on_device: whether the times were measured on the ranks' devices.
     """
 
     steps: int

@@ -47,7 +47,7 @@ def sharded_in(module: nn.Module) -> list[tuple[str, ShardedTensor]]:
 
 
 def install(module: nn.Module) -> None:
-    """Makes the state of a module that of the whole network."""
+    """Replaces the state of a module by the state of the whole network."""
     module.register_state_dict_post_hook(_gather_weights)
     module.register_load_state_dict_pre_hook(_refuse_assignment)
 

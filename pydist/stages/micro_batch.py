@@ -129,7 +129,7 @@ class MicroBatch(Calls):
         self.statistics: BatchStatistics | None = None
         """Collects the statistics of norms, which change running ones after the batch."""
         self.of_groups = 1.0
-        """Its samples over those of all groups' micro-batches."""
+        """Its samples, divided by the samples of all groups' micro-batches."""
         self._lent = set[int]()  # memory that others need unchanged, by `memory_of`
         self._stage, self.index = 0, index
         self._ended = False  # the network; what follows is the criterion
@@ -373,7 +373,7 @@ class MicroBatch(Calls):
                 self.owed.append(transfer)
 
     def of_batch(self, value: Tensor) -> Tensor:
-        """Marks a tensor's graph as that of the micro-batch, for the weights of sample groups."""
+        """Marks a tensor's graph with the micro-batch, for the weights of sample groups."""
         if self._sizes is not None:
             local = local_of(value) if isinstance(value, ShardedTensor) else value
             mark_batch(local, self._sizes)

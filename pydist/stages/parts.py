@@ -24,8 +24,8 @@ class Part(NamedTuple):
 
     Attributes:
         number: of earlier ones in its batch.
-        share: its samples over those of the group's batch.
-        of_groups: its samples over those of all groups' parts with this number.
+        share: its samples, divided by the samples of the group's batch.
+        of_groups: its samples, divided by the samples of all groups' parts with this number.
         weight: of its gradient.
         inputs: the network's arguments.
         target: the criterion's.

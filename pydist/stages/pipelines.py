@@ -378,9 +378,9 @@ class Pipeline:
         try:
             yield
         except BaseException:
-            # A script may go on; what other stages have sent of this batch is not of the next one.
+            # A script may continue; what other stages have sent of this batch is not of the next one.
             # Passes before a micro-batch's forward pass need none that comes after it on another
-            # mesh, so an exception in the same micro-batch lets all ranks go on; unless gradients
+            # mesh, so an exception in the same micro-batch lets all ranks continue; unless gradients
             # of weights fill the time.
             self._is_interrupted = self._schedule.splits
             owed = [(each.number, t) for each in self._made for t in each.owed]

@@ -197,7 +197,7 @@ def init_stages(
         seed: seed of all random numbers that pydist draws.
         keep_freed_memory: as of `pydist.init`.
         order: the mesh of each stage, if meshes run several: (0, 1, 0, 1) in turn, which leaves
-            less idle time; (0, 1, 1, 0) forth and back, so that the first and the last stages of a
+            less idle time; (0, 1, 1, 0) back and forth, so that the first and the last stages of a
             U-Net, which its skips connect, share memory. By default one stage on each mesh.
 
     Returns:

@@ -192,7 +192,7 @@ class Transfer:
             self._send(grad, BACKWARD, channels_last)
 
     def _averaged(self, grad: Tensor | None) -> Tensor | None:
-        """Returns the gradient of a plain tensor, which is the mean of those of a stage's ranks."""
+        """Returns the gradient of a plain tensor, which is the mean over a stage's ranks."""
         mine = self._stages.mesh
         if mine.sample_size == 1:
             return grad
@@ -398,7 +398,7 @@ class Transfers:
         Args:
             transfer: what was received.
             local: this rank's shard, or the plain tensor.
-            origin: that of the pass's tensors; see `ShardedTensor`.
+            origin: what the pass's tensors inherit; see `pydist.tensor.Origin`.
         """
         if transfer.splits is None:
             return local

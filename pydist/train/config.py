@@ -89,13 +89,13 @@ class CosmoFlowConfig(ModelConfig):
     name: Literal["cosmoflow"] = "cosmoflow"
     """The network, which decides what is trained: "cosmoflow", or "unet3d" for segmentation."""
     variant: Literal["paper", "mlperf"] = "paper"
-    """Variant of CosmoFlow: that of the paper or of the MLPerf HPC benchmark."""
+    """Variant of CosmoFlow: as in the paper, or as in the MLPerf HPC benchmark."""
     width: Literal[32, 64, 128, 256, 512] = 128
     """Edge of the input cube in voxels."""
     batch_norm: Flag = False
     """Batch normalization between convolution and activation (variant "paper")."""
     dropout: Fraction | None = None
-    """Dropout probability; by default that of the variant."""
+    """Dropout probability; by default the variant's."""
 
 
 @dataclass(frozen=True)
@@ -228,13 +228,13 @@ class MeshConfig(Table):
     micro_batches: Count = 1
     """Parts into which stages divide a group's batch."""
     schedule: Literal["gpipe", "1f1b", "gems", "zero-bubble"] = "1f1b"
-    """Order of the micro-batches in stages; "gems" goes forth and back through their meshes."""
+    """Order of the micro-batches in stages; "gems" goes back and forth through their meshes."""
     order: tuple[CountOrZero, ...] | None = None
     """The mesh of each stage, of those in `stages`, if meshes run several, such as [0, 1, 0, 1]."""
     running_statistics: Literal["micro_batch", "batch"] = "micro_batch"
-    """Whether those of batch norms change with each micro-batch of stages, or once in a step."""
+    """When batch norms in stages change running statistics: in each micro-batch, or once a step."""
     balance: Literal["time", "memory"] = "time"
-    """What the largest stage has least of."""
+    """What stages are balanced by: the largest stage gets the least time, or the least memory."""
     cuts: tuple[str, ...] | None = None
     """Modules at which the stages from the second on begin, instead of a balance."""
     recompute: Flag = False
@@ -264,10 +264,10 @@ class TrainConfig(Table):
     steps: Count | None = None
     """Number of steps after which to stop, if that is before the last epoch."""
     batch: Count = 4
-    """Samples per step, over all sample groups; with `batch_schedule` those of the first steps."""
+    """Samples per step, over all sample groups; with `batch_schedule`, of the first steps."""
     accumulate: Count = 1
     """Passes (forward and backward) over a step's batch, which accumulate its gradient: the same
-    step with less memory. Statistics of batch norm are those of a pass."""
+    step with less memory. Batch norm forms its statistics in each pass."""
     batch_schedule: BatchScheduleConfig = field(default_factory=BatchScheduleConfig)
     """Growth of the batch while the run trains."""
     loss: str = "auto"

@@ -35,7 +35,7 @@ class TorusConfig(Table):
     name: Literal["torus"] = "torus"
     """The form: "torus"."""
     row: Count | None = None
-    """Ranks in a row; by default those of a host."""
+    """Ranks in a row; by default all ranks of a host."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class Job:
 
     Attributes:
         world: the transport over all ranks.
-        mesh: the mesh of this rank, whose blocks of the data it reads; in stages that of its stage.
+        mesh: the mesh of this rank, whose blocks of the data it reads; in stages its stage's.
         stages: the stages, if the network is divided into stages.
     """
 

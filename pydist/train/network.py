@@ -114,7 +114,7 @@ class Network(Protocol):
         ...
 
     def own_tuning(self, tuning: list[Any]) -> list[Any]:
-        """Returns the choices of kernels that this rank's mesh uses, of those of `tuning`."""
+        """Returns those choices of kernels in `tuning` that this rank's mesh uses."""
         ...
 
 
@@ -165,7 +165,7 @@ class MeshNetwork:
             entry.continues = False
 
     def clip(self, scaler: GradScaler, optimizer: Optimizer, norm: float | None) -> None:
-        """Clips the gradients, which are those of all ranks."""
+        """Clips the gradients, which are equal on all ranks."""
         if norm is not None:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)

@@ -200,7 +200,7 @@ class PoolPasses {
   const PoolLineIsa<Storage, T>& isa_;
   const PoolWidthIsa<T>& width_isa_;
   std::vector<T> factors_[ops::kSpatialDims];  // the outputs' scales
-  bool scaled_;                                // those of the width are not all 1
+  bool scaled_;                                // the width's scales are not all 1
   index_t lines_ = 1;                          // of a buffer, at most
   bool stream_ = false;
   const int rectifier_;  // 0 for none, as of PoolLineIsa

@@ -47,7 +47,7 @@ def check_like(call: str, given: Tensor, wanted: Tensor) -> None:
 
 
 def check_op(op: str) -> None:
-    """Refuses operations other than those of `ReduceOp`."""
+    """Refuses operations that `ReduceOp` does not name."""
     if op not in _REDUCE_OPS:
         raise UsageError(f"all_reduce: op '{op}' is none of {', '.join(_REDUCE_OPS)}")
 

@@ -62,7 +62,7 @@ CAUSE = _Cause()
 DIFFERENT = "the ranks make different calls"
 
 What = tuple[Hashable, ...]
-"""The name of a call and those of its arguments that all ranks share."""
+"""The name of a call, and the arguments that all ranks share."""
 
 
 class Entry:

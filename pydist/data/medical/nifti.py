@@ -105,12 +105,12 @@ class Nifti:
 
 
 def is_nifti(path: Path) -> bool:
-    """Returns whether a name is that of a NIfTI file, and not of a hidden file of macOS."""
+    """Returns whether a name belongs to a NIfTI file, and not to a hidden file of macOS."""
     return path.name.endswith(SUFFIXES) and not path.name.startswith(".")
 
 
 def require_suffix(path: Path) -> None:
-    """Raises `UsageError` if a file's name is not that of a NIfTI file."""
+    """Raises `UsageError` if a file's name is not the name of a NIfTI file."""
     if not path.name.endswith(SUFFIXES):
         raise UsageError(f"{path}: the name of a NIfTI file ends in {' or '.join(SUFFIXES)}")
 
@@ -274,7 +274,7 @@ def write_nifti(
             `stored` does not have.
 
     Raises:
-        UsageError: another suffix, or voxels that are not those of the header.
+        UsageError: another suffix, or voxels that do not match the header.
         DiskError: the disk is full, or the folder can't be written.
     """
     name = Path(path)

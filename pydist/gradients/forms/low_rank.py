@@ -103,7 +103,7 @@ class LowRankForm(StatefulForm):
 
 
 def _matrix(shape: torch.Size) -> tuple[int, int]:
-    """Returns rows and columns of a gradient as a matrix: its dim 0 is that of output channels."""
+    """Returns rows and columns of a gradient as a matrix, whose rows are the output channels."""
     n = shape[0] if shape else 1
     return n, shape.numel() // n if n else 0
 

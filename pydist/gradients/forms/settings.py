@@ -132,7 +132,7 @@ class DGC:
         nesterov: whether momentum has Nesterov's form.
         masking: whether sending an element resets its velocity.
         warmup: number of first steps with higher densities.
-        densities: those of the warm-up, for equal parts of it.
+        densities: one for each of the warm-up's equal parts.
         sample: fraction of the elements on which a threshold is estimated.
         clip_norm: threshold of the norm of the mean gradient of N sample groups, over all
             parameters of the model, as in `torch.nn.utils.clip_grad_norm_`. Each group clips its

@@ -70,7 +70,7 @@ class SparseForm(StatefulForm):
             between: the ranks with one index in all sample groups.
             leaves: the parameters.
             seed: of random numbers.
-            densities: those of the warm-up, for equal parts of it, and the last one.
+            densities: one for each of the warm-up's equal parts, and the last one.
             warmup: number of steps of the warm-up.
             momentum: m.
             nesterov: whether it has Nesterov's form.

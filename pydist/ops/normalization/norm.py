@@ -53,7 +53,7 @@ class Normalization:
     """Norm that is applied to a shard once its statistics over all ranks are known.
 
     Args:
-        x: dense, [N, C, ...], may be empty; its memory format is that of the result.
+        x: dense, [N, C, ...], may be empty; the result has its memory format.
         scale: [C] or `None`.
         shift: [C] or `None`.
         statistics: of `x`, over all ranks of the plan, as returned by `merged`.

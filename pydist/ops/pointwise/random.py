@@ -18,7 +18,7 @@ from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
 
 def _like(values: Tensor, x: ShardedTensor, **options: Any) -> ShardedTensor:
-    """Converts values to the dtype and other options of a `*_like` call, by default those of x."""
+    """Converts values to the dtype and other options of a `*_like` call, by default as in x."""
     like = torch.empty_like(local_of(x), **options)
     local = like.detach().copy_(values).requires_grad_(like.requires_grad)
     return wrap(local, x._layout, x)

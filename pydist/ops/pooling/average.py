@@ -165,7 +165,7 @@ class AveragePlan(PoolPlan):
         )
 
     def adjoint(self, grad: Tensor, way: Tensor) -> Tensor:
-        """Computes the shard of dL/dx from that of dL/dy, differentiable to any order.
+        """Computes the shard of dL/dx from the shard of dL/dy, differentiable to any order.
 
         Args:
             grad: dL/dy.
