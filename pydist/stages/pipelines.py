@@ -378,7 +378,7 @@ class Pipeline:
         try:
             yield
         except BaseException:
-            # A script may continue; what other stages have sent of this batch is not of the next one.
+            # A script may continue; what other stages have sent belongs to this batch alone.
             # Passes before a micro-batch's forward pass need none that comes after it on another
             # mesh, so an exception in the same micro-batch lets all ranks continue; unless gradients
             # of weights fill the time.
