@@ -380,8 +380,8 @@ class Pipeline:
         except BaseException:
             # A script may continue; what other stages have sent belongs to this batch alone.
             # Passes before a micro-batch's forward pass need none that comes after it on another
-            # mesh, so an exception in the same micro-batch lets all ranks continue; unless gradients
-            # of weights fill the time.
+            # mesh, so an exception in the same micro-batch lets all ranks continue, unless
+            # gradients of weights fill the time.
             self._is_interrupted = self._schedule.splits
             owed = [(each.number, t) for each in self._made for t in each.owed]
             self._transfers.drop(self._number + 1, self._next, owed)
