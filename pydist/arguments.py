@@ -9,7 +9,7 @@ from typing import Any
 
 
 def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields all values that are no containers, in order; visits each container once."""
+    """Yields all values that are not containers, in order; visits each container once."""
     seen: set[int] = set()
 
     def walk(value: Any) -> Iterator[Any]:

@@ -136,7 +136,7 @@ def exit_code_of(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        # A launcher ends the other ranks for it, so a code that the system cuts to 0 is no success.
+        # A launcher ends the other ranks for it, so a code cut to 0 is not a success.
         return code if code == 0 or code & 0xFF else PydistError.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 130

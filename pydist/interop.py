@@ -30,7 +30,7 @@ def as_tensor(x: ArrayLike) -> Tensor:
     The current CUDA stream waits for the work that the array's owner has queued.
 
     Raises:
-        UsageError: `x` is no array, or has a type that torch does not support.
+        UsageError: `x` is not an array, or has a type that torch does not support.
     """
     if isinstance(x, Tensor):
         return x

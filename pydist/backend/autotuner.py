@@ -90,7 +90,7 @@ class Autotuner:
             own: selects the groups of this mesh, in a file for several.
 
         Raises:
-            UsageError: the file can't be read, or is no such file.
+            UsageError: the file can't be read, or is not such a file.
         """
         what = f"the tuning file {path} can't be used"
         if path.exists() and not path.is_file():

@@ -26,7 +26,7 @@ class _Alias(NamedTuple):
     """Tensor that shares memory with a part of a leaf.
 
     Attributes:
-        part: shares the leaf's memory, but is no view of the leaf for autograd.
+        part: shares the leaf's memory, but is not a view of the leaf for autograd.
         leaf: the leaf.
         index: of the part in the leaf; `None` for the full leaf.
         made: makes the part again, with a graph that leads to the leaf's current state.

@@ -35,7 +35,7 @@ def is_noted(tensor: Tensor) -> bool:
 
 
 def note(weight: Tensor, reducer: Reducer) -> None:
-    """Records that a plain tensor with a gradient, which is no parameter, is used as one.
+    """Records that a plain tensor with a gradient, which is not a parameter, is used as one.
 
     With several sample groups, a leaf gets the mean in every backward pass. A computed tensor gets
     the mean only if a program requests its gradient; see `means`. Otherwise its gradient just flows

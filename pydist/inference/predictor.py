@@ -164,7 +164,7 @@ class Predictor:
 
         Raises:
             DataError: a wrong number of channels, or values that do not fit or are not finite.
-            UsageError: the image is no array.
+            UsageError: the image is not an array.
         """
         return self._predict(image, "the image")
 

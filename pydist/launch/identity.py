@@ -54,7 +54,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Identity | None:
         environment: the variables to read.
 
     Raises:
-        UsageError: the variables are no numbers, or inconsistent.
+        UsageError: the variables are not numbers, or inconsistent.
     """
     for launcher, (rank, size, local_rank, local_size) in _VARIABLES.items():
         if rank in environment and size in environment:

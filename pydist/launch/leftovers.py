@@ -139,7 +139,7 @@ def _known(place: str) -> Path | None:
 
 
 def _is_mine(path: Path) -> bool:
-    """Returns whether a path belongs to this user and is no link."""
+    """Returns whether a path belongs to this user and is not a link."""
     with contextlib.suppress(OSError):
         return path.lstat().st_uid == os.geteuid() and not path.is_symlink()
     return False

@@ -39,7 +39,7 @@ class SampleLR(LRScheduler):
         """
         if self.last_epoch >= 0:  # torch's constructor calls this once before
             self.samples += samples
-            # A first step that `GradScaler` skips after an overflow is no mistake to warn of.
+            # A first step that `GradScaler` skips after an overflow is not a mistake to warn of.
             self.optimizer.__dict__["_opt_called"] = True
         super().step()
 

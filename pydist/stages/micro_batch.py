@@ -70,7 +70,7 @@ class _Received:
 
 
 class _Arrival(torch.autograd.Function):
-    """A received tensor as a result that is no leaf and no view, so that it may be changed."""
+    """Received tensor that is neither a leaf nor a view, so that it may be changed."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, local: Tensor, received: _Received) -> Tensor:

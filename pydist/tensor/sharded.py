@@ -366,7 +366,7 @@ def wrap(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
 
 
 def source_among(operands: Iterable[Any]) -> ShardedTensor:
-    """Returns the operand from which a result inherits: the first sharded one that is no weight."""
+    """Returns the operand from which a result inherits: the first sharded non-weight."""
     sharded = [each for each in operands if isinstance(each, ShardedTensor)]
     return next((each for each in sharded if not each._origin.sizes.of_weight), sharded[0])
 

@@ -37,7 +37,7 @@ class StageTensor(torch.Tensor):
         meta: a tensor on torch's meta device, with the shape, dtype and views of this one.
         value: the tensor, sharded or plain, on the stages that hold it; else `None`.
         needs_grad: whether a gradient flows back into it.
-        made: whether a call has made it, so that it is no argument of the network.
+        made: whether a call has made it, so that it is not an argument of the network.
         owner: the last stage that computed it.
         stages: the stages that hold its present value.
     """

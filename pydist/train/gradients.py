@@ -145,7 +145,7 @@ def settings(config: GradientsConfig, steps: Callable[[float], int]) -> Gradient
 
     Args:
         config: the configuration.
-        steps: returns the number of steps in so many epochs from the beginning.
+        steps: returns the number of steps in a number of epochs from the beginning.
     """
     from pydist import gradients
     from pydist.gradients.forms.settings import settings_of

@@ -313,7 +313,7 @@ class StagedNetwork:
                     self._stages.send_bytes(b".", mesh.rank(self._mesh.data_index, index))
 
     def _wait_until_ahead(self, most: int) -> None:
-        """Waits until this stage is at most so many batches ahead of the last one.
+        """Waits until this stage is at most `most` batches ahead of the last one.
 
         Stages do not wait for each other otherwise, and what they have sent stays in memory.
         """

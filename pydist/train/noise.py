@@ -146,7 +146,7 @@ class AdaptiveBatch:
         self._decided = 0  # measurements before the last decision
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to measure the next step, after so many."""
+        """Returns whether to measure the next step, after `step` steps."""
         return step % self._every == 0
 
     def decide(self, seen: int) -> int | None:

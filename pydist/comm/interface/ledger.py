@@ -88,7 +88,7 @@ class Ledger:
 
     Attributes:
         last: the call that was started last.
-        process: id of the process that owns the ledger; a fork of it is no rank.
+        process: id of the process that owns the ledger; a fork of it is not a rank.
         job_ranks: the rank in the job of each rank of the group; empty if they are the same.
         place: a label of the next calls, for calls that ranks make at different places of their
             programs; empty where the calling module identifies them.

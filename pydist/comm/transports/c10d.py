@@ -100,7 +100,7 @@ class C10dTransport(HostTransport):
         self._order = list(order) if order is not None else list(range(self.size))
         self.rank = self._order.index(dist.get_rank(self._group))
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
-        # Keeps buffers alive: bytes of other ranks arrive even if nobody waits.
+        # Keeps buffers alive: bytes of other ranks arrive even if no one waits.
         self._under_way: set[_C10dWork] = set()
         # gloo can't send to its own rank: tag -> messages of this rank to itself.
         self._own: dict[int, deque[Tensor]] = defaultdict(deque)

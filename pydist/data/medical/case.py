@@ -35,7 +35,7 @@ def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False)
             the patient.
 
     Raises:
-        DataError: a file is damaged, the files do not match, or a label is no integer.
+        DataError: a file is damaged, the files do not match, or a label is not an integer.
     """
     image, first = read_image(case.images, options)
     label = read_nifti(case.label)

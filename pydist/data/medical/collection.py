@@ -57,7 +57,7 @@ class Source:
         split: "train", "val", or another name.
         recipe: hash of everything that determines its content.
         make: makes the content.
-        ignore_label: label of unlabeled voxels; it is no class.
+        ignore_label: label of unlabeled voxels; it is not a class.
     """
 
     name: str

@@ -111,7 +111,7 @@ def _nnunet(folder: Path, record: Mapping[str, Any]) -> Found:
     channels = _by_number(where, "channel_names", record.get("channel_names"))
     classes = _classes(where, record.get("labels"), numbers_first=False)
     ignored = None
-    if _IGNORE in classes:  # nnU-Net requires it to be last; it is no class of the network
+    if _IGNORE in classes:  # nnU-Net requires it to be last; it is not a class of the network
         if classes[-1] != _IGNORE:
             given = classes.index(_IGNORE)
             raise DataError(f'{where}: labels has "ignore" as {given}; it comes after all classes')

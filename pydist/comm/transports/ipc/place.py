@@ -71,7 +71,7 @@ def agree(host: Transport, driver: native.CudaDriver, device: int, block_bytes: 
     for rank, each in enumerate(heard):
         if each["lacks"]:
             if memory is not None:
-                memory.release()  # nobody has mapped it
+                memory.release()  # no rank has mapped it
             raise _refusal(rank, each["machine"], each["lacks"])
     assert memory is not None  # or this rank lacks something
     mine = _try(memory, heard, host.rank)
