@@ -17,6 +17,7 @@ namespace {
 
 using namespace py::literals;
 
+// Immutable on the Python side, too: a list would suggest that it may be changed.
 py::tuple to_tuple(const std::vector<index_t>& values) {
   py::tuple tuple(values.size());
   for (std::size_t i = 0; i < values.size(); ++i) tuple[i] = py::int_(values[i]);
