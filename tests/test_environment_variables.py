@@ -55,7 +55,7 @@ def used_in(path: Path, user: str) -> set[str]:
     if path.suffix == ".py":
         return used_in_python(path.read_text(), user)
     pattern = PATTERNS.get(path.suffix, r'getenv\("(\w+)"\)')
-    return set(re.findall(pattern, path.read_text()))
+    return set(re.findall(pattern, path.read_text(errors="ignore")))
 
 
 def used_in_python(code: str, user: str) -> set[str]:
@@ -104,7 +104,10 @@ def test_the_table_lists_all_variables() -> None:
 
 
 def test_the_table_lists_no_others() -> None:
-    texts = {user: "\n".join(path.read_text() for path in files_of(user)) for user in FOLDERS}
+    texts = {
+        user: "\n".join(path.read_text(errors="ignore") for path in files_of(user))
+        for user in FOLDERS
+    }
     assert {
         f"{name}, not in the files of {user}"
         for name, users in listed().items()
