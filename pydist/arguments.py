@@ -1,4 +1,4 @@
-"""Volumes in the arguments of a model, also nested in lists, dicts and dataclasses."""
+"""Finds volumes in the arguments of a model, also nested in lists, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields all values that are no containers, in order; visits each container once."""
+    """Yields all values that are not containers, in order; visits each container once."""
     seen: set[int] = set()
 
     def walk(value: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Parts of an extent for ranks of unequal speed, from measured times.
+"""Divides an extent into parts for ranks of unequal speed, from measured times.
 
 One number per device is too simple a model: of two GPUs one can be 1.7 or 5.5 times as fast as the
 other, by the size of the work. So each part has a curve, its seconds as a function of its width
@@ -19,7 +19,7 @@ __all__ = ["Curve", "balance"]
 
 
 class Curve:
-    """Seconds of a part as a function of its width: piecewise linear, and never decreasing.
+    """Seconds that a part takes as a function of its width: piecewise linear, never decreasing.
 
     Between two measured widths the seconds are interpolated. Below the least one and above the
     largest one the speed is that of the nearest measured width, unless the nearest two define a
@@ -69,7 +69,7 @@ def balance(curves: Sequence[Curve], extent: int, least: int = 1, multiple: int 
         curves: of each part, in widths of the extent; at least one.
         extent: see `pydist.partition.divide`, like `least` and `multiple`.
         least: the smallest part, in units of `multiple`.
-        multiple: of which parts are multiples, except for a remainder.
+        multiple: parts are multiples of it, except for a remainder.
 
     Raises:
         UsageError: the extent is too small for the parts.

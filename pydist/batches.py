@@ -82,7 +82,7 @@ class Batches:
 
     @property
     def running(self) -> GroupSizes | None:
-        """The sizes of the batch of the running call."""
+        """Sizes of the batch that the running call has received."""
         return self._inside[-1][1] if self._inside else None
 
     def is_inside(self, module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The error classes of pydist, by cause, with their exit codes.
+"""Defines the error classes of pydist, by cause, with their exit codes.
 
 Every error that a user can cause or encounter is one of these classes, and its message is one line
 that names the given and the possible values. The exit codes are part of the public interface: job
@@ -78,7 +78,7 @@ class CheckpointError(PydistError, RuntimeError):
 
 
 class DiskError(PydistError, OSError):
-    """A failed write or read: disk full, permission, quota."""
+    """Write or read that failed: disk full, permission, quota."""
 
     exit_code = 74
 
@@ -136,7 +136,7 @@ def exit_code_of(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        # A launcher ends the other ranks for it, so a code that the system cuts to 0 is no success.
+        # A launcher ends the other ranks for it, so a code cut to 0 is not a success.
         return code if code == 0 or code & 0xFF else PydistError.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 130

@@ -1,4 +1,4 @@
-"""Losses of the global batch: sums over the sample groups, and closures of optimizers."""
+"""Sums losses over the sample groups of a global batch, and compares optimizers' closures."""
 
 from __future__ import annotations
 

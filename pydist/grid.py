@@ -1,4 +1,4 @@
-"""The geometry of the grid of ranks: named axes, sizes, coordinates and groups."""
+"""Describes the geometry of the grid of ranks: named axes, sizes, coordinates and groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AXES = ("data", *SAMPLE_AXES)
 
 @dataclass(frozen=True)
 class Grid:
-    """The number of ranks along each axis.
+    """Grid that arranges ranks along named axes.
 
     Ranks count row by row, the last axis fastest:
     ``rank = (((data * C + channel) * D + depth) * H + height) * W + width``.

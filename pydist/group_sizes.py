@@ -1,4 +1,4 @@
-"""Numbers of samples of the sample groups in a global batch, and weights of their losses."""
+"""Counts the samples of each sample group in a global batch, and weights the groups' losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 class GroupSizes:
-    """The number of samples of each sample group in one global batch.
+    """Number of samples that each sample group has in one global batch.
 
     Each group knows its own number; one small all-gather over the data axis, in host memory,
     exchanges the others. It starts with `start`, or when a value is first read.
@@ -67,7 +67,7 @@ class GroupSizes:
         exchanged = agreed and mesh.data_size > 1
         self._counts = None if exchanged else (own,) * mesh.data_size
         self.agreed = agreed
-        """Whether the counts are those of all groups."""
+        """Whether the counts are known of all groups."""
         self.entered: object | None = None
         """The `pydist.batches.Batches` of the model that the batch has entered."""
         self._parts = mesh.data_size
@@ -106,21 +106,21 @@ class GroupSizes:
 
     @property
     def first_sample(self) -> int:
-        """Index in the global batch of the group's first sample."""
+        """Index that the group's first sample has in the global batch."""
         if self._first is None:
             self._first = sum(self.counts[: self._index])
         return self._first
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The relative weights of the groups' losses."""
+        """Relative weights that the groups' losses have."""
         if self._weighs and any(self.counts):
             return self.counts
         return (1,) * self._parts
 
     @property
     def weight(self) -> float:
-        """The weight of the group's mean loss: its samples over the mean of all groups' samples."""
+        """Weight that the group's mean loss has: its samples over the mean of all groups'."""
         if self._weight is None:
             shares = self.shares
             self._weight = shares[self._index] * len(shares) / sum(shares)
@@ -150,7 +150,7 @@ def _last_of(nodes: Iterable[Any], key: str) -> GroupSizes | None:
 
 
 class GroupWeights:
-    """The weights of the sample groups in the running backward pass.
+    """Weights that the sample groups have in the running backward pass.
 
     A group's script computes the mean loss of the group's own samples, and gradients are averaged
     over the groups. Weighted by `GroupSizes.weight`, they are the gradients of the mean over all

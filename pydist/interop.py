@@ -1,4 +1,4 @@
-"""Conversion of other libraries' arrays to tensors, without a copy where possible."""
+"""Converts other libraries' arrays to tensors, without a copy where possible."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def as_tensor(x: ArrayLike) -> Tensor:
     The current CUDA stream waits for the work that the array's owner has queued.
 
     Raises:
-        UsageError: `x` is no array, or has a type that torch does not support.
+        UsageError: `x` is not an array, or has a type that torch does not support.
     """
     if isinstance(x, Tensor):
         return x
@@ -74,7 +74,7 @@ def _of_cuda_interface(x: Any) -> Tensor:
 
 
 class _FirstByte:
-    """The first byte of an array."""
+    """Array that consists of another array's first byte."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""The layout of a sharded tensor: the mesh axes of its dims, and the points of the cuts."""
+"""Describes the layout of a sharded tensor: the mesh axes of its dims, and where they are cut."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from pydist.partition import Box, Partition, split_extent
 
 @dataclass(frozen=True)
 class Split:
-    """The split of one dim: the mesh axes (jointly, the last fastest), and the points."""
+    """Split that divides one dim over mesh axes at given points.
+
+    Attributes:
+        axes: names of the mesh axes, which cut the dim jointly, the last one fastest.
+        partition: the split points, one part for each rank along the axes.
+    """
 
     axes: tuple[str, ...]
     partition: Partition
 
 
 class Layout:
-    """The distribution of a global tensor's elements over the ranks of a sample group.
+    """Layout that distributes a global tensor's elements over the ranks of a sample group.
 
     A dim without a split is complete on every rank. Ranks along axes that split no dim hold equal
     copies: `replicas` counts them.
@@ -80,17 +85,17 @@ class Layout:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """The box of every rank of the sample group, in global indices."""
+        """Box that each rank of the sample group owns, in global indices."""
         return [self._box_at(i) for i in range(self.mesh.sample_size)]
 
     @property
     def box(self) -> Box:
-        """The box of this rank's shard, in global indices."""
+        """Box that this rank owns, in global indices."""
         return self.boxes[self.mesh.sample_index]
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's shard."""
+        """Shape that this rank's shard has."""
         return tuple(self.box.shape) if self.shape else ()
 
     @property
@@ -99,14 +104,24 @@ class Layout:
         return tuple(d for d, s in enumerate(self.splits) if s and s.partition.parts > 1)
 
     def part(self, dim: int, sample_index: int) -> int:
-        """Returns the index of a rank's part of a dim; 0 if the dim is not split."""
+        """Returns the index of a rank's part of a dim; 0 if the dim is not split.
+
+        Args:
+            dim: the dim, 0 or above.
+            sample_index: the rank's index in its sample group.
+        """
         split, grid = self.splits[dim], self.mesh.grid
         return grid.index(grid.coords(sample_index, SAMPLE_AXES), split.axes) if split else 0
 
     def replace(
         self, shape: Sequence[int] | None = None, changes: Mapping[int, Split | None] | None = None
     ) -> Layout:
-        """Returns a layout with another shape and some splits replaced."""
+        """Returns a layout with another shape and some splits replaced.
+
+        Args:
+            shape: the new global shape; by default that of this layout.
+            changes: the new split of some dims, by dim; `None` to cut a dim no longer.
+        """
         splits = list(self.splits)
         for dim, split in (changes or {}).items():
             splits[dim] = split
@@ -142,6 +157,11 @@ class Layout:
 
 def split_along(mesh: Mesh, extent: int, axis: str) -> Split | None:
     """Returns the split of an extent along a mesh axis, even or by the mesh's shares.
+
+    Args:
+        mesh: the mesh.
+        extent: number of elements.
+        axis: name of the mesh axis.
 
     Returns:
         The split; `None` if the axis has one rank.

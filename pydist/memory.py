@@ -70,7 +70,7 @@ class _DlInfo(ctypes.Structure):
 
 
 class _MallInfo2(ctypes.Structure):
-    """`struct mallinfo2` of <malloc.h>."""
+    """Structure that `mallinfo2` of <malloc.h> returns."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)

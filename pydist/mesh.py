@@ -1,4 +1,4 @@
-"""The mesh: the grid of ranks, and the groups of ranks along its named axes."""
+"""Arranges ranks in a mesh, and makes the groups of ranks along its named axes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OTHER_AXES = tuple(axis for axis in AXES if axis not in ("data", *SPATIAL_AXES)
 
 
 class Mesh:
-    """The grid of ranks: data × channel × depth × height × width.
+    """Mesh that arranges ranks along data × channel × depth × height × width.
 
     The ranks with the same data index form a *sample group*: together they hold one batch of
     samples, each rank one shard. The group's size is called S in the code. Ranks are numbered row
@@ -99,17 +99,17 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """Number of sample groups."""
+        """Number of sample groups that the mesh has."""
         return self.grid.size(("data",))
 
     @property
     def data_index(self) -> int:
-        """Index of this rank's sample group."""
+        """Index that this rank's sample group has."""
         return self.coords["data"]
 
     @property
     def spatial(self) -> tuple[int, int, int]:
-        """Numbers of parts of depth, height and width."""
+        """Number of parts into which depth, height and width are cut."""
         depth, height, width = (self.grid.size((axis,)) for axis in SPATIAL_AXES)
         return depth, height, width
 

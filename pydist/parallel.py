@@ -238,7 +238,14 @@ class Entry:
         sharded_weights: bool = False,
         gradients: Gradients | None = None,
     ) -> None:
-        """Broadcasts parameters and buffers from rank 0, and adds the module to the reducer."""
+        """Broadcasts parameters and buffers from rank 0, and adds the module to the reducer.
+
+        Args:
+            module: the model.
+            sharded_weights: whether ranks along the channel axis store slices of wide layers'
+                weights.
+            gradients: how gradients are averaged; by default by a dense all-reduce.
+        """
         self.gradients = gradients or Dense()
         if self.mesh.size > 1:
             broadcast_state(module, self.mesh.world)

@@ -56,7 +56,7 @@ def byte_count(text: str) -> int:
     """Returns the bytes of a size such as "4GB", "512 MiB" or "1.5TB".
 
     Raises:
-        ValueError: the text is no size, or less than one byte or more than 2^63 - 1.
+        ValueError: the text is not a size, or less than one byte or more than 2^63 - 1.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None or found[2] not in _UNITS:

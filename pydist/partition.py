@@ -1,4 +1,4 @@
-"""Geometry: boxes, partitions and footprints, computed by the native core.
+"""Computes geometry (boxes, partitions and footprints) by the native core.
 
 A `Box` is half open and in global indices. A `Partition` holds the split points of one dim, even
 or not; a part may be empty. A `Footprint` computes which inputs an interval of outputs reads
@@ -36,7 +36,13 @@ __all__ = [
 
 
 def split_extent(extent: int, parts: int, shares: Sequence[float] | None = None) -> Partition:
-    """Splits an extent into parts, evenly or by shares; each has an element if there are enough."""
+    """Splits an extent into parts, evenly or by shares; each has an element if there are enough.
+
+    Args:
+        extent: number of elements.
+        parts: number of parts.
+        shares: one positive number per part, in proportion to its elements; even parts by default.
+    """
     if shares is None:
         return Partition.even(extent, parts)
     return divide(extent, shares, least=int(extent >= parts))

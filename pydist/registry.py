@@ -11,7 +11,7 @@ from pydist.errors import UsageError
 
 
 class Registry:
-    """A registry of named implementations: pydist's own, and those of installed packages.
+    """Registry that holds named implementations: pydist's own, and those of installed packages.
 
     A package declares one in its pyproject.toml; it is imported on first use:
 
@@ -34,7 +34,7 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, pydist's own first."""
+        """Names that are registered, pydist's own first."""
         return (*self._own, *sorted(self._points.keys() - self._own.keys()))
 
     def get(self, name: str) -> Any:

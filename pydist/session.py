@@ -1,4 +1,4 @@
-"""The state of a running job on one mesh: plans, counters and services."""
+"""Holds the state of a running job on one mesh: plans, counters and services."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class Session:
-    """The state of a running job on one mesh.
+    """Session that holds the state of a running job on one mesh.
 
     A service, such as the gradient reducer, is an object that a session creates once. Services are
     found by their types, as this module must not import theirs.
@@ -29,7 +29,7 @@ class Session:
 
     @property
     def forwards(self) -> int:
-        """Training forwards so far: part of the key of every random number."""
+        """Number of training forwards that have run: part of the key of every random number."""
         return self._forwards
 
     @forwards.setter

@@ -64,7 +64,7 @@ def init(
         The mesh, with this rank's position.
 
     Raises:
-        UsageError: a count is no integer, the mesh does not fit the number of ranks, ranks differ
+        UsageError: a count is not whole, the mesh does not fit the number of ranks, ranks differ
             in versions, mesh, seed or the environment variables of pydist, or one of these
             variables has an invalid value.
         NotSupported: the transport is for CUDA devices, and a rank has no GPU or can't send its

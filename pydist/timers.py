@@ -1,4 +1,4 @@
-"""Timers of a rank: seconds by part of a step, and spans for recorders."""
+"""Times the parts of a rank's steps, and passes spans to recorders."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Two ranks of one thread each train on a batch of micro-batches, cut at the same module by pydist and
 by torch.distributed.pipelining over gloo; by pydist where its plan cuts; and by pydist in four
-stages, which the ranks have in turn or forth and back. In each round every contestant takes a step.
+stages, which the ranks have in turn or back and forth. In each round every contestant takes a step.
 "Alone" runs all micro-batches in sequence on each rank. Its half, times (M + 1) / M for the bubble,
 is the ideal of two equal stages with the same kernels. Gradients are compared before anything is
 timed.

@@ -102,7 +102,7 @@ the U-Net, as far as time allowed.
 PACKING = """\
 Packing faces of 8.4 MB of a tensor of 32 × 256³ floats, from memory: bytes read and written per
 second, divided by those of a contiguous copy of the same size; in brackets, torch's strided copy of
-the face takes so many times as long. A width face of a contiguous tensor has one float in each 64
+the face takes that many times as long. A width face of a contiguous tensor has one float in each 64
 bytes, which the device reads together.
 """
 
@@ -115,12 +115,12 @@ of what is exposed without overlap.
 
 EXCHANGES = """\
 Exchanges of a face between two processes that share the GPU by MPS, with packing and Python, in µs,
-one after the other. The link is the GPU's own memory, so the times are mostly those of starting.
+one after the other. The link is the GPU's own memory, so the times are mostly start-up times.
 """
 
 WHOLE = """\
 One sample whole, in plain torch, and cut over two processes that share the GPU (in turns, so two
-can't be faster), in float32. The error is that of all gradients together.
+can't be faster), in float32. The error is taken over all gradients together.
 """
 
 

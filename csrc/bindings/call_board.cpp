@@ -91,7 +91,7 @@ void bind_call_board(py::module_& module) {
       .def_property_readonly("state", &HeldBoard::state, "Their running hash.")
       .def_property_readonly("enter", &enter_of,
                              "Enters a call by its digest and text; returns a neighbor that has "
-                             "called something else, or -1. Looked up once: it is made anew.")
+                             "called something else, or -1. Each access makes a new function.")
       .def(
           "stamp",
           [](const HeldBoard& board) {

@@ -13,6 +13,8 @@ struct type_caster<pydist::Coords> {
   PYBIND11_TYPE_CASTER(pydist::Coords,
                        io_name("collections.abc.Sequence[typing.SupportsInt]", "tuple[int, ...]"));
 
+  // Accepts any sequence but text, of integers or of objects with __index__. More than eight items
+  // are refused by Coords, with their number.
   bool load(handle source, bool) {
     if (!isinstance<sequence>(source) || isinstance<str>(source) || isinstance<bytes>(source)) {
       return false;

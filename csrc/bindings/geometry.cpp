@@ -17,6 +17,7 @@ namespace {
 
 using namespace py::literals;
 
+// Immutable on the Python side, too: a list would suggest that it may be changed.
 py::tuple to_tuple(const std::vector<index_t>& values) {
   py::tuple tuple(values.size());
   for (std::size_t i = 0; i < values.size(); ++i) tuple[i] = py::int_(values[i]);
@@ -41,7 +42,7 @@ void bind_box(py::module_& module) {
       .def("intersect", &Box::intersect, "other"_a, "The common indices; empty if disjoint.")
       .def("shift", &Box::shift, "offset"_a, "This box moved by `offset`.")
       .def("contains", &Box::contains, "other"_a,
-           "Whether all of `other` lies in this box; an empty one always does.")
+           "Whether all of `other` is in this box; an empty one always does.")
       .def("__hash__", [](const Box& box) { return hash_of(box); })
       .def("__repr__", [](const Box& box) { return to_string(box); })
       .def(py::pickle([](const Box& box) { return py::make_tuple(box.lo(), box.hi()); },

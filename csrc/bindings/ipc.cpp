@@ -69,7 +69,7 @@ void bind_ipc(py::module_& module) {
           [](const Memory& memory, const std::string& place) {
             memory->mapped(from_bytes<comm::IpcPlace>(place, "a place"));
           },
-          "place"_a, NoGil(), "Maps the block in which a `sample` of another process lies.")
+          "place"_a, NoGil(), "Maps the block that contains a `sample` of another process.")
       .def("unmap", &IpcMemory::unmap, NoGil())
       .def("release", &IpcMemory::release, NoGil());
 

@@ -134,7 +134,7 @@ void bind_communicator(py::module_& module) {
       module, "NcclCommunicator", "Ranks that NCCL connects, and the stream they use.");
 
   py::class_<Ticket>(module, "NcclTicket", "An operation under way.")
-      .def("wait", &Ticket::wait, "caller"_a, NoGil(), "Orders the stream `caller` behind it.")
+      .def("wait", &Ticket::wait, "caller"_a, NoGil(), "Makes the stream `caller` wait for it.")
       .def("reached", &Ticket::reached, NoGil(), "Whether it is complete on the device.");
 
   py::class_<Channel>(module, "NcclChannel", "An exchange that is repeated, in the same buffers.")

@@ -27,6 +27,8 @@ struct TypeEntry {
   bool is_tensor;                      // has the attributes of a torch tensor
 };
 
+// The function table that a type offers, if it has one of the major version known here. A library
+// may chain older tables after a newer one.
 const dlpack::ExchangeTable* find_table(py::handle type) {
   const py::object capsule = py::getattr(type, "__dlpack_c_exchange_api__", py::none());
   if (!PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsuleName)) return nullptr;
@@ -56,6 +58,7 @@ TypeEntry look_up(py::handle type) {
 
 std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 
+// Nothing for vector types, complex numbers, unsigned ones above 8 bits and quantized types.
 std::optional<DType> from_dlpack(dlpack::DataType type) {
   if (type.lanes != 1) return std::nullopt;
   const auto key = [](int code, int bits) { return code * 256 + bits; };
@@ -165,7 +168,8 @@ DType dtype_by_attributes(py::handle object, const char* name) {
   refuse_dtype(name, given);
 }
 
-// Second way in.
+// Second way in: a Python call per fact. For torch without a table, and to compare both ways in
+// tests (PYDIST_EXCHANGE_TABLE).
 TensorView view_by_attributes(py::handle object, const char* name) {
   const auto shape = py::tuple(object.attr("shape"));
   require_dims(name, static_cast<index_t>(shape.size()));
@@ -209,7 +213,7 @@ std::optional<DType> from_format(const char* format, Py_ssize_t size) {
   }
 }
 
-// Third way in.
+// Third way in: NumPy arrays, bytes and other objects with the buffer protocol, in host memory.
 TensorView view_of_buffer(const Py_buffer& buffer, const char* name) {
   require_dims(name, buffer.ndim);
   const std::optional<DType> dtype = from_format(buffer.format, buffer.itemsize);
@@ -256,6 +260,9 @@ TensorView view_of_tensor(py::handle object, const char* name, const dlpack::Exc
 
 }  // namespace
 
+// Table, then attributes, then buffer. A view has the addresses of the object, which the caller
+// keeps alive during the call; only a buffer is held, and released with the Borrowed. Whatever
+// kernels assume of an argument (dims, dtype, device, strides) is checked after this, by name.
 Borrowed borrow(py::handle object, const char* name, Access access) {
   const TypeEntry entry = look_up(py::type::handle_of(object));
   Borrowed borrowed;
@@ -287,6 +294,8 @@ Borrowed borrow(py::handle object, const char* name, Access access) {
   return borrowed;
 }
 
+// The caller's current stream on the view's device, on which kernels are put: after the work that
+// wrote the tensor, before the work that reads it. None for host memory.
 void* Borrowed::stream() const {
   if (view_.device.type == DeviceType::kCpu) return nullptr;
   if (table_ != nullptr && table_->current_work_stream != nullptr) {

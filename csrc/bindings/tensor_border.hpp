@@ -56,7 +56,7 @@ class Borrowed {
 };
 
 // Borrows `object` for the current call. `name` is the argument's name, for messages.
-// Raises ValueError if the tensor can't be borrowed, TypeError if the object is no tensor.
+// Raises ValueError if the tensor can't be borrowed, TypeError if the object is not a tensor.
 Borrowed borrow(py::handle object, const char* name, Access access = Access::kRead);
 
 // "src is float32 (4, 8) on cpu", for messages.

@@ -16,6 +16,7 @@ class Box {
  public:
   Box() = default;
 
+  // Refuses lo above hi, and volumes that do not fit into 64 bits.
   Box(const Coords& lo, const Coords& hi) : lo_(lo), hi_(hi) {
     PYDIST_EXPECT(lo.ndim() == hi.ndim() && lo.ndim() >= 1,
                   "box with lo " + to_string(lo) + " and hi " + to_string(hi) +
@@ -50,6 +51,7 @@ class Box {
     return Box(lo, hi);
   }
 
+  // Whether the boxes have an index in common; never with an empty one.
   bool overlaps(const Box& other) const {
     require_same_ndim(other);
     if (empty() || other.empty()) return false;

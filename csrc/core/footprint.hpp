@@ -19,6 +19,7 @@ namespace pydist {
 // may overlap: output o reads [floor(o * inputs / outputs), ceil((o + 1) * inputs / outputs)).
 class Footprint {
  public:
+  // All in elements of the dim; `padding_lo` and `padding_hi` before and after it.
   Footprint(index_t kernel, index_t stride = 1, index_t dilation = 1, index_t padding_lo = 0,
             index_t padding_hi = 0)
       : kernel_(kernel),
@@ -32,6 +33,7 @@ class Footprint {
     span_ = checked_add(checked_mul(kernel - 1, dilation), 1);
   }
 
+  // Scans the outputs once for the longest window.
   static Footprint adaptive(index_t inputs, index_t outputs) {
     PYDIST_EXPECT(inputs >= 1 && outputs >= 1, "adaptive windows from " + std::to_string(inputs) +
                                                    " inputs to " + std::to_string(outputs) +

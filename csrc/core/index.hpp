@@ -16,6 +16,8 @@ namespace pydist {
 using index_t = std::int64_t;
 inline constexpr int kMaxDims = 8;
 
+// Sums, differences and products of indices. They raise UsageError where a result does not fit into
+// 64 bits: extents come from users, and a wrapped index would address foreign memory.
 inline index_t checked_add(index_t a, index_t b) {
   index_t sum;
   PYDIST_EXPECT(!__builtin_add_overflow(a, b, &sum),
@@ -106,6 +108,7 @@ inline index_t volume_of(const Coords& shape) {
   return volume;
 }
 
+// Mixes a value into a hash; the order of the values counts.
 inline void hash_combine(std::size_t& seed, std::size_t value) {
   seed ^= value + 0x9e3779b97f4a7c15u + (seed << 6) + (seed >> 2);
 }

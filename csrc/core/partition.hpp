@@ -18,6 +18,7 @@ using Interval = std::pair<index_t, index_t>;  // half-open [first, second)
 // Part i holds the indices points[i] <= index < points[i + 1]. Parts may be empty.
 class Partition {
  public:
+  // `points`: from 0 to the extent, never decreasing; parts + 1 of them.
   explicit Partition(std::vector<index_t> points) : points_(std::move(points)) {
     PYDIST_EXPECT(points_.size() >= 2 && points_.front() == 0 && std::ranges::is_sorted(points_),
                   "split points " + describe() +
@@ -49,6 +50,7 @@ class Partition {
   index_t parts() const { return static_cast<index_t>(points_.size()) - 1; }
   index_t extent() const { return points_.back(); }
 
+  // The indices of a part.
   Interval interval(index_t part) const {
     PYDIST_EXPECT(
         part >= 0 && part < parts(),
@@ -57,7 +59,7 @@ class Partition {
     return {points_[at], points_[at + 1]};
   }
 
-  // The part that holds `index`; never an empty one.
+  // The part that holds `index`; never an empty one. O(log parts).
   index_t owner(index_t index) const {
     PYDIST_EXPECT(
         index >= 0 && index < extent(),

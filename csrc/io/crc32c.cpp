@@ -77,7 +77,7 @@ class Zeros {
 constexpr std::size_t kLane = 1024;
 
 // Three lanes at a time, as the instruction takes three cycles and one can start in each: the CRC
-// of A followed by B is that of A followed by zeros, plus that of B from 0.
+// of A followed by B is the checksum of A followed by zeros, plus the checksum of B from 0.
 __attribute__((target("sse4.2"))) std::uint32_t sse42(const unsigned char* bytes, std::size_t size,
                                                       std::uint32_t crc) {
   static const Zeros lane(kLane);

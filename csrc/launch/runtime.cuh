@@ -16,6 +16,7 @@ inline cudaStream_t stream_of(const Queue& queue) {
   return static_cast<cudaStream_t>(queue.stream);
 }
 
+// Throws a CudaError that names the call, unless it was a success.
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // an error that is not sticky must not surface in an unrelated call

@@ -42,6 +42,8 @@ struct Slot {
   SharedText<16> layer;               // at work at the time of the report, "" if unknown
   SharedText<48> call;                // in which the rank waits, "" if unknown
 
+  // Opens a frame. Name and kind are stored before the depth that shows them, so a watchdog that
+  // reads the depth sees the frame.
   void enter(std::string_view name, Kind kind) {
     const std::uint32_t place = depth.load(std::memory_order_relaxed);
     if (place < kFrames) {
@@ -52,6 +54,7 @@ struct Slot {
     beat();
   }
 
+  // Closes the innermost frame. Without one it only counts as an action.
   void leave() {
     const std::uint32_t place = depth.load(std::memory_order_relaxed);
     if (place > 0) depth.store(place - 1, std::memory_order_release);

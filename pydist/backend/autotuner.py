@@ -51,7 +51,7 @@ class Subject(Protocol):
 
     @property
     def candidates(self) -> Sequence[str]:
-        """Names of the candidates."""
+        """Names that identify the candidates."""
 
     def rivals(self, candidate: str) -> Sequence[str]:
         """Returns the candidates that compute the same as this one, including itself."""
@@ -90,7 +90,7 @@ class Autotuner:
             own: selects the groups of this mesh, in a file for several.
 
         Raises:
-            UsageError: the file can't be read, or is no such file.
+            UsageError: the file can't be read, or is not such a file.
         """
         what = f"the tuning file {path} can't be used"
         if path.exists() and not path.is_file():
@@ -145,7 +145,7 @@ class Autotuner:
             learns: whether to measure unknown candidates; the first rank's value counts.
 
         Returns:
-            This rank's choice, `None` for that of the rule; and whether the choice is final.
+            This rank's choice, `None` for the fixed rule's; and whether the choice is final.
         """
         name = key_of("choice", {"subjects": [[s.key for s in each] for each in subjects]})
         distinct = {subject.key: subject for each in subjects for subject in each}

@@ -1,4 +1,4 @@
-"""Kernels for the convolution of one shard on the CPU, with a common interface.
+"""Calls kernels for the convolution of one shard on the CPU, by a common interface.
 
 For one small sample, torch's `conv3d` does not use oneDNN but a path that is up to twenty times
 slower, and splitting a sample makes it small. So this module calls oneDNN explicitly, forward and

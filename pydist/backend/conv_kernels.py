@@ -56,22 +56,46 @@ class ConvKernels:
         return in_format(x, self.channels_last)
 
     def run_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes the convolution of `x` with zero padding."""
+        """Computes the convolution of `x` with zero padding.
+
+        Args:
+            x: this rank's input [N, Ci, ...], of the problem's shape.
+            weight: [Co, Ci / groups, ...].
+            bias: [Co] or `None`.
+        """
         weight = self._in_layout(weight)
         return self._run(lambda: FORWARD[self.forward](self.problem, x, weight, bias))
 
     def run_dgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-        """Computes dL/dx from `grad` = dL/dy."""
+        """Computes dL/dx from `grad` = dL/dy.
+
+        Args:
+            x: the input [N, Ci, ...].
+            grad: [N, Co, ...].
+            weight: [Co, Ci / groups, ...].
+        """
         weight = self._in_layout(weight)
         return self._run(lambda: DGRAD[self.dgrad](self.problem, x, grad, weight))
 
     def run_transposed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes the transposed convolution of `x`, the adjoint of the problem's convolution."""
+        """Computes the transposed convolution of `x`, the adjoint of the problem's convolution.
+
+        Args:
+            x: [N, Co, ...], of the shape of the problem's output.
+            weight: [Co, Ci / groups, ...], as of the problem's convolution.
+            bias: [Ci] or `None`.
+        """
         weight = self._in_layout(weight)
         return self._run(lambda: transposed(self.problem, x, weight, bias))
 
     def run_wgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-        """Computes dL/dweight from `grad` = dL/dy."""
+        """Computes dL/dweight from `grad` = dL/dy.
+
+        Args:
+            x: the input [N, Ci, ...].
+            grad: [N, Co, ...].
+            weight: [Co, Ci / groups, ...].
+        """
         weight = self._in_layout(weight)
         return self._run(lambda: WGRAD[self.wgrad](self.problem, x, grad, weight))
 
@@ -194,7 +218,13 @@ def is_possible(kernels: ConvKernels, threads: Sequence[int]) -> bool:
 
 
 def worth_choosing(problems: Sequence[ConvProblem], rank: int, least_flops: int) -> bool:
-    """Returns whether measuring may pay: not for small convolutions or a single candidate."""
+    """Returns whether measuring may pay: not for small convolutions or a single candidate.
+
+    Args:
+        problems: the convolution of each rank of the group.
+        rank: this rank's index in it.
+        least_flops: flops of a forward convolution from which on measuring may pay.
+    """
     ruled = by_rule(problems, rank)
     names = candidates(ruled.problem, ruled.channels_last)
     options = len(formats(ruled.problem)) * math.prod(map(len, names))

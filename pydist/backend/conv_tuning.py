@@ -1,4 +1,4 @@
-"""Convolutions as subjects of the autotuner, and their measurement.
+"""Measures the candidate kernels of convolutions for the autotuner.
 
 Large ones are measured on a part of their planes, and the seconds are scaled up: a call of some
 50 ms is as informative as one of seconds. So all measuring takes less time than ten steps.
@@ -49,7 +49,7 @@ _SECONDS = 0.005
 
 @dataclass(frozen=True)
 class ConvSubject:
-    """One rank's convolution as a subject of the autotuner.
+    """Convolution that one rank computes, as a subject of the autotuner.
 
     Attributes:
         problem: the convolution.
@@ -63,7 +63,7 @@ class ConvSubject:
 
     @cached_property
     def key(self) -> str:
-        """See `Subject.key`."""
+        """Key that names the problem, libraries, CPU and threads; see `Subject.key`."""
         facts = {
             "problem": {name: str(value) for name, value in asdict(self.problem).items()},
             "torch": torch.__version__,
@@ -78,16 +78,16 @@ class ConvSubject:
 
     @cached_property
     def by_name(self) -> dict[str, Candidate]:
-        """The candidates by their names."""
+        """Candidates that compute the convolution, by their names."""
         return {str(each): each for each in candidates_of(self.problem, self.threads)}
 
     @property
     def candidates(self) -> Sequence[str]:
-        """See `Subject.candidates`."""
+        """Names that identify kernel, memory format and threads; see `Subject.candidates`."""
         return list(self.by_name)
 
     def rivals(self, candidate: str) -> Sequence[str]:
-        """See `Subject.rivals`: in either memory format, on any number of threads."""
+        """Returns the candidates of the same role; see `Subject.rivals`."""
         role = self.by_name[candidate].role
         return [name for name, each in self.by_name.items() if each.role == role]
 
@@ -164,7 +164,7 @@ def _thread_counts(problems: Sequence[ConvProblem]) -> tuple[int, ...]:
 
 
 class _Visits:
-    """Measures candidates of one convolution.
+    """Function object that measures candidates of one convolution.
 
     Args:
         subject: the convolution.

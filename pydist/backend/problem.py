@@ -1,4 +1,4 @@
-"""`ConvProblem`: the facts on which a convolution's speed and kernels depend."""
+"""Defines `ConvProblem`: the facts on which a convolution's speed and kernels depend."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ConvProblem:
 
     @cached_property
     def output(self) -> tuple[int, ...]:
-        """Shape of the result."""
+        """Shape that the result has."""
         extents = (
             (n + 2 * p - d * (k - 1) - 1) // s + 1
             for n, k, s, p, d in zip(
@@ -66,7 +66,7 @@ class ConvProblem:
 
     @cached_property
     def flops(self) -> int:
-        """Flops of the forward convolution; dgrad and wgrad take as many each."""
+        """Number of flops that the forward convolution takes; dgrad and wgrad take as many each."""
         outputs = torch.Size(self.output).numel()
         return 2 * outputs * torch.Size(self.weight[1:]).numel()
 
@@ -124,7 +124,7 @@ class ConvProblem:
 
     @cached_property
     def reach(self) -> tuple[int, ...]:
-        """Distance of the last tap of a window from its first, in every spatial dim."""
+        """Distance that separates the last tap of a window from its first, in every spatial dim."""
         return tuple(d * (k - 1) for d, k in zip(self.dilation, self.weight[2:], strict=True))
 
     @cached_property
@@ -145,7 +145,7 @@ class ConvProblem:
 
     @cached_property
     def padding_is_modest(self) -> bool:
-        """Whether padding is at most that of a "same" convolution."""
+        """Whether padding is no larger than in a "same" convolution."""
         return all(2 * p <= r for p, r in zip(self.padding, self.reach, strict=True))
 
     @cached_property

@@ -40,7 +40,7 @@ def key_of(kind: str, facts: Mapping[str, Any]) -> str:
 
 @dataclass
 class Record:
-    """The measurements of one problem, by candidate.
+    """Measurements that one problem has, by candidate.
 
     Attributes:
         seconds: the least seconds, by candidate.
@@ -51,7 +51,13 @@ class Record:
     visits: dict[str, int] = field(default_factory=dict)
 
     def add(self, candidate: str, seconds: float, visits: int = 1) -> None:
-        """Adds measurements of a candidate."""
+        """Adds measurements of a candidate.
+
+        Args:
+            candidate: its name.
+            seconds: the least of the measured times.
+            visits: number of measurements.
+        """
         self.seconds[candidate] = min(seconds, self.seconds.get(candidate, math.inf))
         self.visits[candidate] = self.visits.get(candidate, 0) + visits
 
@@ -77,7 +83,7 @@ class Record:
 
 
 class Records:
-    """The folder of the records, with one file per problem.
+    """Folder that holds the records, with one file per problem.
 
     `PYDIST_CACHE` names the folder, by default `pydist` in the user's cache folder.
     """

@@ -1,4 +1,4 @@
-"""`SlabProblem`: the parameters of a halo slab's part of a convolution, and its kernels."""
+"""Defines `SlabProblem`: the parameters and kernels of a halo slab's part of a convolution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class SlabProblem:
-    """One slab's part of a convolution, with the parameters of the native kernels.
+    """Part that one slab has in a convolution, with the parameters of the native kernels.
 
     Attributes:
         role: forward, dgrad or wgrad.
@@ -46,12 +46,12 @@ class SlabProblem:
 
     @property
     def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-        """Stride, padding, dilation and groups, in the order of the native kernels' arguments."""
+        """Stride, padding, dilation and groups, in the order that native kernels expect."""
         return self.stride, self.padding, self.dilation, self.groups
 
     @cached_property
     def candidates(self) -> list[str]:
-        """Names of the possible kernels, that of the rule first."""
+        """Names of the kernels that are possible; the first one is the fixed rule's choice."""
         if self.device == "cpu":
             return ["plain"]
         names = ["library", "plain"]

@@ -1,4 +1,4 @@
-"""The choice of kernels for the slabs' parts of a convolution, by measurement on CUDA.
+"""Chooses kernels for the slabs' parts of a convolution, by measurement on CUDA.
 
 All ranks of a sample group choose together, so ranks with equal slabs use equal kernels. On the
 CPU there is one kernel, and nothing to choose or to exchange.
@@ -34,14 +34,14 @@ NEVER = 1e9
 
 @dataclass(frozen=True)
 class SlabSubject:
-    """One slab's part as a subject of the autotuner."""
+    """Part of a convolution that one slab has, as a subject of the autotuner."""
 
     problem: SlabProblem
     device: str
 
     @cached_property
     def key(self) -> str:
-        """See `Subject.key`."""
+        """Key that names the problem, the device and libraries; see `Subject.key`."""
         facts = {
             "problem": {name: str(value) for name, value in asdict(self.problem).items()},
             "torch": torch.__version__,
@@ -54,11 +54,11 @@ class SlabSubject:
 
     @property
     def candidates(self) -> Sequence[str]:
-        """See `Subject.candidates`."""
+        """Names of the kernels that are possible; see `Subject.candidates`."""
         return self.problem.candidates
 
     def rivals(self, candidate: str) -> Sequence[str]:
-        """See `Subject.rivals`."""
+        """Returns all candidates, as they compute the same; see `Subject.rivals`."""
         return self.candidates
 
 
@@ -122,7 +122,13 @@ def choose(
 
 @torch.no_grad()
 def seconds_on(problem: SlabProblem, name: str, like: Tensor) -> float:
-    """Returns the seconds of a kernel on a device; `NEVER` if it refuses the problem."""
+    """Returns the seconds of a kernel on a device; `NEVER` if it refuses the problem.
+
+    Args:
+        problem: the slab's part of the convolution.
+        name: of the kernel; see `SlabProblem.candidates`.
+        like: a tensor on the device.
+    """
     first, second, target = operands(problem, like)
     if refusal(name, problem, first, second, target):
         return NEVER

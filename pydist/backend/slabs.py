@@ -47,7 +47,15 @@ def run(
 
 
 def refusal(name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor) -> str:
-    """Returns why a kernel would leave tensors to `plain`; empty if it supports them."""
+    """Returns why a kernel would leave tensors to `plain`; empty if it supports them.
+
+    Args:
+        name: of the kernel; see `SlabProblem.candidates`.
+        problem: the slab's part of the convolution.
+        first: the first operand, of shape `problem.first`.
+        second: the second operand, of shape `problem.second`.
+        target: what is added to, of shape `problem.target`.
+    """
     plan = _plan(name, problem, first, second, target, problem.first_lo, problem.target_lo)
     return "" if plan is None else plan[0]
 

@@ -1,4 +1,4 @@
-"""Statistics of every row of a shard, in one pass over memory, and their merging over parts.
+"""Computes statistics of every row of a shard in one pass over memory, and merges parts.
 
 A row is a set of values with its own mean and variance, or a part of one: a channel, or a channel
 of one sample. Its statistics are its count n, mean m and M2 = Σ (x - m)². Statistics of parts merge
@@ -39,7 +39,7 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class Transform:
-    """The map y = act((x - mean) factor + offset) of every row.
+    """Map y = act((x - mean) factor + offset) that is applied to every row.
 
     Attributes:
         values: mean, factor and offset, [3, R], in the dtype for statistics. Or [4, R]: the last
@@ -219,7 +219,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def strided_like(x: Tensor, like: Tensor) -> Tensor:
-    """Returns the tensor, copied if its strides differ from those of the dense tensor `like`."""
+    """Returns the tensor, copied if the strides of the dense tensor `like` are others."""
     return x if x.stride() == like.stride() else torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 

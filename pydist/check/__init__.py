@@ -1,4 +1,4 @@
-"""Verification of partitioned networks: compares each layer with the unpartitioned network."""
+"""Verifies partitioned networks: compares each layer with the unpartitioned network."""
 
 from pydist.check.factory import load_factory
 from pydist.check.report import Report, format_report

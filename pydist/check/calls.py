@@ -39,12 +39,12 @@ _LAYERS = {
 
 @dataclass
 class Call:
-    """Call on sharded tensors.
+    """Call that takes or returns sharded tensors.
 
     Attributes:
         name: name of the function, as users write it.
         module: path of the module that made the call.
-        halo: the widest slabs received before and after the own block, by dim of the input.
+        halo: the widest slabs received before and after this rank's block, by dim of the input.
         moved: number of elements that this rank received, halo or otherwise.
         is_global: whether numbers were reduced over ranks.
         channels: how a layer with weights has split its channels: "outputs", or, if those of its
@@ -62,7 +62,7 @@ class Call:
 
 
 class CallRecorder(TorchFunctionMode):
-    """Recorder of this thread's calls on sharded tensors; computes refused ones on full tensors.
+    """Recorder that notes this thread's calls on sharded tensors, and computes those refused.
 
     Args:
         mesh: the mesh whose exchanges are attributed to the calls.

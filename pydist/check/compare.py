@@ -35,7 +35,7 @@ INPUT = "input"
 
 @dataclass
 class Differences:
-    """Largest differences, relative to the largest value of the reference tensor.
+    """Largest differences that were found, relative to the reference tensor's largest value.
 
     Attributes:
         outputs: by module path, over all calls of the module and all tensors that it returns.
@@ -62,7 +62,7 @@ class Differences:
 
 
 class WholeRun:
-    """Reference run of forward and backward on one device, with its tensors for comparison.
+    """Reference run that computes forward and backward on one device, and keeps the tensors.
 
     Args:
         model: the network; it is copied.
@@ -109,7 +109,7 @@ class WholeRun:
 
     @cached_property
     def scales(self) -> Differences:
-        """The largest absolute value of each tensor; the smallest of these for a module."""
+        """Largest absolute value that each tensor has; for a module the least of its tensors'."""
         outputs: dict[str, float] = {}
         for (path, _, _), value in self._outputs.items():
             outputs[path] = min(outputs.get(path, math.inf), _largest(value))
@@ -118,7 +118,7 @@ class WholeRun:
 
     @cached_property
     def largest_value(self) -> float:
-        """The largest absolute value of the sample and of all activations."""
+        """Largest absolute value that occurs in the sample and in all activations."""
         return max(map(_largest, (self.x, *self._outputs.values())))
 
     def differences(self, model: nn.Module, x: Tensor) -> Differences:
@@ -131,7 +131,13 @@ class WholeRun:
         return found
 
     def split_differences(self, model: nn.Module, x: Tensor, mesh: Mesh) -> SplitRun:
-        """Computes the differences of a run on a mesh for this rank's blocks. Collective."""
+        """Computes the differences of a run on a mesh for this rank's blocks. Collective.
+
+        Args:
+            model: the network; it is copied.
+            x: the samples [N, C, ...], plain and equal on all ranks.
+            mesh: the mesh that cuts them.
+        """
         net, found = parallelize(copy.deepcopy(model), mesh), Differences()
         layout = sample_layout(mesh, x.shape)
         local = shard_of_plain(x.detach(), layout).clone().requires_grad_()
@@ -147,6 +153,11 @@ class WholeRun:
         """Computes the differences of a run in stages, of what this rank's stage has. Collective.
 
         The input has no gradient.
+
+        Args:
+            model: the network; it is copied.
+            x: the samples [N, C, ...], plain and equal on all ranks.
+            stages: the ranks of each stage.
         """
         net, found = copy.deepcopy(model), Differences()
         made = pipeline(net, stages, x, micro_batches=self._micro_batches)
@@ -191,7 +202,7 @@ class WholeRun:
 
 @dataclass
 class StagedRun:
-    """Result of one rank of a run in stages.
+    """Result that one rank has of a run in stages.
 
     Attributes:
         differences: the differences of what its stage has.
@@ -204,7 +215,7 @@ class StagedRun:
 
 @dataclass
 class SplitRun:
-    """Result of one rank of a partitioned run.
+    """Result that one rank has of a partitioned run.
 
     Attributes:
         differences: the differences of its blocks.

@@ -1,4 +1,4 @@
-"""The reference of a check: float64 throughout, and norms as elementary calls."""
+"""Makes the reference of a check: float64 throughout, and norms as elementary calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of a check, and its formatting."""
+"""Holds the result of a check, and formats it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AXES = {1: "C", 2: "D", 3: "H", 4: "W"}
 
 @dataclass
 class Report:
-    """Result of `check`.
+    """Result that `check` returns.
 
     Attributes:
         sample: shape of one sample.
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def refusals(self) -> list[str]:
-        """Refusals of calls without an exact form, without duplicates."""
+        """Refusals that calls without an exact form met, without duplicates."""
         return list(dict.fromkeys(c.refusal for c in (self.calls or [[]])[0] if c.refusal))
 
     def is_noise(self, bound: float) -> bool:
@@ -104,7 +104,7 @@ class Report:
 
 @dataclass
 class _Kind:
-    """Summary of all calls of one function."""
+    """Summary that covers all calls of one function."""
 
     count: int = 0
     refused: int = 0

@@ -1,1 +1,1 @@
-"""The command line: `pydist data`, `train`, `profile`, `run`, `demo` and others."""
+"""Implements the command line: `pydist data`, `train`, `profile`, `run`, `demo` and others."""

@@ -48,7 +48,7 @@ class _Check:
     eval: bool = False
     """Use evaluation mode instead of training mode (which has dropout off for the comparison)."""
     tolerance: float | None = None
-    """Largest relative difference; by default 4 times that of one device."""
+    """Largest relative difference; by default 4 times the difference on one device."""
     seed: int = 0
     """Seed of the sample."""
 

@@ -1,4 +1,4 @@
-"""The console of the commands."""
+"""Provides the console of the commands."""
 
 from __future__ import annotations
 

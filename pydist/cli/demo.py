@@ -110,7 +110,7 @@ def prepared(config: Config) -> Iterator[Path]:
 
     Raises:
         UsageError: a value of the configuration is out of range, or the folder belongs to another
-            run, or one that is no demo; nothing is changed then.
+            run, or one that is not a demo; nothing is changed then.
         DiskError: the folder can't be written.
     """
     from pydist.data.lock import FolderLock

@@ -1,4 +1,4 @@
-"""The `pydist` command: dispatches subcommands, turns errors into one line and an exit code.
+"""Runs the `pydist` command: dispatches subcommands, turns errors into a line and an exit code.
 
 Subcommands are imported when they are called: `pydist --help` must not wait for torch.
 """
@@ -19,7 +19,7 @@ from pydist.launch import failures, identity
 
 
 class Command(NamedTuple):
-    """Subcommand: `function(arguments)` in `module` runs it and returns the exit code."""
+    """Subcommand that `function(arguments)` in `module` runs; it returns the exit code."""
 
     module: str
     function: str
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        arguments: the arguments after the program's name; by default those of this process.
+        arguments: the arguments after the program's name; by default as this process got them.
 
     Returns:
         The exit code (see `pydist.errors`).

@@ -1,4 +1,4 @@
-"""Command line options from dataclasses, with one-line errors."""
+"""Parses command line options into dataclasses, with one-line errors."""
 
 from __future__ import annotations
 

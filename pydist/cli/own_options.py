@@ -12,7 +12,7 @@ from pydist.errors import UsageError
 
 
 class OwnOptions(argparse.ArgumentParser):
-    """Argument parser with one-line errors."""
+    """Argument parser that reports errors on one line."""
 
     def error(self, message: str) -> NoReturn:
         """Raises `UsageError`."""

@@ -32,7 +32,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressView:
-    """View of a run's progress: a live bar on a terminal, else a line every 10 seconds.
+    """View that shows a run's progress: a live bar on a terminal, else a line every 10 seconds.
 
     Args:
         console: the console; by default standard output.

@@ -1,4 +1,4 @@
-"""The standard streams of a command: always open, and able to print every character."""
+"""Prepares the standard streams of a command: always open, able to print every character."""
 
 from __future__ import annotations
 

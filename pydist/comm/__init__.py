@@ -1,4 +1,4 @@
-"""Communication between ranks: collectives and messages, with no knowledge of mesh or layout.
+"""Communicates between ranks: collectives and messages, with no knowledge of mesh or layout.
 
 `interface` defines the transport interface; `transports` contains the implementations (local, mpi,
 c10d, nccl, ipc, cuda_mpi). `pydist.exchange` and `pydist.gradients` build on them.

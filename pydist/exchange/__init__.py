@@ -1,1 +1,1 @@
-"""Planned exchanges of boxes between ranks, their adjoints, and consistency checks."""
+"""Plans exchanges of boxes between ranks, their adjoints, and consistency checks."""

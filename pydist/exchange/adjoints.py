@@ -1,4 +1,4 @@
-"""Exchanges as autograd functions, in closed pairs of a map and its adjoint.
+"""Provides exchanges as autograd functions, in closed pairs of a map and its adjoint.
 
 The convention for everything that users see: a gradient is the true one on every rank, whether the
 tensor is cut, replicated on several ranks, or plain. For a parameter, only the *mean over all
@@ -88,7 +88,7 @@ def enter(x: Tensor, factor: float, *, as_view: bool = False) -> Tensor:
 
 
 def is_entered(node: Any) -> bool:
-    """Returns whether a node of a graph is that of `enter`."""
+    """Returns whether `enter` made a node of a graph."""
     return getattr(node, "_forward_cls", None) is _Enter
 
 
@@ -169,6 +169,12 @@ def sum_ranks(
 
     With the data axis among `axes`, the adjoint sums over the sample groups, as the loss of each
     group depends on the result. It weights the groups by `sizes`, or equally.
+
+    Args:
+        x: this rank's summand; of equal shape and dtype on all ranks.
+        mesh: the mesh.
+        axes: names of its axes.
+        sizes: samples of each group, with the data axis.
     """
     if mesh.grid.size(axes) == 1:
         return x
@@ -204,12 +210,23 @@ def sum_parts(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     """Returns the sum of partial results over `axes`: the shard of a replicated sharded tensor.
 
     Its gradient is the true one on every rank, so that backward exchanges nothing.
+
+    Args:
+        x: this rank's partial result; of equal shape and dtype on all ranks.
+        mesh: the mesh.
+        axes: names of its axes.
     """
     return _SumParts.apply(x, mesh, axes) if mesh.grid.size(axes) > 1 else x
 
 
 def average_back(grad: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """Computes the adjoint of `sum_ranks` by itself, for a known sum; differentiable."""
+    """Computes the adjoint of `sum_ranks` by itself, for a known sum; differentiable.
+
+    Args:
+        grad: dL/d(sum).
+        mesh: the mesh.
+        axes: names of its axes.
+    """
     if mesh.grid.size(axes) == 1:
         return grad
     return _AverageBack.apply(grad, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, None)
@@ -250,6 +267,13 @@ def mean_ranks(
     """Returns the weighted mean over the ranks along `axes`; it is its own adjoint.
 
     Turns a gradient whose mean over these ranks is the true one into the true one.
+
+    Args:
+        x: this rank's value; of equal shape and dtype on all ranks.
+        mesh: the mesh.
+        axes: names of its axes.
+        part: the part of the step to which the time counts; see `pydist.timers`.
+        weight: of this rank's value; the sum is divided by the number of ranks, not by the weights.
     """
     return _MeanRanks.apply(x, mesh, axes, part, weight) if mesh.grid.size(axes) > 1 else x
 
@@ -269,6 +293,11 @@ def with_true_gradient(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     """Returns `x`, replicated along `axes`, as the operand of a call that differs between them.
 
     Its gradient becomes the mean over these ranks, with one all-reduce of its size in backward.
+
+    Args:
+        x: equal on all ranks along `axes`.
+        mesh: the mesh.
+        axes: names of its axes.
     """
     if not x.requires_grad or mesh.grid.size(axes) == 1:
         return x

@@ -71,7 +71,7 @@ _ERRORS: dict[str, Callable[[Mapping[int, list[Any]]], UsageError]] = {
 
 
 class Consistency:
-    """The checks of one rank against the other ranks of its mesh.
+    """Checks that compare one rank with the other ranks of its mesh.
 
     Attributes:
         operands: plain operands of the sample group.

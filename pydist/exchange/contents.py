@@ -106,7 +106,7 @@ class Checksum:
 
 
 class _Sum(NamedTuple):
-    """A checksum with its operand, share, training forward and turn."""
+    """Checksum that was formed of an operand, with its share, training forward and turn."""
 
     operand: Operand
     checksum: Checksum
@@ -206,7 +206,7 @@ class Contents:
 
 
 class Parameters:
-    """The trained parameters of parallelized models; each turn forms checksums of another share.
+    """Trained parameters that parallelized models have; each turn checks another share of them.
 
     They are not treated as plain operands: a checksum at every use would take too long.
 

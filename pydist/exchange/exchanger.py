@@ -34,7 +34,7 @@ _Kind: TypeAlias = tuple[torch.dtype, torch.device, bool]
 
 
 class PendingExchange:
-    """An exchange in flight, in buffers of one dtype; `wait` completes it, once.
+    """Exchange that is in flight, in buffers of one dtype; `wait` completes it, once.
 
     The buffers are bound to the transport, for one direction, and are reused after the exchanger
     has taken them back: work that does not depend on a tensor is done once, when they are made.
@@ -152,7 +152,7 @@ def _split(buffer: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 class Exchanger:
-    """Exchange of boxes between the ranks of a group, and its adjoint.
+    """Exchanger that moves boxes between the ranks of a group, and gradients back (its adjoint).
 
     Every rank owns one box and needs a list of boxes ("slots"). `gather` fills this rank's slots
     from their owners; `add_back`, its adjoint, sends the slots' values to the owners ("homeward"),
@@ -317,7 +317,7 @@ class Exchanger:
 
     @cached_property
     def _slot_memory(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Shape and strides of each slot."""
+        """Shape and strides that each slot has."""
         return [self._memory_of(box) for box in self.slots]
 
     def _memory_of(self, box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Base classes of pydist's autograd functions."""
+"""Provides base classes of pydist's autograd functions."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def remember_change(x: Tensor) -> None:
 
 
 def also_made_by(history: int) -> None:
-    """Adds another history to that of the running call's result, if a call is running."""
+    """Adds another history to the running call's result, if a call is running."""
     if CAUSE.history:
         CAUSE.history = hash((CAUSE.history, history)) | _LEAST_HASH
 

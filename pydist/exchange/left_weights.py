@@ -1,6 +1,6 @@
 """Gradients of weights that a backward pass leaves for later.
 
-A pipeline's stage before waits for the gradient of an activation, and nobody waits for that of a
+A pipeline's stage before waits for the gradient of an activation, and no other stage for that of a
 weight before the optimizer's step. A zero-bubble schedule computes the second kind where a rank
 would wait. So a layer can compute with a weight outside of the graph; its `backward` leaves the
 weight's gradient in a list, and a later pass from the weights on computes it. Hooks and the
@@ -101,7 +101,7 @@ class _Root(torch.autograd.Function):
 def _is_parameter(weight: Tensor) -> bool:
     """Returns whether a weight is a parameter, or one that was only scaled or converted.
 
-    The gradient of a weight that is computed from activations is needed at once.
+    The gradient of a weight that is computed from activations is needed immediately.
     """
     node: Any = weight.grad_fn
     if node is None:

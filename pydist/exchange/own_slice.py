@@ -1,4 +1,4 @@
-"""This rank's slice of a sharded weight; see `pydist.slices`."""
+"""Selects this rank's slice of a sharded weight; see `pydist.slices`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COPIES = "_pydist_axes_of_copies"
 def own_slice(parameter: Tensor) -> Tensor:
     """Returns this rank's slice of a sharded weight, a leaf of the graph; else the parameter."""
     held = parameter.__dict__
-    # A sharded tensor that is no parameter is data of its sample group.
+    # A sharded tensor that is not a parameter is data of its sample group.
     found: Tensor = held["_shard"] if "_is_param" in held and "_shard" in held else parameter
     return found
 

@@ -1,4 +1,4 @@
-"""Redistribution of shards from one layout to another."""
+"""Redistributes shards from one layout to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient reducer: means of gradients over all ranks, in full or partitioned (ZeRO-1).
+"""Reduces gradients to means over all ranks, in full or partitioned (ZeRO-1).
 
 The classes here describe how the ranks average gradients, for `parallelize(..., gradients=)`:
 

@@ -23,10 +23,10 @@ _FEW = 64
 
 
 class _Alias(NamedTuple):
-    """A part of a leaf.
+    """Tensor that shares memory with a part of a leaf.
 
     Attributes:
-        part: shares the leaf's memory, but is no view of the leaf for autograd.
+        part: shares the leaf's memory, but is not a view of the leaf for autograd.
         leaf: the leaf.
         index: of the part in the leaf; `None` for the full leaf.
         made: makes the part again, with a graph that leads to the leaf's current state.

@@ -25,6 +25,11 @@ def make_buckets(leaves: Sequence[Leaf], transport: Transport, form: Form) -> li
     """Makes buckets, in the order in which backward completes them: last parameters first.
 
     Small parameters share buckets, even across large ones, which are sent alone.
+
+    Args:
+        leaves: the parameters of a lane, in the order of the model.
+        transport: the ranks over which partitioned buckets are cut.
+        form: says how the gradients are averaged.
     """
     made: list[tuple[int, bool, list[Leaf]]] = []  # when complete, kind, contents
     open_: dict[tuple[object, ...], tuple[list[Leaf], list[int]]] = {}

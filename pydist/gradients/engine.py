@@ -1,4 +1,4 @@
-"""torch's autograd engine, extended to notify reducers when a backward pass starts and ends.
+"""Extends torch's autograd engine to notify reducers when a backward pass starts and ends.
 
 `run_backward` of torch's engine is the only entry of backward passes that Python starts. It is
 private; torch has no public API that reports their start, their roots and their failure.
@@ -48,7 +48,7 @@ def led_out(mesh: Mesh, sizes: GroupSizes) -> None:
 
 
 class _Next(threading.local):
-    """Properties of the next pass of a thread.
+    """Properties that the next pass of a thread will have.
 
     Attributes:
         histories: of the sharded tensors that are roots of the pass.

@@ -62,7 +62,14 @@ def mark_whole(tensor: Tensor) -> None:
 
 
 def mean_of(grad: Tensor, mesh: Mesh, axes: tuple[str, ...], weight: float) -> Tensor:
-    """Averages a parameter's gradient over the ranks along `axes`. Collective, differentiable."""
+    """Averages a parameter's gradient over the ranks along `axes`. Collective, differentiable.
+
+    Args:
+        grad: the gradient, in the parameter's shape.
+        mesh: the mesh.
+        axes: names of its axes.
+        weight: of this rank's gradient.
+    """
     mean = mean_ranks(grad, mesh, axes, "gradients", weight)
     if torch.is_grad_enabled():
         mark(mean, mesh, NOTHING)

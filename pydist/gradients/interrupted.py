@@ -1,7 +1,7 @@
 """Gradients after a backward that raised, whose error a script may catch.
 
-Accumulated gradients stay, as in torch, and are reduced together with those of the next backward,
-as after `no_sync`. Some messages may already be in flight, and other ranks may have sent fewer. So
+Accumulated gradients stay, as in torch, and are reduced together with the next backward's, as
+after `no_sync`. Some messages may already be in flight, and other ranks may have sent fewer. So
 at first no rank waits. The next backward on all ranks completes the messages (`settle`), and adds
 their means to the gradients that the script has not cleared.
 """

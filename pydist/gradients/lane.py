@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Lane:
-    """Parameters whose gradients are sent together: those of a model, or those found later.
+    """Parameters whose gradients are sent together: of a model, or found later.
 
     Each lane has a separate transport, so a backward that uses one of two models sends that model's
     gradients as soon as they are complete. The parameters of a lane and their order are the same on

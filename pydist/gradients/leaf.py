@@ -1,4 +1,4 @@
-"""Parameters as members of the reducer, and their hooks."""
+"""Describes parameters as members of the reducer, and sets their hooks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Averaging(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the reducer."""
+        """Mesh that the reducer belongs to."""
 
     def before(self, leaf: Leaf, grad: Tensor | None) -> Tensor | None:
         """Handles a gradient that arrives at a parameter."""
@@ -277,7 +277,7 @@ def _after_accumulation(leaf: Leaf, parameter: Tensor) -> None:
 
 
 class _Hooks(OrderedDict[int, _Hook]):
-    """A parameter's hooks of one kind: the reducer's first, then those of users.
+    """Hooks of one kind that a parameter has: the reducer's first, then those of users.
 
     It replaces torch's dict, so that users' hooks can wait for the mean. Handles of hooks that were
     registered before still refer to the earlier dict, which is kept.

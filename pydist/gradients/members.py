@@ -1,4 +1,4 @@
-"""Registration of parameters with the reducer, where sharded tensors meet plain ones."""
+"""Registers parameters with the reducer, where sharded tensors meet plain ones."""
 
 from __future__ import annotations
 

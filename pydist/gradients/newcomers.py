@@ -1,4 +1,4 @@
-"""Comparisons between ranks of parameters new to the reducer, and of plain tensors used as such."""
+"""Compares ranks' new members of the reducer, and their plain tensors used as parameters."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def refuse_parting(world: Transport, tensors: Sequence[Tensor]) -> None:
 
     Args:
         world: connects all ranks.
-        tensors: stepped leaves that are no parameters, with gradients of their own sample group.
+        tensors: stepped leaves that are not parameters, with gradients of their own sample group.
 
     Raises:
         UsageError: a tensor is equal in all groups and its gradient is not; on all ranks.

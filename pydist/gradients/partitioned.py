@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Family:
-    """The partitioned gradients of one backward, in the same order on all ranks."""
+    """Partitioned gradients that one backward has made, in the same order on all ranks."""
 
     def __init__(self, transport: Transport) -> None:
         """Starts an empty family; `transport` connects the ranks that have the parts."""

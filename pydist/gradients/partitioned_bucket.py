@@ -25,7 +25,7 @@ _ALIGNMENT = 16
 
 
 class Part(NamedTuple):
-    """The parts of a parameter, in elements of its memory."""
+    """Parts into which a parameter is divided, in elements of its memory."""
 
     start: int
     stop: int
@@ -81,13 +81,13 @@ class PartitionedBucket(Bucket):
         self._send(self._row)
 
     def start_blank(self) -> None:
-        """See `Bucket.start_blank`."""
+        """Sends zeros, as other ranks have begun their message; see `Bucket.start_blank`."""
         kind = self.leaves[0].kind
         self._row = torch.zeros(self._elements(), dtype=kind.dtype, device=kind.device)
         self._send(self._row)
 
     def release(self) -> bool:
-        """See `Bucket.release`."""
+        """Frees full gradients that have reached their owners; see `Bucket.release`."""
         if self._work is None or not self._work.done():
             return False
         self._work.wait()  # returns immediately, and frees the memory
@@ -103,7 +103,7 @@ class PartitionedBucket(Bucket):
         return True
 
     def has_gradient(self, leaf: Leaf) -> bool:
-        """See `Bucket.has_gradient`."""
+        """Returns whether this rank has or had the gradient; see `Bucket.has_gradient`."""
         return leaf.key in self._released or super().has_gradient(leaf)
 
     def finish(self, family: Family, exists: Callable[[Leaf], bool]) -> None:
@@ -128,7 +128,7 @@ class PartitionedBucket(Bucket):
         self._forget()
 
     def interrupt(self) -> None:
-        """See `Bucket.interrupt`; puts earlier gradients back, which the caller may clear."""
+        """Puts earlier gradients back, which the caller may clear; see `Bucket.interrupt`."""
         family = Family(self.transport)
         for leaf, part in self.parts():
             parameter = leaf.parameter()
@@ -151,7 +151,7 @@ class PartitionedBucket(Bucket):
         self._released.clear()
 
     def remnant(self, leaf: Leaf) -> Remnant:
-        """See `Bucket.remnant`."""
+        """Returns the location of this rank's part of a gradient; see `Bucket.remnant`."""
         parameter = leaf.parameter()
         grad = None if parameter is None else parameter.grad
         if not isinstance(grad, PartitionedGradient):
@@ -161,7 +161,7 @@ class PartitionedBucket(Bucket):
         return Remnant.NONE if grad.pending is None else Remnant.HERE
 
     def resume(self, family: Family, remnants: Mapping[Leaf, Remnant]) -> None:
-        """See `Bucket.resume`."""
+        """Adds the mean of an interrupted message to the gradients; see `Bucket.resume`."""
         if self._work is None:
             return
         self._work.wait()
@@ -178,7 +178,7 @@ class PartitionedBucket(Bucket):
         self._forget()
 
     def abandon(self, *, wait: bool = True) -> None:
-        """See `Bucket.abandon`."""
+        """Drops messages in flight and the gradients in them; see `Bucket.abandon`."""
         super().abandon(wait=wait)
         self._forget()
 

@@ -1,4 +1,4 @@
-"""The places of parameters' gradients in a row of a bucket."""
+"""Places the gradients of parameters in a row of a bucket."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Reducer:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the reducer."""
+        """Mesh that the reducer belongs to."""
         mesh = self._mesh()
         assert mesh is not None
         return mesh
@@ -273,7 +273,7 @@ class Reducer:
             interrupt(self.lanes, run.added)
 
     def expect_end_of_backward(self) -> None:
-        """Queues, once, a callback of the engine for the end of the running backward.
+        """Queues a callback of the engine, once, for the end of the running backward.
 
         Called by every exchange's backward, since a rank without work may reach no parameter.
         """
@@ -291,7 +291,7 @@ class Reducer:
 
     @property
     def weight(self) -> float:
-        """The weight of this rank's sample group in the running pass."""
+        """Weight that this rank's sample group has in the running pass."""
         return self._runs[-1].weight if self._runs else 1.0
 
     def before(self, leaf: Leaf, grad: Tensor | None) -> Tensor | None:

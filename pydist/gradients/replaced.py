@@ -1,4 +1,4 @@
-"""Plain tensors used as parameters: fast weights, `functional_call`, lists of weights.
+"""Handles plain tensors used as parameters: fast weights, `functional_call`, lists of weights.
 
 They are equal on all ranks, so their gradient is the mean over the sample groups, like a
 parameter's, and over the ranks of a group if they were used on shards. Any other plain tensor is
@@ -35,7 +35,7 @@ def is_noted(tensor: Tensor) -> bool:
 
 
 def note(weight: Tensor, reducer: Reducer) -> None:
-    """Records that a plain tensor with a gradient, which is no parameter, is used as one.
+    """Records that a plain tensor with a gradient, which is not a parameter, is used as one.
 
     With several sample groups, a leaf gets the mean in every backward pass. A computed tensor gets
     the mean only if a program requests its gradient; see `means`. Otherwise its gradient just flows

@@ -1,4 +1,4 @@
-"""Tensors as rows of elements, in the order of memory."""
+"""Views tensors as rows of elements, in the order of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Run`, the reducer's state of one run of torch's engine."""
+"""Defines `Run`, the reducer's state of one run of torch's engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run of torch's engine over a graph with members or sharded tensors.
+    """Run that torch's engine makes over a graph with members or sharded tensors.
 
     Args:
         mesh: the mesh.
@@ -39,5 +39,5 @@ class Run:
 
     @property
     def weight(self) -> float:
-        """The weight of this rank's sample group."""
+        """Weight that this rank's sample group has."""
         return 1.0 if self._weights is None else self._weights.weight(self._roots, self._sizes)

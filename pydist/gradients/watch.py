@@ -25,7 +25,7 @@ _installed: list[object] = []
 
 
 def note_plain(tensor: Tensor, mesh: Mesh) -> None:
-    """Records a leaf that is no parameter, which therefore is data of its sample group."""
+    """Records a leaf that is not a parameter, which therefore is data of its sample group."""
     if mesh.data_size > 1:
         _meshes[tensor] = weakref.ref(mesh)
 

@@ -1,4 +1,4 @@
-"""Prediction of volumes with trained networks across ranks, and export to plain torch."""
+"""Predicts volumes with trained networks across ranks, and exports networks to plain torch."""
 
 from __future__ import annotations
 

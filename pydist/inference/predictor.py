@@ -34,7 +34,7 @@ from pydist.train.tasks.factory import first_of
 
 @dataclass(frozen=True)
 class Sliding:
-    """Options of prediction by sliding windows, with MONAI's `sliding_window_inference`.
+    """Options that define a prediction by sliding windows (MONAI's `sliding_window_inference`).
 
     For volumes whose activations do not fit into memory. A window has no context beyond its border,
     so results differ from those of the full volume.
@@ -119,7 +119,7 @@ class Predictor:
 
     @property
     def grid(self) -> GridOptions:
-        """The grid to which volumes are resampled: that of the training data."""
+        """The training data's grid, to which volumes are resampled."""
         record = self._manifest.origin.get("grid")
         grid = GridOptions() if record is None else grid_options(record)
         return replace(grid, multiple=math.lcm(grid.multiple, self._multiple))
@@ -167,7 +167,7 @@ class Predictor:
 
         Raises:
             DataError: a wrong number of channels, or values that do not fit or are not finite.
-            UsageError: the image is no array.
+            UsageError: the image is not an array.
         """
         return self._predict(image, "the image")
 

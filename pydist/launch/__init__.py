@@ -1,4 +1,4 @@
-"""The launcher: starts ranks with or without MPI, watches them, ends them all when one fails.
+"""Launches jobs: starts ranks with or without MPI, watches them, ends all when one fails.
 
 Nothing in this package imports torch, so that `pydist run` starts quickly.
 """

@@ -1,4 +1,4 @@
-"""`python -m pydist.launch N MPI SCRIPT [ARGUMENT ...]` launches as `pydist run`, for scripts."""
+"""Launches a script as `pydist run` does: `python -m pydist.launch N MPI SCRIPT [ARGUMENT ...]`."""
 
 from __future__ import annotations
 

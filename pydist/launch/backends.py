@@ -26,7 +26,7 @@ _SESSION_PARENT = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 
 @dataclass(frozen=True)
 class Backend:
-    """Method of starting ranks.
+    """Method by which pydist starts ranks.
 
     Attributes:
         name: one of `NAMES`; "gloo" has no launcher of its own: pydist starts the processes.

@@ -1,4 +1,4 @@
-"""The state of ranks of other machines, for the report of a hang.
+"""Tracks the state of ranks of other machines, for the report of a hang.
 
 A watchdog sees only the ranks of its own machine. So a rank that has waited for half of the limit
 writes to the job's store in which call it waits, and clears the entry when it continues. The report
@@ -32,7 +32,7 @@ _MOST = 32
 
 @dataclass(frozen=True)
 class Place:
-    """Place where a rank runs.
+    """Machine and process that run a rank.
 
     Attributes:
         host: name of its machine.

@@ -1,4 +1,4 @@
-"""Handling of a failed rank: it reports the error, once for the job, and ends all ranks.
+"""Handles a failed rank: reports the error, once for the job, and ends all ranks.
 
 A rank that merely ended would leave the others waiting for its messages: plain `mpirun` hangs.
 """
@@ -53,7 +53,7 @@ class _Guard:
         self.claim: Callable[[int], bool] | None = None
         self.say: Callable[[str], object] = _to_stderr
         self.abort: Callable[[int], object] | None = None
-        self.process = 0  # the process that has installed the hooks; a fork of it is no rank
+        self.process = 0  # the process that has installed the hooks; a fork of it is not a rank
         self.lock = threading.Lock()
 
     def end_job(self, code: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The end of processes that a rank has forked: they are no ranks.
+"""The end of processes that a rank has forked: they are not ranks.
 
 The exit functions of a rank, such as leaving MPI or the process group, would wait for other ranks
 forever in a fork. Nor can a fork end as the interpreter does: the libraries of MPI and gloo wait
@@ -52,5 +52,5 @@ def _forked() -> None:
 
 
 def _end_of_fork() -> None:
-    # Set where the interpreter has printed an error that nobody caught.
+    # Set where the interpreter has printed an error that nothing caught.
     end(1 if getattr(sys, "last_value", None) is not None else 0)

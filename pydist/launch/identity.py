@@ -15,7 +15,7 @@ from pydist.errors import UsageError
 
 @dataclass(frozen=True)
 class Identity:
-    """Place of this process in the job.
+    """Place that this process has in the job.
 
     Attributes:
         launcher: "openmpi", "mpich", "torchrun", "slurm", or "pydist" for ranks that pydist starts
@@ -54,7 +54,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Identity | None:
         environment: the variables to read.
 
     Raises:
-        UsageError: the variables are no numbers, or inconsistent.
+        UsageError: the variables are not numbers, or inconsistent.
     """
     for launcher, (rank, size, local_rank, local_size) in _VARIABLES.items():
         if rank in environment and size in environment:

@@ -71,7 +71,7 @@ def sweep(folders: tuple[Path, ...] | None = None) -> None:
     """Removes files that dead jobs of this user have left, and none that a live process may use.
 
     Args:
-        folders: the folders of private directories; by default those of `private_directory`.
+        folders: the folders of private directories; by default as for `private_directory`.
     """
     for folder in folders or {_parent(), Path(tempfile.gettempdir()), _SHARED}:
         with contextlib.suppress(OSError):
@@ -139,7 +139,7 @@ def _known(place: str) -> Path | None:
 
 
 def _is_mine(path: Path) -> bool:
-    """Returns whether a path belongs to this user and is no link."""
+    """Returns whether a path belongs to this user and is not a link."""
     with contextlib.suppress(OSError):
         return path.lstat().st_uid == os.geteuid() and not path.is_symlink()
     return False

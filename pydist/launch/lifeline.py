@@ -23,7 +23,7 @@ ORPHANED = 143
 
 
 class Lifeline:
-    """Rank's end of the connection."""
+    """Connection that a rank has to the `pydist run` that started it."""
 
     current: ClassVar[Lifeline | None] = None
     """The connection of this process, if it has one."""

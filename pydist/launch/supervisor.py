@@ -93,7 +93,7 @@ def launch(
 
 @dataclass
 class _Rank:
-    """State of one rank in the launcher."""
+    """State that one rank has in the launcher."""
 
     rank: int
     pid: int
@@ -106,7 +106,7 @@ class _Rank:
 
 @dataclass
 class _Verdict:
-    """Reason why the job ends: the first failure."""
+    """Reason why the job ends, which is the first failure."""
 
     code: int
     asked: bool = False

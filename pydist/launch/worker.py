@@ -1,4 +1,4 @@
-"""The entry point of each rank: connects to the launcher, installs hooks, runs the program.
+"""Starts each rank: connects to the launcher, installs hooks, runs the program.
 
 Its arguments are the script, or "-m" and the module, and the program's arguments.
 """

@@ -1,4 +1,4 @@
-"""Reference networks in plain `torch.nn`, without parallelism."""
+"""Defines reference networks in plain `torch.nn`, without parallelism."""
 
 from __future__ import annotations
 

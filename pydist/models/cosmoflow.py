@@ -1,4 +1,4 @@
-"""CosmoFlow: predicts cosmological parameters from a universe, a cube of particle counts.
+"""Defines CosmoFlow, which predicts cosmological parameters from a cube of particle counts.
 
 Two networks have that name. "paper" is that of Oyama et al. (2021), "The Case for Strong Scaling in
 Deep Learning: Training Large 3D CNNs With Hybrid Parallelism", as its authors published it in
@@ -33,7 +33,7 @@ _MLPERF_HIDDEN = (128, 64)
 
 
 class ScaledTanh(nn.Module):
-    """Activation `scale * tanh(x)`, a bound slightly beyond the targets' range of -1 to 1."""
+    """Activation `scale * tanh(x)`, whose bound is slightly beyond the targets' [-1, 1]."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class ScaledTanh(nn.Module):
 
 
 class CosmoFlow(nn.Module):
-    """CosmoFlow network.
+    """CosmoFlow, which predicts cosmological parameters from a cube of matter densities.
 
     Args:
         width: edge of the input cube in voxels: 32, 64, 128, 256 or 512.

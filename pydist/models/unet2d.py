@@ -1,4 +1,4 @@
-"""2D U-Net: predicts the class of each pixel of an image.
+"""Defines the 2-D U-Net, which predicts the class of each pixel of an image.
 
 The network of Ronneberger et al. (2015), "U-Net: Convolutional Networks for Biomedical Image
 Segmentation", with "same" padding instead of cropped skips, so that input and output have the same
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class UNet2d(nn.Module):
-    """2D U-Net.
+    """U-Net that segments 2-D images.
 
     Each level down has two convolutions (3²), each with a norm and ReLU, then max pooling by 2.
     Each level up has a transposed convolution (2², stride 2) that halves the channels,
@@ -68,7 +68,7 @@ class UNet2d(nn.Module):
 
     @property
     def multiple(self) -> int:
-        """Required divisor of every extent of the input."""
+        """Number that must divide every extent of the input."""
         return 1 << self.levels
 
     def reset_parameters(self) -> None:

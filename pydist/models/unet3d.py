@@ -1,4 +1,4 @@
-"""3D U-Net: predicts the class of each voxel of a volume.
+"""Defines the 3-D U-Net, which predicts the class of each voxel of a volume.
 
 The network of Çiçek et al. (2016), "3D U-Net: Learning Dense Volumetric Segmentation from Sparse
 Annotation", as the authors of Oyama et al. (2021) built it in LBANN: "same" padding instead of
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class UNet3d(nn.Module):
-    """3D U-Net.
+    """U-Net that segments 3-D volumes.
 
     Each level down has two convolutions (3³, no bias; the first has half the channels), each with
     batch norm and ReLU, then max pooling by 2. Each level up has a transposed convolution (2³,
@@ -64,7 +64,7 @@ class UNet3d(nn.Module):
 
     @property
     def multiple(self) -> int:
-        """Required divisor of every extent of the input."""
+        """Number that must divide every extent of the input."""
         return 1 << self.levels
 
     def reset_parameters(self) -> None:

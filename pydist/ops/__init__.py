@@ -1,4 +1,4 @@
-"""Handlers of torch calls on sharded tensors, one package per family of operators.
+"""Handles torch calls on sharded tensors, in one package per family of operators.
 
 A new operator goes into the module of its family: a function with torch's signature, decorated
 with `pydist.tensor.implements`. Modules that register handlers are imported here. Code that

@@ -1,4 +1,4 @@
-"""Attributes of sharded tensors, conversions to Python values, and autograd's entry points."""
+"""Handles attributes of sharded tensors, conversions to Python values, and autograd's calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split of channels over the ranks along the mesh's channel axis.
+"""Splits channels over the ranks along the mesh's channel axis.
 
 Layers with weights take turns. An output-split layer computes a part of its output channels on each
 rank, from all input channels; its backward sums dL/dx over the ranks. An input-split layer computes

@@ -1,4 +1,4 @@
-"""Small constant tensors of plans, with a cached copy per device."""
+"""Keeps small constant tensors of plans, with a cached copy per device."""
 
 from __future__ import annotations
 

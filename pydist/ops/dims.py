@@ -1,4 +1,4 @@
-"""Normalization of dim arguments: negative dims, NumPy's names, and varargs."""
+"""Normalizes dim arguments: negative dims, NumPy's names, and varargs."""
 
 from __future__ import annotations
 

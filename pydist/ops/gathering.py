@@ -1,4 +1,4 @@
-"""Gathering of a box of a tensor on each rank: the general path of stencil operations."""
+"""Gathers a box of a tensor on each rank: the general path of stencil operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BoxGatherer:
         self._exchangers: dict[bool, Exchanger] = {}
 
     def __call__(self, local: Tensor, channels_last: bool = False) -> Tensor:
-        """Returns this rank's box, gathered from its shard and those of other ranks.
+        """Returns this rank's box, gathered from its shard and the shards of other ranks.
 
         Args:
             local: the shard.

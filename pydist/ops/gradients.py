@@ -1,4 +1,4 @@
-"""Calls on lists of gradients, plain ones and those of sharded weights.
+"""Handles calls on lists of gradients, both plain and of sharded weights.
 
 `GradScaler` makes one, clipping and `zero_grad` make others with `foreach=True`; by default torch
 makes those for plain tensors only.

@@ -1,4 +1,4 @@
-"""Full backward hooks of modules on sharded tensors.
+"""Runs full backward hooks of modules on sharded tensors.
 
 torch's `BackwardHook._apply_on_tensors` applies an `autograd.Function` to a module's inputs and
 outputs, which bypasses torch's overrides. The patch here passes it the shards, and passes sharded

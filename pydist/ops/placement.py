@@ -23,13 +23,13 @@ MESSAGE_S = 5e-6
 BYTE_S = 1 / 4e9
 FLOP_S = 1 / 20e9
 ELEMENT_BYTES = 4
-# A layer with thin blocks is rarely the last: so many layers share the cost of moving.
+# A layer with thin blocks is rarely the last: this many layers share the cost of moving.
 LAYERS = 3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Cost of a window operation: window, channels, flops per output element, weight elements."""
+    """Facts that a window operation's cost depends on, such as its flops per output element."""
 
     window: Window
     out_channels: int

@@ -1,4 +1,4 @@
-"""Geometry of convolution and pooling: each rank's outputs, and the inputs they need."""
+"""Computes the geometry of convolution and pooling: each rank's outputs, and their inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pydist.tensor import ShardedTensor, local_of
 
 @dataclass(frozen=True)
 class Window:
-    """Kernel, stride, dilation and padding (before, after) of every spatial dim."""
+    """Window that a convolution or pool applies, with its geometry in every spatial dim."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -186,7 +186,7 @@ class WindowPlan:
 
 
 class Exchanges:
-    """Halo exchanges of a window operation: of its input, and of dL/dy.
+    """Halo exchanges that a window operation needs: of its input, and of dL/dy.
 
     Attributes:
         halo: exchanges slabs of the input.

@@ -1,6 +1,6 @@
-"""Additions to torch's optimizers: LARS and LAMB, ZeRO-1 (partitioned steps), and schedules.
+"""Extends torch's optimizers: LARS and LAMB, ZeRO-1 (partitioned steps), and schedules.
 
-And the state of compressed gradients (`pydist.gradients`).
+It also manages the state of compressed gradients (`pydist.gradients`).
 """
 
 from __future__ import annotations

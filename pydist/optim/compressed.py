@@ -1,4 +1,4 @@
-"""Functions for models with compressed gradients: state, scale of the loss, average parameters."""
+"""Manages models with compressed gradients: state, scale of the loss, average parameters."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def average_parameters(
         model: the parallelized model.
         optimizer: its optimizer, whose state (of floating-point tensors with dims) is averaged as
             well.
-        always: whether to average at once, for example before a validation, if groups differ.
+        always: whether to average now, for example before a validation, if groups differ.
 
     Returns:
         Whether it has averaged, the same on all ranks.

@@ -27,7 +27,7 @@ def is_vector(parameter: Tensor) -> bool:
 class LayerwiseOptimizer(Optimizer):
     """An optimizer that scales the step of each parameter by its trust ratio.
 
-    Parameters that `exclude` names, by default biases and those of norms, form groups of their own,
+    Parameters that `exclude` names, by default biases and norms' weights, form groups of their own,
     with ``adapt`` and ``weight_decay`` off: their ratio is 1. The ratio is 1 as well where one of
     the two norms is 0. Norms are formed in float32, or in float64 for parameters of that type.
 
@@ -140,21 +140,34 @@ class LayerwiseOptimizer(Optimizer):
         return loss
 
     def ratios(self, group: Group, weights: Tensor, lengths: Tensor) -> Tensor:
-        """Returns trust ratios [P], from norms of parameters and of their directions."""
+        """Returns trust ratios [P], from norms of parameters and of their directions.
+
+        Args:
+            group: the parameter group, with its settings.
+            weights: norms of the parameters, [P].
+            lengths: norms of their directions, [P].
+        """
         found = self._ratio(group, weights, lengths)
         return torch.where((weights > 0) & (lengths > 0), found, 1.0)
 
     def record(
         self, parameters: Sequence[Tensor], weights: Tensor, lengths: Tensor, ratios: Tensor
     ) -> None:
-        """Records norms and ratios [P], if wanted."""
+        """Records norms and ratios [P], if wanted.
+
+        Args:
+            parameters: P parameters.
+            weights: their norms, [P].
+            lengths: norms of their directions, [P].
+            ratios: trust ratios, [P].
+        """
         if self.recorded is not None:
             rows = torch.stack([weights, lengths, ratios], 1).double()
             self.recorded |= {id(p): row for p, row in zip(parameters, rows, strict=True)}
 
     @abstractmethod
     def _directions(self, group: Group, parameters: list[Tensor]) -> list[Tensor]:
-        """Returns the tensors whose norms are compared with those of the parameters."""
+        """Returns the tensors whose norms are compared with the norms of the parameters."""
 
     @abstractmethod
     def _ratio(self, group: Group, weights: Tensor, lengths: Tensor) -> Tensor:
@@ -193,7 +206,7 @@ class LayerwiseOptimizer(Optimizer):
 
 
 class LARS(LayerwiseOptimizer):
-    """Layer-wise adaptive rate scaling, for SGD with momentum on large batches.
+    """LARS, which scales the rate of each layer, for SGD with momentum on large batches.
 
     A parameter w with gradient g is stepped with the trust ratio r = η |w| / (|g| + β |w| + eps)::
 
@@ -277,7 +290,7 @@ class LARS(LayerwiseOptimizer):
 
 
 class LAMB(LayerwiseOptimizer):
-    """Layer-wise adaptive moments: Adam's step with decay, scaled by |w| over its norm.
+    """LAMB, which scales Adam's step with decay in each layer by |w| over the step's norm.
 
     With Adam's bias-corrected moments m and v, r = m / (√v + eps) + β w, and w changes by
     -lr |w| / |r| r.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class NoiseScale:
-    """Running estimate of the gradient noise scale B = tr(Σ) / |G|².
+    """Running estimate that tracks the gradient noise scale B = tr(Σ) / |G|².
 
     G is the gradient of the whole data set, and Σ the covariance of the gradients of single
     samples. A step's batch of N samples in P parts gives unbiased estimates of both: with part i of
@@ -56,17 +56,23 @@ class NoiseScale:
 
     @property
     def noise(self) -> float:
-        """Estimate of tr(Σ); NaN before the first measurement."""
+        """Estimate of tr(Σ), which is NaN before the first measurement."""
         return self._noise / self._weight if self._weight else math.nan
 
     @property
     def signal(self) -> float:
-        """Estimate of |G|², below 0 where noise hides it; NaN before the first measurement."""
+        """Estimate of |G|², which is below 0 where noise hides it.
+
+        It is NaN before the first measurement.
+        """
         return self._signal / self._weight if self._weight else math.nan
 
     @property
     def value(self) -> float:
-        """Estimate of B in samples; infinity where noise hides the gradient, NaN without any."""
+        """Estimate of B in samples, which is infinity where noise hides the gradient.
+
+        It is NaN before the first measurement.
+        """
         if not self._weight:
             return math.nan
         return max(self.noise, 0.0) / self.signal if self.signal > 0 else math.inf

@@ -1,4 +1,4 @@
-"""The partitioned optimizer (ZeRO-1): each rank steps its own part of the parameters."""
+"""Partitions an optimizer (ZeRO-1): each rank steps its own part of the parameters."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def gather_gradients(model: nn.Module) -> None:
 
 
 class ShardedOptimizer(Optimizer):
-    """An optimizer of torch, applied by each rank to its own part of the parameters.
+    """Optimizer of torch that each rank applies to its own part of the parameters (ZeRO-1).
 
     See `sharded`. It shares the parameter groups of the wrapped optimizer; their settings may be
     changed on either. Parameters that the model does not have, or that are not dense in memory, are
@@ -129,7 +129,7 @@ class ShardedOptimizer(Optimizer):
         raise NotSupported("copying or pickling a partitioned optimizer: use state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`; on all ranks."""
+        """Adds a group, on all ranks, and partitions its gradients; see `torch.optim.Optimizer`."""
         if self._source is None:  # the base class adds the optimizer's groups
             super().add_param_group(param_group)
             return
@@ -349,7 +349,7 @@ class _Norms:
         """The parameters, by the ids of this rank's parts."""
 
     def __call__(self, parts: Sequence[Tensor], squares: Tensor) -> Tensor:
-        """Returns the sums for whole parameters, from those of this rank's parts."""
+        """Returns the sums for whole parameters, from the sums for this rank's parts."""
         places = [self._places[id(self.parts[id(part)])] for part in parts]
         self._all[:, places] = squares
         self.finish()

@@ -39,12 +39,12 @@ class SampleLR(LRScheduler):
         """
         if self.last_epoch >= 0:  # torch's constructor calls this once before
             self.samples += samples
-            # A first step that `GradScaler` skips after an overflow is no mistake to warn of.
+            # A first step that `GradScaler` skips after an overflow is not a mistake to warn of.
             self.optimizer.__dict__["_opt_called"] = True
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `torch.optim.lr_scheduler.LRScheduler`."""
+        """Returns the state without the factor; see `torch.optim.lr_scheduler.LRScheduler`."""
         state: dict[str, Any] = super().state_dict()
         return {name: value for name, value in state.items() if name != "_factor"}
 

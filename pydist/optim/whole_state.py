@@ -1,4 +1,4 @@
-"""Gathering of the full state of a partitioned optimizer."""
+"""Gathers the full state of a partitioned optimizer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def gather_state(
 
 
 def _describe(state: State, part: Tensor) -> dict[str, tuple[str, str, Any]]:
-    """Describes a rank's state of one parameter, with the values that are no parts."""
+    """Describes a rank's state of one parameter, with the values that are not parts."""
     described = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):

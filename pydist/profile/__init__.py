@@ -1,4 +1,4 @@
-"""The profiler: time of a training step by layer and part, as a table and as a trace.
+"""Profiles a training step by layer and part, as a table and as a trace.
 
 `Profiler` measures any training loop; `pydist profile` measures configured runs.
 """

@@ -1,6 +1,6 @@
-"""Device times of a rank's spans, from events around them, converted to the host's clock.
+"""Times a rank's spans on its device, by events around them, in the host's clock.
 
-The host only enqueues work, so its own times are those of enqueueing. This module records an event
+The host only enqueues work, so its own times are times of enqueueing. This module records an event
 on the current stream when a span begins and another when it ends. It reads them when the device has
 reached them, without waiting before the end of the profile, and aligns them to the host's clock by
 one event that it waits for at the start. Idle time of the device within a span counts for the span:
@@ -30,7 +30,7 @@ MAIN_STREAM = 1
 
 @dataclass(slots=True)
 class Mark:
-    """Point in the work of a stream, and the anchor before it."""
+    """Point that the work of a stream has reached, and the anchor before it."""
 
     event: Any
     stream: int
@@ -50,7 +50,7 @@ class DeviceSpan:
 
 
 class DeviceClock:
-    """Clock of one rank's spans on its device.
+    """Clock that times one rank's spans on its device.
 
     Args:
         device: the device; the constructor and `finish` wait for it.
@@ -121,7 +121,13 @@ class DeviceClock:
         return None if recorded is None else Mark(*recorded, len(self._anchors) - 1)
 
     def flight(self, layer: str, start: Mark | None, stream: int | None) -> None:
-        """Records a halo in flight from `start` until the work of `stream` so far is done."""
+        """Records a halo in flight from `start` until the work of `stream` so far is done.
+
+        Args:
+            layer: path of the module that the halo belongs to.
+            start: where it was posted; `None` while a graph is captured.
+            stream: of the messages; `None` for the current one.
+        """
         stop = self.mark(stream)
         if start is not None and stop is not None:
             span = DeviceSpan(None, start, IN_FLIGHT, layer, in_backward())

@@ -1,4 +1,4 @@
-"""The device interface of the profiler: events on streams, and ranges for tracing tools."""
+"""Defines the profiler's device: events on streams, and ranges for tracing tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Device(Protocol):
-    """Device with streams and timed events, such as `CudaDevice`."""
+    """Device that has streams and timed events, such as `CudaDevice`."""
 
     def record(self, stream: int | None = None) -> tuple[Any, int] | None:
         """Records an event after the work enqueued on a stream so far.
@@ -50,14 +50,14 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """CUDA device with timed events, and NVTX ranges for Nsight Systems."""
+    """CUDA device that times events, and opens NVTX ranges for Nsight Systems."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[torch.cuda.Event] = []
 
     def record(self, stream: int | None = None) -> tuple[torch.cuda.Event, int] | None:
-        """See `Device.record`."""
+        """Records an event after the work of a stream; see `Device.record`."""
         if torch.cuda.is_current_stream_capturing():
             return None
         if stream is None:
@@ -69,27 +69,27 @@ class CudaDevice:
         return event, int(queue.cuda_stream)
 
     def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        """See `Device.seconds`; the resolution is half a microsecond."""
+        """Returns the seconds between two events, to half a microsecond; see `Device.seconds`."""
         return float(start.elapsed_time(stop)) / 1e3
 
     def reached(self, event: torch.cuda.Event) -> bool:
-        """See `Device.reached`."""
+        """Returns whether the device has reached an event; see `Device.reached`."""
         return bool(event.query())
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """See `Device.wait`."""
+        """Waits until the device has reached an event; see `Device.wait`."""
         event.synchronize()
 
     def free(self, event: torch.cuda.Event) -> None:
-        """See `Device.free`."""
+        """Keeps an event for reuse; see `Device.free`."""
         self._free.append(event)
 
     def push(self, name: str) -> None:
-        """See `Device.push`."""
+        """Opens an NVTX range; see `Device.push`."""
         torch.cuda.nvtx.range_push(name)
 
     def pop(self) -> None:
-        """See `Device.pop`."""
+        """Closes the innermost NVTX range; see `Device.pop`."""
         torch.cuda.nvtx.range_pop()
 
 

@@ -1,4 +1,4 @@
-"""Gathering of the spans of all ranks to rank 0, in one clock."""
+"""Gathers the spans of all ranks on rank 0, in one clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROUNDS = 9
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans in one clock."""
+    """Spans that are measured in one clock."""
 
     bounds: Sequence[float]
     """Times at which steps begin and end: one more than steps."""
@@ -31,7 +31,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class RankSpans:
-    """Spans of one rank, or of its device, in the measured steps."""
+    """Spans that one rank, or its device, has in the measured steps."""
 
     rank: int
     layers: list[str]
@@ -44,7 +44,7 @@ class RankSpans:
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
+        """Number of steps that were measured."""
         return len(self.bounds) - 1
 
 

@@ -1,4 +1,4 @@
-"""The profiler: measures the steps of any training loop."""
+"""Measures the steps of any training loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Profiler:
-    """Profiler of the steps of a training loop, on all ranks of a mesh.
+    """Profiler that measures the steps of a training loop, on all ranks of a mesh.
 
         with pydist.profile.Profiler(mesh, model) as profiler:
             for batch in loader:
@@ -123,7 +123,7 @@ class Profiler:
 
     @property
     def ranks(self) -> list[RankSpans]:
-        """The spans of each rank, on rank 0; empty elsewhere.
+        """Spans that each rank has recorded, on rank 0; empty elsewhere.
 
         Raises:
             UsageError: the block has not ended, or contained no step after the warm-up.

@@ -1,4 +1,4 @@
-"""The recorder of one rank's spans."""
+"""Records one rank's spans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydist.timers import Arriving
 
 
 class Flight(NamedTuple):
-    """Halo in flight."""
+    """Halo that is in flight between `launch` and its arrival."""
 
     layer: str
     posted: float

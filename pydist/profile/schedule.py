@@ -1,4 +1,4 @@
-"""The schedule of a network in stages: as it ran, and the ideal one with the same passes.
+"""Draws the schedule of a network in stages: as it ran, and the ideal one with equal passes.
 
 Passes are the spans of part "pass", whose label names their stage and sample group; a rank waits
 in the spans of part "transfer" within them.
@@ -55,7 +55,7 @@ class Bar(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
+        """Seconds that the bar lasts."""
         return self.stop - self.start
 
 
@@ -78,7 +78,7 @@ class _Pass(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """Its seconds without waiting."""
+        """Seconds that the pass lasts, without those in which it waits."""
         return self.stop - self.start - sum(b - a for a, b in self.waits)
 
 

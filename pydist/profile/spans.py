@@ -1,4 +1,4 @@
-"""The spans of a profile: timed activities of a rank."""
+"""Defines the spans of a profile: timed activities of a rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PASS, TRANSFER = "pass", "transfer"
 
 
 class Span(NamedTuple):
-    """Timed activity of a rank; see `pydist.timers.Timers` for the parts."""
+    """Activity of a rank that was timed; see `pydist.timers.Timers` for the parts."""
 
     part: str
     layer: str
@@ -27,7 +27,7 @@ class Span(NamedTuple):
     own: float
     """Seconds without nested spans; 0 for a span concurrent to the others."""
     stream: int = 0
-    """0 for the host; else a stream of the device, `MAIN_STREAM` for that of the steps."""
+    """0 for the host; else a stream of the device, `MAIN_STREAM` for the steps' own."""
 
     def shifted(self, seconds: float) -> Span:
         """Returns the span in a clock that is ahead by `seconds`."""

@@ -1,4 +1,4 @@
-"""Summary of spans: mean seconds by layer and part."""
+"""Summarizes spans: mean seconds by layer and part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Seconds = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a step's time, in seconds per step, averaged over the measured steps.
+    """Times that a step takes by layer and part, in seconds per step, means over measured steps.
 
     Attributes:
         steps: number of measured steps.
@@ -40,7 +40,7 @@ class Summary:
         most: maximum of `total` over ranks, by column.
         in_flight: time in which halos were in flight, mean over ranks.
         hidden: fraction of `in_flight` in which the rank did not wait; None without halos.
-        on_device: whether the times are those of the ranks' devices.
+        on_device: whether the times were measured on the ranks' devices.
     """
 
     steps: int

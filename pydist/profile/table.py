@@ -1,4 +1,4 @@
-"""Formatting of a profile as a text table."""
+"""Formats a profile as a text table."""
 
 from __future__ import annotations
 

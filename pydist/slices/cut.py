@@ -106,7 +106,7 @@ def _replace(name: str, weight: nn.Parameter, layout: Layout, statistics: str) -
     own = nn.Parameter(part_of(weight.detach(), layout), weight.requires_grad)
     if weight.grad is not None:
         own.grad = part_of(weight.grad.detach(), layout)
-    sizes = GroupSizes(mesh, 1, agreed=False)  # a weight is no batch: all groups weigh the same
+    sizes = GroupSizes(mesh, 1, agreed=False)  # a weight is not a batch: all groups weigh the same
     sizes.of_weight = True
     sharded = ShardedTensor(own, layout, Origin(mesh.session.forwards, sizes, statistics))
     sharded.as_parameter()

@@ -1,4 +1,4 @@
-"""The whole network's state of models with sharded weights."""
+"""Gathers and sets the whole network's state of models with sharded weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sharded_in(module: nn.Module) -> list[tuple[str, ShardedTensor]]:
 
 
 def install(module: nn.Module) -> None:
-    """Makes the state of a module that of the whole network."""
+    """Replaces the state of a module by the state of the whole network."""
     module.register_state_dict_post_hook(_gather_weights)
     module.register_load_state_dict_pre_hook(_refuse_assignment)
 

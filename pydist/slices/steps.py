@@ -1,4 +1,4 @@
-"""Steps of torch's optimizers on sharded weights: each rank steps its slices.
+"""Steps sharded weights by torch's optimizers: each rank steps its slices.
 
 An optimizer holds the sharded weights. During a step its parameter groups hold the slices, and its
 state that of the slices, so that torch's implementations run unchanged, `foreach` and fused ones
@@ -75,7 +75,7 @@ def shard_state(optimizer: Optimizer) -> None:
 
 
 def _install_on(optimizer: Optimizer) -> None:
-    """Makes the state of an optimizer that of the whole network, once."""
+    """Lets the state of an optimizer describe the whole network; installed once."""
     if _RUNNING not in optimizer.__dict__:
         optimizer.__dict__[_RUNNING] = None
         optimizer.register_state_dict_pre_hook(_end)
@@ -147,7 +147,7 @@ def _own(value: Any, weight: Any) -> Any:
 
 
 def _shown_all(values: dict[str, Any], own: Tensor, weight: Any) -> dict[str, Any]:
-    """Returns the state of a slice as that of the sharded weight."""
+    """Converts the state of a slice to the state of the sharded weight."""
 
     def shown(value: Any) -> Any:
         is_part = isinstance(value, Tensor) and value.dim() > 0 and value.shape == own.shape
@@ -214,7 +214,7 @@ def _obstacle(optimizer: Optimizer) -> str | None:
 
 
 def _gather_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Replaces sharded state by that of the whole network. Collective; see `state_on_rank_0`."""
+    """Gathers sharded state of the whole network. Collective; see `state_on_rank_0`."""
     found = {}
     is_first = True
     for key, values in state_dict["state"].items():

@@ -1,4 +1,4 @@
-"""`torch.nn.utils.vector_to_parameters` for models with sharded weights."""
+"""Extends `torch.nn.utils.vector_to_parameters` to models with sharded weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _torchs: Any = getattr(_function, "torchs", None) or FunctionType(
 
 
 def set_parameters(vec: Tensor, parameters: Iterable[Tensor]) -> None:
-    """Sets parameters to the values of a vector, such as that of `parameters_to_vector`.
+    """Sets parameters to the values of a vector, as made by `parameters_to_vector`.
 
     That vector is sharded if a weight is. torch would make pieces of it the memory of plain
     parameters, which they do not have: the process would crash.

@@ -1,4 +1,4 @@
-"""Stages: a network's calls divided over ranks, and pipelines of micro-batches through them."""
+"""Divides a network's calls into stages over ranks, and sends micro-batches through them."""
 
 from pydist.stages.pipelines import Pipeline, pipeline
 from pydist.stages.plan import Plan

@@ -1,4 +1,4 @@
-"""The calls of a forward pass on stage tensors, whatever computes them."""
+"""Handles the calls of a forward pass on stage tensors, for recorders and pipelines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Key(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A torch call of a forward pass.
+    """Torch call that a forward pass makes.
 
     Attributes:
         func: the function.
@@ -42,7 +42,7 @@ class Call(NamedTuple):
         kwargs: its keyword arguments.
         key: the call.
         inputs: the stage tensors among the arguments.
-        changed: those of them that the call changes in place.
+        changed: the inputs that the call changes in place.
         meta: its result on meta tensors.
     """
 
@@ -59,7 +59,7 @@ class Call(NamedTuple):
 
     @property
     def statistics(self) -> Sequence[Tensor]:
-        """The running statistics that the call updates; those of a norm in training."""
+        """The running statistics that the call updates, as a norm in training does."""
         if self.func not in _UPDATES:
             return ()
         given = self.named
@@ -131,7 +131,7 @@ _FACTS = (int, float, str, torch.dtype, torch.layout, torch.memory_format, type(
 
 
 class Calls(ABC):
-    """A forward pass on stage tensors.
+    """Forward pass that runs on stage tensors.
 
     Args:
         device: the device of the values.
@@ -229,7 +229,7 @@ class Calls(ABC):
     def _on_meta(
         self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Any, list[Tensor]]:
-        """Returns the result on meta tensors, and those of them that the call changes."""
+        """Returns the result on meta tensors, and the tensors that the call changes."""
         metas, named = replaced(_meta_of, args), replaced(_meta_of, kwargs)
         if func in _MOVES:
             return _moved(metas[0], args[1:], kwargs), []

@@ -29,7 +29,7 @@ def one_at_a_time() -> Iterator[None]:
 
 
 class Generators:
-    """The states of torch's, Python's and NumPy's generators at one time.
+    """States that torch's, Python's and NumPy's generators have at one time.
 
     Args:
         device: where the network computes.

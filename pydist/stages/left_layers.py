@@ -66,7 +66,7 @@ def run_leaving(call: Call, into: Left) -> Any:
 
 
 def _of_weight(func: Any, x: Tensor, weight: Tensor, given: dict[str, Any]) -> _OfWeight | None:
-    """Returns the formula of the weight's gradient; `None` if the layer computes it at once."""
+    """Returns the formula of the weight's gradient; `None` if the layer computes it itself."""
     if func is F.linear:
         return _of_linear
     dims = weight.dim() - 2

@@ -1,4 +1,4 @@
-"""A micro-batch on one stage: its forward pass with transfers, and its backward pass."""
+"""Runs a micro-batch on one stage: its forward pass with transfers, and its backward pass."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _Received:
 
 
 class _Arrival(torch.autograd.Function):
-    """A received tensor as a result that is no leaf and no view, so that it may be changed."""
+    """Received tensor that is neither a leaf nor a view, so that it may be changed."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, local: Tensor, received: _Received) -> Tensor:
@@ -84,7 +84,7 @@ class _Arrival(torch.autograd.Function):
 
 
 class MicroBatch(Calls):
-    """The passes of one micro-batch through one stage.
+    """Micro-batch that passes through one stage, forward and backward.
 
     Args:
         stages: the stages.
@@ -129,7 +129,7 @@ class MicroBatch(Calls):
         self.statistics: BatchStatistics | None = None
         """Collects the statistics of norms, which change running ones after the batch."""
         self.of_groups = 1.0
-        """Its samples over those of all groups' micro-batches."""
+        """Its samples, divided by the samples of all groups' micro-batches."""
         self._lent = set[int]()  # memory that others need unchanged, by `memory_of`
         self._stage, self.index = 0, index
         self._ended = False  # the network; what follows is the criterion
@@ -158,7 +158,7 @@ class MicroBatch(Calls):
 
     @property
     def number(self) -> int:
-        """The number of the forward pass."""
+        """Number that identifies the forward pass."""
         return self._mark.number
 
     # -- forward ----------------------------------------------------------------------------
@@ -335,7 +335,13 @@ class MicroBatch(Calls):
         self._ended = True
 
     def bring(self, x: StageTensor, stage: int, call: str) -> None:
-        """Transfers a tensor to a stage that does not hold it."""
+        """Transfers a tensor to a stage that does not hold it.
+
+        Args:
+            x: the tensor.
+            stage: the stage that needs it.
+            call: names the call that uses it, for errors and the order of messages.
+        """
         if stage in x.stages:
             return
         hops = [x.owner, stage]
@@ -367,7 +373,7 @@ class MicroBatch(Calls):
                 self.owed.append(transfer)
 
     def of_batch(self, value: Tensor) -> Tensor:
-        """Marks a tensor's graph as that of the micro-batch, for the weights of sample groups."""
+        """Marks a tensor's graph with the micro-batch, for the weights of sample groups."""
         if self._sizes is not None:
             local = local_of(value) if isinstance(value, ShardedTensor) else value
             mark_batch(local, self._sizes)

@@ -1,4 +1,4 @@
-"""Micro-batches: parts of a batch, with their weights and the indices of their samples."""
+"""Cuts a batch into micro-batches, with their weights and the indices of their samples."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _CHECKED = 4096
 
 
 class Part(NamedTuple):
-    """A micro-batch.
+    """Micro-batch that a stage receives.
 
     Attributes:
         number: of earlier ones in its batch.
-        share: its samples over those of the group's batch.
-        of_groups: its samples over those of all groups' parts with this number.
+        share: its samples, divided by the samples of the group's batch.
+        of_groups: its samples, divided by the samples of all groups' parts with this number.
         weight: of its gradient.
         inputs: the network's arguments.
         target: the criterion's.
@@ -78,7 +78,7 @@ def parts_of(
 
 
 class _Cut:
-    """Cuts a micro-batch out of arguments.
+    """Function object that cuts a micro-batch out of arguments.
 
     Args:
         mesh: of this rank's stage.
@@ -116,7 +116,13 @@ class _Cut:
 
 
 def on_mesh(x: Tensor, mesh: Mesh, first_sample: int | None = None) -> Tensor:
-    """Returns an argument of the network as a stage's ranks hold it; volumes are cut over them."""
+    """Returns an argument of the network as a stage's ranks hold it; volumes are cut over them.
+
+    Args:
+        x: plain or sharded; of plain ones only [N, C, D, H, W] are cut.
+        mesh: of the stage.
+        first_sample: index of the first one in the global batch, where numbers are drawn.
+    """
     if isinstance(x, ShardedTensor) or x.dim() < 3 or x.requires_grad:
         return x
     return distribute_tensor(x, mesh, None if x.dim() == 5 else {}, first_sample=first_sample)

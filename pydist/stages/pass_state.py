@@ -17,7 +17,7 @@ from pydist.stages.record import copied_buffers
 
 
 class PassState:
-    """The state of modules and generators in the passes over a batch.
+    """State that modules and generators have in the passes over a batch.
 
     Args:
         model: the network.

@@ -183,7 +183,7 @@ class _Enter:
 
 
 class Pipeline:
-    """A network in stages. Made by `pipeline`.
+    """Network that `pipeline` has divided into stages.
 
     Attributes:
         model: the network. Parameters have gradients on the ranks of the stages that use them; an
@@ -381,10 +381,10 @@ class Pipeline:
         try:
             yield
         except BaseException:
-            # A script may go on; what other stages have sent of this batch is not of the next one.
+            # A script may continue; what other stages have sent belongs to this batch alone.
             # Passes before a micro-batch's forward pass need none that comes after it on another
-            # mesh, so an exception in the same micro-batch lets all ranks go on; unless gradients
-            # of weights fill the time.
+            # mesh, so an exception in the same micro-batch lets all ranks continue, unless
+            # gradients of weights fill the time.
             self._is_interrupted = self._schedule.splits
             owed = [(each.number, t) for each in self._made for t in each.owed]
             self._transfers.drop(self._number + 1, self._next, owed)

@@ -25,7 +25,7 @@ the costs of the parts that end where the next one begins, by their first call."
 
 @dataclass
 class Plan:
-    """The stages of a network.
+    """Plan that says where the stages of a network begin.
 
     Attributes:
         starts: the first call of each stage but the first.
@@ -37,7 +37,13 @@ class Plan:
     rows: list[tuple[int, float, float, float]] = field(default_factory=list)
 
     def uses(self, found: Record, model: nn.Module, schedule: Schedule) -> Uses:
-        """Returns which meshes use each parameter and buffer, by a recorded pass."""
+        """Returns which meshes use each parameter and buffer, by a recorded pass.
+
+        Args:
+            found: the recorded pass.
+            model: the network.
+            schedule: says which mesh runs each stage.
+        """
         uses, stage = Uses(model), 0
         for cost, operands in zip(found.costs, found.operands, strict=True):
             if stage < len(self.starts) and cost.key == self.starts[stage]:
@@ -169,7 +175,13 @@ def memories(found: Record, ranks: int, alive: int = 1) -> PartCosts:
 
 
 def memory_of_part(found: Record, start: int, stop: int) -> int:
-    """Returns the bytes that a micro-batch needs in some calls of a pass, on all ranks."""
+    """Returns the bytes that a micro-batch needs in some calls of a pass, on all ranks.
+
+    Args:
+        found: the recorded pass.
+        start: index of the first call.
+        stop: index after the last call.
+    """
     saved = {memory: n for each in found.saved[start:stop] for memory, n in each.items()}
     return sum(saved.values()) + max(cost.gradients for cost in found.costs[start:stop])
 

@@ -23,7 +23,7 @@ MOST_STAGES = 128
 
 @dataclass(frozen=True)
 class MeshRanks:
-    """The ranks of a mesh, as those of other meshes know them.
+    """Ranks of a mesh, with the facts that other meshes know of them.
 
     Attributes:
         first: its first rank in the job.
@@ -77,7 +77,7 @@ class MeshRanks:
 
 
 class Stages:
-    """The stages of a job, and the mesh of this rank. Made by `init_stages`.
+    """Stages that a job runs, and the mesh of this rank; made by `init_stages`.
 
     Args:
         world: the transport over all ranks.
@@ -141,12 +141,12 @@ class Stages:
 
     @property
     def count(self) -> int:
-        """Number of stages."""
+        """Number of stages that the network has."""
         return len(self.order)
 
     @property
     def own(self) -> MeshRanks:
-        """The ranks of this rank's mesh."""
+        """Ranks that form this rank's mesh."""
         return self.meshes[self.index]
 
     @property
@@ -155,13 +155,24 @@ class Stages:
         return self.index == self.order[-1]
 
     def send_bytes(self, message: bytes, rank: int, tag: int = 0) -> None:
-        """Sends a byte string to a rank of the job, without waiting for it."""
+        """Sends a byte string to a rank of the job, without waiting for it.
+
+        Args:
+            message: of any length.
+            rank: the receiver, in the job.
+            tag: of the message; the receiver must pass the same.
+        """
         content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         self.world.send(torch.tensor([len(message)]), rank, tag)
         self.world.send(content, rank, tag)
 
     def receive_bytes(self, rank: int, tag: int = 0) -> bytes:
-        """Returns the next byte string from a rank of the job."""
+        """Returns the next byte string from a rank of the job.
+
+        Args:
+            rank: the sender, in the job.
+            tag: of the message, as it was sent.
+        """
         length = torch.empty(1, dtype=torch.int64)
         self.world.recv(length, rank, tag)
         content = torch.empty(int(length), dtype=torch.uint8)
@@ -186,7 +197,7 @@ def init_stages(
         seed: seed of all random numbers that pydist draws.
         keep_freed_memory: as of `pydist.init`.
         order: the mesh of each stage, if meshes run several: (0, 1, 0, 1) in turn, which leaves
-            less idle time; (0, 1, 1, 0) forth and back, so that the first and the last stages of a
+            less idle time; (0, 1, 1, 0) back and forth, so that the first and the last stages of a
             U-Net, which its skips connect, share memory. By default one stage on each mesh.
 
     Returns:

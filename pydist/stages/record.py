@@ -39,7 +39,7 @@ _PATH = "_pydist_path"
 
 
 class Cost(NamedTuple):
-    """A recorded call of a forward pass.
+    """Cost that one recorded call of a forward pass has.
 
     Attributes:
         key: the call.
@@ -55,7 +55,7 @@ class Cost(NamedTuple):
 
 @dataclass
 class Record:
-    """A recorded forward pass.
+    """Record that describes the calls of a forward pass.
 
     Attributes:
         costs: its calls, in order.
@@ -92,7 +92,7 @@ class _Life:
 
 
 class _Backward(NamedTuple):
-    """The backward pass of a call.
+    """Backward pass that a call has.
 
     Attributes:
         seconds: of its computation; 0 if no gradient flows through the call.
@@ -130,7 +130,7 @@ class _Sources(TorchFunctionMode):
 
 
 class _Recorder(Calls):
-    """Runs a forward pass on one rank, and records its calls."""
+    """Forward pass that runs on one rank and records its calls."""
 
     def __init__(self, device: torch.device, mesh: Mesh, sources: _Sources) -> None:
         super().__init__(device, Shapes())

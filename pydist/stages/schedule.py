@@ -9,7 +9,7 @@ from pydist.errors import UsageError
 
 
 class Pass(NamedTuple):
-    """A pass of a micro-batch through one stage.
+    """Pass that a micro-batch makes through one stage.
 
     Of a schedule with "weight" passes, backward passes leave gradients of weights to them.
     """
@@ -76,7 +76,7 @@ def one_f_one_b(order: Sequence[int], micro_batches: int) -> Passes:
 
 
 def gems(order: Sequence[int], micro_batches: int) -> Passes:
-    """Runs one micro-batch after the other, through the meshes in turn forth and back.
+    """Runs one micro-batch after the other, through the meshes in turn back and forth.
 
     The forward pass of a micro-batch follows the backward pass of the one before over the meshes,
     and so needs no memory beside it. Each mesh trains two stages; gradients are summed over both
@@ -115,7 +115,7 @@ SCHEDULES: dict[str, Callable[[Sequence[int], int], Passes]] = {
 
 
 class Schedule:
-    """A schedule of stages on their meshes.
+    """Schedule that orders the passes of all stages on their meshes.
 
     Args:
         name: of the schedule.
@@ -131,7 +131,7 @@ class Schedule:
         if name == "gems" and tuple(order) != tuple(range(len(order))):
             raise UsageError(
                 f"schedule='gems' with stages on meshes {list(order)}: each mesh must have one "
-                "stage, as micro-batches go through them forth and back"
+                "stage, as micro-batches go through them back and forth"
             )
         self.name, self.order = name, tuple(order)
 

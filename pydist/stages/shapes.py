@@ -1,4 +1,4 @@
-"""Shapes of calls' results, computed on torch's meta device and remembered.
+"""Computes shapes of calls' results on torch's meta device, and remembers them.
 
 torch computes some of them in Python, which takes up to milliseconds, and every stage needs those
 of all calls in each pass.
@@ -38,7 +38,7 @@ class ViewOf(NamedTuple):
 
 
 class New(NamedTuple):
-    """A result in new memory."""
+    """Result that has new memory."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,7 +46,7 @@ class New(NamedTuple):
 
 
 class Shapes:
-    """Results of calls on meta tensors, by their arguments."""
+    """Cache that maps the arguments of calls on meta tensors to their results."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[Any, list[int]]] = {}
@@ -143,7 +143,7 @@ def _key(value: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def _sharing(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Returns, for each tensor, the first with the same memory."""
+    """Returns the index of the first tensor with the same memory, for each tensor."""
     storages = [each.untyped_storage()._cdata for each in tensors]
     return tuple(map(storages.index, storages))
 

@@ -21,7 +21,7 @@ from pydist.tensor import ShardedTensor, local_of
 
 
 class State:
-    """The state of a network in stages. All methods are collective over the job.
+    """State that a network in stages has, with methods that are collective over the job.
 
     Args:
         model: the network.

@@ -17,7 +17,7 @@ from pydist.stages.ranks import Stages
 
 @dataclass
 class _Norm:
-    """A batch norm's running statistics, and those of the batch so far.
+    """Statistics that a batch norm has: running ones, and of the batch so far.
 
     Attributes:
         mean: running mean, [C].
@@ -55,7 +55,7 @@ class BatchStatistics:
             call: the call; all ranks know it.
             run: computes a call.
             runs: whether this rank's stage computes it; else the result is `None`.
-            share: this group's samples over those of all groups' micro-batches.
+            share: this group's samples, divided by the samples of all groups' micro-batches.
 
         Raises:
             NotSupported: the norm is none of batch norm with both statistics.
@@ -87,7 +87,7 @@ class BatchStatistics:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Changes the running statistics by those of the batch, on all ranks. Collective."""
+        """Adds the batch's statistics to the running ones, on all ranks. Collective."""
         if not self._norms:
             return
         stages = self._stages

@@ -1,4 +1,4 @@
-"""Transfers of tensors, and of their gradients, between two stages.
+"""Transfers tensors, and their gradients, between two stages.
 
 A stage may be on any mesh: each rank of the receiving one gets the intersections of its box with
 the boxes of the sending one. Where both have the same layout, this is one message from rank to
@@ -29,7 +29,7 @@ FORWARD, BACKWARD = 0, 1
 
 
 class Route(NamedTuple):
-    """Two stages of a micro-batch, and their meshes.
+    """Route that a tensor takes between two stages of a micro-batch, and their meshes.
 
     Attributes:
         source: the stage that has the tensor.
@@ -124,7 +124,7 @@ class Kind(NamedTuple):
 
 
 class Transfer:
-    """The messages of one tensor between this rank and another stage.
+    """Messages that bring one tensor from this rank to another stage, or from there.
 
     Args:
         stages: the stages.
@@ -192,7 +192,7 @@ class Transfer:
             self._send(grad, BACKWARD, channels_last)
 
     def _averaged(self, grad: Tensor | None) -> Tensor | None:
-        """Returns the gradient of a plain tensor, which is the mean of those of a stage's ranks."""
+        """Returns the gradient of a plain tensor, which is the mean over a stage's ranks."""
         mine = self._stages.mesh
         if mine.sample_size == 1:
             return grad
@@ -296,7 +296,7 @@ class Transfer:
 
 
 class Transfers:
-    """The transfers between stages of this rank's mesh and others, by the kind of tensor."""
+    """Transfers that connect stages of this rank's mesh with others, by the kind of tensor."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
@@ -307,7 +307,14 @@ class Transfers:
         self._dropped = set[int]()
 
     def send(self, value: Tensor, route: Route, call: str, mark: Mark) -> Transfer:
-        """Sends a sharded or plain tensor to another stage, for a call of a forward pass."""
+        """Sends a sharded or plain tensor to another stage, for a call of a forward pass.
+
+        Args:
+            value: the tensor; on this stage.
+            route: from this stage to the other.
+            call: names the call, for errors.
+            mark: of the forward pass.
+        """
         if isinstance(value, ShardedTensor):
             local, splits = local_of(value), tuple(value.layout.splits)
         else:
@@ -386,7 +393,13 @@ class Transfers:
             return transfer, transfer.receive()
 
     def sharded(self, transfer: Transfer, local: Tensor, origin: Any) -> Tensor:
-        """Returns a received shard as a tensor of this stage."""
+        """Returns a received shard as a tensor of this stage.
+
+        Args:
+            transfer: what was received.
+            local: this rank's shard, or the plain tensor.
+            origin: what the pass's tensors inherit; see `pydist.tensor.Origin`.
+        """
         if transfer.splits is None:
             return local
         layout = Layout(self._stages.mesh, transfer.kind.shape, transfer.splits)
@@ -423,6 +436,11 @@ def keeps_format(sender: MeshRanks, receiver: MeshRanks, splits: Any) -> bool:
     """Returns whether a tensor may stay channels-last: one rank has all of it, before and after.
 
     Then neither the transfer nor the convolutions beside it copy the tensor.
+
+    Args:
+        sender: ranks that have the tensor.
+        receiver: ranks that need it.
+        splits: of its layout; `None` for a plain tensor.
     """
     sizes = sender.sample_size, receiver.sample_size
     return splits is not None and len(splits) > 2 and max(sizes) == 1

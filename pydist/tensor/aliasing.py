@@ -44,7 +44,7 @@ class View(NamedTuple):
 
 
 class Memory:
-    """Memory on this rank, shared by a shard and the real views of it.
+    """Memory on this rank that a shard and the real views of it share.
 
     Attributes:
         storage: the storage that has copies; `None` where no copy was made.
@@ -84,7 +84,7 @@ _PARTLY_CHANGED = (
 
 
 class _Probe:
-    """The version counter of a shard, without its memory."""
+    """Version counter that a shard has, without the shard's memory."""
 
     def __init__(self, shard: Tensor) -> None:
         self._tensor = shard.detach()
@@ -199,7 +199,7 @@ def record_change(x: Aliased) -> None:
 
 
 class _Entry(Function):
-    """The identity, whose result shares memory but is no view for autograd: it may be changed."""
+    """Identity whose result shares memory but is not a view for autograd: it may be changed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -335,7 +335,7 @@ def _is_cut(value: Any, x: Aliased, index: Sequence[Any]) -> bool:
 def written_back(x: Aliased, value: Any, index: Sequence[Any]) -> Memory | None:
     """Returns the memory of a copy that was cut from `x` at `index` and is now assigned there.
 
-    `x[index] += 1` changes the copy in place and writes it back. That change is no reason to
+    `x[index] += 1` changes the copy in place and writes it back. That change is not a reason to
     refuse `x`. The caller sets the copy's `born` again after the assignment.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Conversion of a call's operands: tensors in other layouts, plain tensors and parameters."""
+"""Converts a call's operands: tensors in other layouts, plain tensors and parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error messages of refused calls: the call's name, its module and line, and an alternative."""
+"""Words the errors of refused calls: the call's name, its module and line, and an alternative."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """The layout: the block of each rank (pydist's layout, not `torch.strided`)."""
+        """Layout that gives each rank its block (pydist's layout, not `torch.strided`)."""
         return self._layout
 
     @property
@@ -202,22 +202,22 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The global shape."""
+        """Global shape, which all ranks' blocks form together."""
         return torch.Size(self._layout.shape)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        """The number of dims."""
+        """Number of dims that the global tensor has."""
         return len(self._layout.shape)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The type of the elements."""
+        """Type that the elements have."""
         return of_wrapper(GET_DTYPE, self)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device of this rank's shard."""
+        """Device that holds this rank's shard."""
         return of_wrapper(GET_DEVICE, self)
 
     def dim(self) -> int:
@@ -254,6 +254,9 @@ class ShardedTensor(torch.Tensor):
         self, layout: Layout | None = None, *others: Any, **named: Any
     ) -> ShardedTensor:
         """Returns the same tensor in another layout of the same shape and mesh.
+
+        It accepts one layout, which says which block each rank holds afterwards. The other
+        arguments, those of torch's DTensor, are refused.
 
         Raises:
             UsageError: the layout is missing, or has another shape or mesh.
@@ -350,20 +353,32 @@ class ShardedTensor(torch.Tensor):
 
 
 def wrap(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
-    """Returns a result of `like`: the shard `local` in `layout`."""
+    """Returns a result of `like`: the shard `local` in `layout`.
+
+    Args:
+        local: this rank's shard of the result, of shape `layout.local_shape`.
+        layout: which block each rank holds.
+        like: the operand whose forward pass the result belongs to.
+    """
     result = ShardedTensor(local, layout, like._origin)
     result._history = like._history  # an outermost call of the program replaces it
     return result
 
 
 def source_among(operands: Iterable[Any]) -> ShardedTensor:
-    """Returns the operand from which a result inherits: the first sharded one that is no weight."""
+    """Returns the operand from which a result inherits: the first sharded non-weight."""
     sharded = [each for each in operands if isinstance(each, ShardedTensor)]
     return next((each for each in sharded if not each._origin.sizes.of_weight), sharded[0])
 
 
 def wrap_new(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
-    """Returns a result of `like` in unshared memory, outside autograd's graph."""
+    """Returns a result of `like` in unshared memory, outside autograd's graph.
+
+    Args:
+        local: this rank's shard of the result, of shape `layout.local_shape`.
+        layout: which block each rank holds.
+        like: the operand whose forward pass the result belongs to.
+    """
     result = wrap(local, layout, like)
     result._deferred = NOTHING
     return result

@@ -13,7 +13,7 @@ from pydist.tensor.wrapper import GET_GRAD_FN, GET_REQUIRES_GRAD, of_wrapper
 
 
 class Calls(Protocol):
-    """Executes the calls of one forward pass.
+    """Interface that executes the calls of one forward pass.
 
     Attributes:
         device: the device of the values.
@@ -37,7 +37,7 @@ class StageTensor(torch.Tensor):
         meta: a tensor on torch's meta device, with the shape, dtype and views of this one.
         value: the tensor, sharded or plain, on the stages that hold it; else `None`.
         needs_grad: whether a gradient flows back into it.
-        made: whether a call has made it, so that it is no argument of the network.
+        made: whether a call has made it, so that it is not an argument of the network.
         owner: the last stage that computed it.
         stages: the stages that hold its present value.
     """

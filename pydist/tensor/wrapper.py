@@ -1,6 +1,6 @@
-"""Torch's own calls on the wrapper of a shard, and guards of its gradient.
+"""Handles torch's own calls on the wrapper of a shard, and guards its gradient.
 
-A wrapper has the global shape and no storage, and is no node of the graph, which consists of
+A wrapper has the global shape and no storage, and is not a node of the graph, which consists of
 shards. Calls that would make it a node are refused here.
 """
 

@@ -1,4 +1,4 @@
-"""The description of a checkpoint's network, for prediction."""
+"""Describes a checkpoint's network, for prediction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pydist.train.tasks import Task, task_of
 
 @dataclass(frozen=True)
 class About:
-    """Description of a network and of its training data.
+    """Description that a checkpoint has of its network and of the training data.
 
     Attributes:
         config: the run's configuration; checkpoints keep its tables "model" and "data" (without the

@@ -20,7 +20,7 @@ from pydist.parallel import entry_of
 
 
 class Averaged:
-    """The average of a network's gradients over the sample groups. Methods are collective.
+    """Averages a network's gradients over the sample groups, with collective methods.
 
     Args:
         model: the parallelized network, or the network in stages.
@@ -64,7 +64,7 @@ class Averaged:
         return gradient_state(self._model)
 
     def load(self, state: Mapping[str, Any], step: int) -> str:
-        """Loads `state` of a run that has done so many steps.
+        """Loads `state` of a run that has done `step` steps.
 
         Returns:
             A line about what could not be restored as it was, if that is so.

@@ -41,7 +41,7 @@ _LEAST_GAIN = 0.02
 
 @dataclass(frozen=True)
 class Round:
-    """Measurement of one division of the axis, equal on all ranks.
+    """Times that one division of the axis takes, equal on all ranks.
 
     Attributes:
         sizes: width of each part.

@@ -1,4 +1,4 @@
-"""A training step in a CUDA graph: capture, replay, and the restoration of state after both."""
+"""Captures a training step in a CUDA graph, replays it, and restores state after both."""
 
 from __future__ import annotations
 

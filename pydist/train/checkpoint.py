@@ -1,4 +1,4 @@
-"""Checkpoints on disk: published atomically, verified by checksums, read without running code.
+"""Writes checkpoints to disk: published atomically, verified by checksums, without code.
 
 A checkpoint is a folder ``step-000120`` with
 

@@ -1,4 +1,4 @@
-"""Measurement of the parts of a step's time."""
+"""Measures the parts of a step's time."""
 
 from __future__ import annotations
 

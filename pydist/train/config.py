@@ -1,4 +1,4 @@
-"""The configuration of a training run: one dataclass per table of the configuration file.
+"""Defines the configuration of a training run: one dataclass per table of the file.
 
 They are plain dataclasses, so that library users can build them in code; the file and the command
 line are checked against the same annotations (`pydist.train.config_io`). Nothing here imports
@@ -100,13 +100,13 @@ class CosmoFlowConfig(ModelConfig):
     name: Literal["cosmoflow"] = "cosmoflow"
     """The network, which decides what is trained: "cosmoflow", or "unet3d" for segmentation."""
     variant: Literal["paper", "mlperf"] = "paper"
-    """Variant of CosmoFlow: that of the paper or of the MLPerf HPC benchmark."""
+    """Variant of CosmoFlow: as in the paper, or as in the MLPerf HPC benchmark."""
     width: Literal[32, 64, 128, 256, 512] = 128
     """Edge of the input cube in voxels."""
     batch_norm: Flag = False
     """Batch normalization between convolution and activation (variant "paper")."""
     dropout: Fraction | None = None
-    """Dropout probability; by default that of the variant."""
+    """Dropout probability; by default the variant's."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class FactoryConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class DataConfig(Table):
-    """Configuration of the data set."""
+    """Table that configures the data set."""
 
     path: Path = Path("data")
     """Folder of the data set, as `pydist data universes`, `nifti` and `ct` write it."""
@@ -238,7 +238,7 @@ Shares = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 @dataclass(frozen=True)
 class SharesConfig(Table):
-    """Parts of an axis in proportion, one number per part, for ranks of unequal speed.
+    """Parts of an axis that ranks of unequal speed get, one number per part, in proportion.
 
     `pydist balance` measures them. Without numbers the parts of an axis are even.
     """
@@ -289,7 +289,7 @@ StagesConfig = Annotated[
 
 @dataclass(frozen=True)
 class MeshConfig(Table):
-    """Configuration of the ranks: a grid, or one for each stage of the network."""
+    """Table that configures the ranks: a grid, or one for each stage of the network."""
 
     data: Count | None = None
     """Number of sample groups; by default as many as the ranks allow."""
@@ -310,13 +310,13 @@ class MeshConfig(Table):
     micro_batches: Count = 1
     """Parts into which stages divide a group's batch."""
     schedule: Literal["gpipe", "1f1b", "gems", "zero-bubble"] = "1f1b"
-    """Order of the micro-batches in stages; "gems" goes forth and back through their meshes."""
+    """Order of the micro-batches in stages; "gems" goes back and forth through their meshes."""
     order: tuple[CountOrZero, ...] | None = None
     """The mesh of each stage, of those in `stages`, if meshes run several, such as [0, 1, 0, 1]."""
     running_statistics: Literal["micro_batch", "batch"] = "micro_batch"
-    """Whether those of batch norms change with each micro-batch of stages, or once in a step."""
+    """When batch norms in stages change running statistics: in each micro-batch, or once a step."""
     balance: Literal["time", "memory"] = "time"
-    """What the largest stage has least of."""
+    """What stages are balanced by: the largest stage gets the least time, or the least memory."""
     cuts: tuple[str, ...] | None = None
     """Modules at which the stages from the second on begin, instead of a balance."""
     recompute: Flag = False
@@ -339,17 +339,17 @@ class MeshConfig(Table):
 
 @dataclass(frozen=True)
 class TrainConfig(Table):
-    """Configuration of the training loop."""
+    """Table that configures the training loop."""
 
     epochs: Count = 100
     """Passes over the training set."""
     steps: Count | None = None
     """Number of steps after which to stop, if that is before the last epoch."""
     batch: Count = 4
-    """Samples per step, over all sample groups; with `batch_schedule` those of the first steps."""
+    """Samples per step, over all sample groups; with `batch_schedule`, of the first steps."""
     accumulate: Count = 1
     """Passes (forward and backward) over a step's batch, which accumulate its gradient: the same
-    step with less memory. Statistics of batch norm are those of a pass."""
+    step with less memory. Batch norm forms its statistics in each pass."""
     batch_schedule: BatchScheduleConfig = field(default_factory=BatchScheduleConfig)
     """Growth of the batch while the run trains."""
     loss: str = "auto"
@@ -393,7 +393,7 @@ Resume = Literal["auto", "must", "never"]
 
 @dataclass(frozen=True)
 class CheckpointConfig(Table):
-    """Configuration of checkpoints."""
+    """Table that configures checkpoints."""
 
     every: CountOrZero = 0
     """Steps between checkpoints; 0 saves at the end of every epoch."""
@@ -408,7 +408,7 @@ class CheckpointConfig(Table):
 
 @dataclass(frozen=True)
 class OutputConfig(Table):
-    """Configuration of the run's output."""
+    """Table that configures the run's output."""
 
     folder: Path = Path("runs/cosmoflow")
     """Folder of config.toml, log.jsonl, result.png and ckpt/."""
@@ -418,7 +418,7 @@ class OutputConfig(Table):
 
 @dataclass(frozen=True)
 class Config(Table):
-    """Configuration of a training run."""
+    """Tables that configure a training run."""
 
     model: ModelConfig = field(default_factory=CosmoFlowConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,4 +1,4 @@
-"""The data sets of a run, and their loaders, from its configuration."""
+"""Opens the data sets of a run, and makes their loaders, from its configuration."""
 
 from __future__ import annotations
 

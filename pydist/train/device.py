@@ -1,4 +1,4 @@
-"""The device and the precision of a run."""
+"""Chooses the device and the precision of a run."""
 
 from __future__ import annotations
 

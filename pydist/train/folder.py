@@ -1,4 +1,4 @@
-"""The output folder of a run: names of its files, and checks before a run writes to it."""
+"""Names the files of a run's output folder, and checks it before a run writes to it."""
 
 from __future__ import annotations
 

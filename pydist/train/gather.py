@@ -1,4 +1,4 @@
-"""Gather and scatter of sharded tensors to and from one rank, for files and figures.
+"""Gathers sharded tensors on one rank, and scatters them from there, for files and figures.
 
 Only the first rank of a sample group allocates the full tensor, and no plans are cached, as volumes
 may have many shapes.

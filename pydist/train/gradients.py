@@ -1,4 +1,4 @@
-"""The configuration of gradient reduction: a name, or a table with the settings of a form.
+"""Defines the configuration of gradient reduction: a name, or a table with a form's settings.
 
 Nothing here imports torch, so that `pydist train --help` answers quickly.
 """
@@ -30,17 +30,17 @@ _Part = Annotated[float, Field(gt=0, le=1, strict=True)]
 
 @dataclass(frozen=True)
 class TorusConfig(Table):
-    """Configuration of the 2-D torus; see `pydist.gradients.Torus`."""
+    """Table that configures the 2-D torus; see `pydist.gradients.Torus`."""
 
     name: Literal["torus"] = "torus"
     """The form: "torus"."""
     row: Count | None = None
-    """Ranks in a row; by default those of a host."""
+    """Ranks in a row; by default all ranks of a host."""
 
 
 @dataclass(frozen=True)
 class PowerSgdConfig(Table):
-    """Configuration of PowerSGD; see `pydist.gradients.PowerSGD`."""
+    """Table that configures PowerSGD; see `pydist.gradients.PowerSGD`."""
 
     name: Literal["powersgd"] = "powersgd"
     """The form: "powersgd"."""
@@ -54,7 +54,7 @@ class PowerSgdConfig(Table):
 
 @dataclass(frozen=True)
 class DgcConfig(Table):
-    """Configuration of Deep Gradient Compression; see `pydist.gradients.DGC`."""
+    """Table that configures Deep Gradient Compression; see `pydist.gradients.DGC`."""
 
     name: Literal["dgc"] = "dgc"
     """The form: "dgc"."""
@@ -79,7 +79,7 @@ class DgcConfig(Table):
 
 @dataclass(frozen=True)
 class PostLocalConfig(Table):
-    """Configuration of post-local SGD; see `pydist.gradients.PostLocal`."""
+    """Table that configures post-local SGD; see `pydist.gradients.PostLocal`."""
 
     name: Literal["post_local"] = "post_local"
     """The form: "post_local"."""
@@ -145,7 +145,7 @@ def settings(config: GradientsConfig, steps: Callable[[float], int]) -> Gradient
 
     Args:
         config: the configuration.
-        steps: returns the number of steps in so many epochs from the beginning.
+        steps: returns the number of steps in a number of epochs from the beginning.
     """
     from pydist import gradients
     from pydist.gradients.forms.settings import settings_of

@@ -1,4 +1,4 @@
-"""A complete training step as a CUDA graph: captured once, replayed for every batch of its size.
+"""Runs complete training steps as CUDA graphs: one per batch size, captured once and replayed.
 
 For small shards, launching the thousands of kernels of a step from Python takes longer than running
 them. A graph launches all of them in one call, including exchanges and the optimizer.

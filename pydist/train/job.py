@@ -1,4 +1,4 @@
-"""The ranks of a run: those of one mesh, or of several stages."""
+"""Groups the ranks of a run: those of one mesh, or of several stages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks of a run.
+    """Ranks that a run uses.
 
     Attributes:
         world: the transport over all ranks.
-        mesh: the mesh of this rank, whose blocks of the data it reads; in stages that of its stage.
+        mesh: the mesh of this rank, whose blocks of the data it reads; in stages its stage's.
         stages: the stages, if the network is divided into stages.
     """
 

@@ -1,4 +1,4 @@
-"""The norms and trust ratios of layers, for the log of a run."""
+"""Logs the norms and trust ratios of a run's layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LayerLog:
-    """Collects what layer-wise steps have used, every so many steps.
+    """Collects what layer-wise steps have used, once in a number of steps.
 
     Args:
         optimizer: LARS or LAMB, before it is partitioned.
@@ -30,7 +30,7 @@ class LayerLog:
         self._optimizer, self._model, self._job, self._every = optimizer, model, job, every
 
     def begin(self, step: int) -> None:
-        """Prepares the next step, after so many."""
+        """Prepares the next step, after `step` steps."""
         self._optimizer.recorded = {} if (step + 1) % self._every == 0 else None
 
     def entry(self) -> dict[str, dict[str, Any]] | None:

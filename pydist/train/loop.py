@@ -1,4 +1,4 @@
-"""The training loop: the same steps on one rank and on many."""
+"""Runs the training loop: the same steps on one rank and on many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and scores of segmentation, for plain and for sharded tensors."""
+"""Computes losses and scores of segmentation, for plain and for sharded tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOTHING = -100
 
 @dataclass
 class SegmentationLoss:
-    """Loss of cross-entropy, soft Dice, or their sum.
+    """Loss that is a cross-entropy, a soft Dice, or their sum.
 
     With class weights or an ignored label the cross-entropy is the weighted mean over all voxels of
     the global batch, the same in all sample groups. Without them it is a mean over samples, as the
@@ -64,7 +64,7 @@ class SegmentationLoss:
     def __call__(
         self, scores: Tensor, labels: Tensor, mesh: Mesh | None = None, *, counts: bool = True
     ) -> Tensor:
-        """Computes a group's loss, such that the mean over groups is that of the global batch.
+        """Computes a group's loss, such that the mean over groups is the loss of the global batch.
 
         Collective over all ranks of the mesh. The loss is 0 if all voxels are excluded.
 
@@ -93,7 +93,7 @@ class SegmentationLoss:
     def of_parts(
         self, labels: Sequence[Tensor], mesh: Mesh, samples: int
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Returns the loss of some samples of a batch: its mean over parts is that of the batch.
+        """Returns the loss of a part of a batch; the mean over the parts is the loss of the batch.
 
         Collective over all ranks of the mesh.
 
@@ -140,7 +140,7 @@ class SegmentationLoss:
         return _NOTHING if self.ignore_label is None else self.ignore_label
 
     def _voxel_weights(self, labels: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Returns the weight of each voxel, from those of the classes."""
+        """Returns the weight of each voxel, from the weights of the classes."""
         kept = labels != self._ignored
         weight = kept.to(dtype)
         if weights is None:

@@ -1,4 +1,4 @@
-"""The network of a run on the ranks of its job: on one mesh, or in stages.
+"""Places the network of a run on the ranks of its job: on one mesh, or in stages.
 
 The training loop, checkpoints and validation use a `Network`, and do not know which one it is.
 """
@@ -43,7 +43,7 @@ _LEAST_EXTENT = 64
 
 
 class Network(Protocol):
-    """A network on the ranks of a job. Methods are collective over the job.
+    """Network that runs on the ranks of a job, with methods that are collective over the job.
 
     Attributes:
         model: the network. In stages a rank has up to date only its stage's part of it.
@@ -114,12 +114,12 @@ class Network(Protocol):
         ...
 
     def own_tuning(self, tuning: list[Any]) -> list[Any]:
-        """Returns the choices of kernels that this rank's mesh uses, of those of `tuning`."""
+        """Returns those choices of kernels in `tuning` that this rank's mesh uses."""
         ...
 
 
 class MeshNetwork:
-    """A parallelized network on one mesh; see `Network`."""
+    """Network that is parallelized on one mesh; see `Network`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, gradients: Gradients = DENSE) -> None:
         self.model, self._mesh = model, mesh
@@ -165,7 +165,7 @@ class MeshNetwork:
             entry.continues = False
 
     def clip(self, scaler: GradScaler, optimizer: Optimizer, norm: float | None) -> None:
-        """Clips the gradients, which are those of all ranks."""
+        """Clips the gradients, which are equal on all ranks."""
         if norm is not None:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
@@ -314,7 +314,7 @@ class StagedNetwork:
                     self._stages.send_bytes(b".", mesh.rank(self._mesh.data_index, index))
 
     def _wait_until_ahead(self, most: int) -> None:
-        """Waits until this stage is at most so many batches ahead of the last one.
+        """Waits until this stage is at most `most` batches ahead of the last one.
 
         Stages do not wait for each other otherwise, and what they have sent stays in memory.
         """

@@ -23,7 +23,7 @@ Figures = tuple[float, float, int]
 
 
 class GradientSquares:
-    """Squared norms of the gradients of a step's parts, and of the step, on any mesh.
+    """Squared norms that the gradients of a step's parts, and of the step, have on any mesh.
 
     The parts are the batches of the sample groups or, with one group, the passes. A rank's
     gradient before the reduction is a partial one of the same samples, so it is averaged over the
@@ -146,7 +146,7 @@ class AdaptiveBatch:
         self._decided = 0  # measurements before the last decision
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to measure the next step, after so many."""
+        """Returns whether to measure the next step, after `step` steps."""
         return step % self._every == 0
 
     def decide(self, seen: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The tables "optimizer" of a configuration: one dataclass for each optimizer.
+"""Defines the tables "optimizer" of a configuration: one dataclass for each optimizer.
 
 Nothing here imports torch, so that `pydist train --help` answers quickly.
 """
@@ -120,7 +120,7 @@ class OptimizerConfig(Chosen):
 
 @dataclass(frozen=True)
 class AdamConfig(OptimizerConfig):
-    """Configuration of Adam, with the settings of the CosmoFlow paper."""
+    """Table that configures Adam, with the settings of the CosmoFlow paper."""
 
     name: Literal["adam"] = "adam"
     """The optimizer: "adam", "sgd" with momentum (MLPerf), "lars" or "lamb"."""
@@ -140,7 +140,7 @@ class AdamConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class SgdConfig(OptimizerConfig):
-    """Configuration of SGD with momentum, as in MLPerf's CosmoFlow."""
+    """Table that configures SGD with momentum, as in MLPerf's CosmoFlow."""
 
     name: Literal["sgd"] = "sgd"
     """The optimizer: "sgd" with momentum."""
@@ -152,7 +152,7 @@ class SgdConfig(OptimizerConfig):
     """Whether the velocity holds no learning rates, as in torch, or does, as in TensorFlow."""
 
     def check(self) -> None:
-        """See `OptimizerConfig.check`."""
+        """Refuses Nesterov without momentum; see `OptimizerConfig.check`."""
         super().check()
         _check_nesterov(self.nesterov, self.momentum)
 
@@ -180,7 +180,7 @@ class SgdConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class LarsConfig(OptimizerConfig):
-    """Configuration of LARS, for large batches."""
+    """Table that configures LARS, for large batches."""
 
     name: Literal["lars"] = "lars"
     """The optimizer: "lars"."""
@@ -196,7 +196,7 @@ class LarsConfig(OptimizerConfig):
     """Steps between entries of the log with the norms and trust ratios of the layers; 0: none."""
 
     def check(self) -> None:
-        """See `OptimizerConfig.check`."""
+        """Refuses Nesterov without momentum; see `OptimizerConfig.check`."""
         super().check()
         _check_nesterov(self.nesterov, self.momentum)
 
@@ -212,7 +212,7 @@ class LarsConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class LambConfig(OptimizerConfig):
-    """Configuration of LAMB, the layer-wise form of Adam for large batches."""
+    """Table that configures LAMB, the layer-wise form of Adam for large batches."""
 
     name: Literal["lamb"] = "lamb"
     """The optimizer: "lamb"."""

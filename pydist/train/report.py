@@ -1,4 +1,4 @@
-"""Figures and tables of a finished run."""
+"""Draws figures and writes tables of a finished run."""
 
 from __future__ import annotations
 

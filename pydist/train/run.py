@@ -1,4 +1,4 @@
-"""A complete training run, from a configuration to the files of results."""
+"""Runs a complete training, from a configuration to the files of results."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a run, equal on all ranks."""
+    """Result that a run has, equal on all ranks."""
 
     steps: int
     loss: float

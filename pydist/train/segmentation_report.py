@@ -1,4 +1,4 @@
-"""Figures and tables of a finished segmentation run."""
+"""Draws figures and writes tables of a finished segmentation run."""
 
 from __future__ import annotations
 

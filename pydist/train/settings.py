@@ -1,4 +1,4 @@
-"""Types of settings, and the base of the tables of a configuration.
+"""Defines types of settings, and the base of the tables of a configuration.
 
 Nothing here imports torch, so that `pydist train --help` answers quickly.
 """
@@ -15,7 +15,7 @@ from pydist.errors import UsageError
 from pydist.parsing import byte_count
 from pydist.registry import Registry
 
-# Strict: 1 is no flag and "8" no number, neither in a file nor in Python.
+# Strict: 1 is not a flag and "8" is not a number, in a file or in Python.
 Flag = Annotated[bool, Field(strict=True)]
 Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]

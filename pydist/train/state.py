@@ -1,4 +1,4 @@
-"""The state of a run, and its collective saving to and loading from checkpoints.
+"""Describes the state of a run, saves it to checkpoints and loads it, collectively.
 
 Nothing in it depends on the layout: parameters are equal on all ranks or gathered from stages, the
 state of a partitioned optimizer is gathered, the order of the samples follows from seed and epoch,
@@ -67,12 +67,12 @@ class State:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of this rank."""
+        """Mesh that this rank belongs to."""
         return self.job.mesh
 
     @property
     def model(self) -> nn.Module:
-        """The network's module."""
+        """Module that the network trains."""
         return self.network.model
 
     def save(self, folder: Path, keep: int, lock: FolderLock | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""One training step: forward, backward with its exchanges, and the optimizer's step."""
+"""Makes one training step: forward, backward with its exchanges, and the optimizer's step."""
 
 from __future__ import annotations
 

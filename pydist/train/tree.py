@@ -1,4 +1,4 @@
-"""Conversion of nested state to JSON and named tensors, and back, instead of pickle in checkpoints.
+"""Converts nested state to JSON and named tensors, and back, instead of pickling it.
 
 A state consists of dicts (keys: strings, numbers, booleans), lists, tuples, tensors, strings,
 numbers, booleans and None, as returned by `state_dict()` of torch's optimizers, schedulers and

@@ -28,6 +28,10 @@ struct SeenCall {
 };
 
 // The slot of a call. A number of 0 means that it is being written.
+//
+// A reader compares the number before and after it reads the state: if both are the call's, the
+// writer was not in between, and the state belongs to the call. The text may be half another one's
+// (SharedText), as it is only shown.
 class CallSlot {
  public:
   void store(std::int64_t number, std::int64_t state, std::int64_t digest, std::string_view text) {

@@ -33,6 +33,8 @@ void IpcGroup::run(const std::function<std::string()>& what, const std::function
   }
 }
 
+// Waits for this rank's copies on the host, in steps that grow with the time waited: at first
+// microseconds, then a millisecond. A stream that does not end in time is not used by later groups.
 void IpcGroup::rest(double seconds) {
   using Clock = std::chrono::steady_clock;
   using Seconds = std::chrono::duration<double>;

@@ -58,6 +58,7 @@ void IpcArena::give_back(const IpcPiece& piece, std::shared_ptr<Event> behind) {
   returned_.push_back({piece, std::move(behind)});
 }
 
+// Pieces whose event was reached may be taken again, for the same number of bytes.
 void IpcArena::collect() {
   std::erase_if(returned_, [this](const Returned& each) {
     if (each.behind && !each.behind->reached()) return false;

@@ -45,7 +45,7 @@ const std::uint64_t* open_notes(const IpcNotesPlace& place, std::size_t bytes) {
       "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.file);
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) return nullptr;
-  // In a container the process id may be that of another process, whose file has another size.
+  // In a container the process id may belong to another process, whose file has another size.
   struct stat about = {};
   const std::uint64_t* notes = nullptr;
   if (fstat(file, &about) == 0 && about.st_size == static_cast<off_t>(bytes)) {

@@ -1,4 +1,8 @@
 // The operations of a communicator, by calls of NCCL.
+//
+// `run` (communicator.cpp) orders each operation after the work on the caller's stream, and puts
+// its calls into one group: they start together, so the order of sends and receives can't block.
+// Slices of different sizes have no call of NCCL: each is a broadcast, or a reduction to its rank.
 #include <algorithm>
 #include <functional>
 #include <numeric>

@@ -103,7 +103,7 @@ struct VectorFit {
     fits = fits && count % elements == 0;
     return *this;
   }
-  // The first element of an array whose elements have `size` bytes; null is no array.
+  // The first element of an array whose elements have `size` bytes; null is not an array.
   VectorFit& address(const void* data, index_t size) {
     const auto bytes =
         static_cast<std::uintptr_t>(std::min<index_t>(elements * size, kVectorBytes));

@@ -41,6 +41,9 @@ void check_attributes(const ops::ConvAttributes& attributes) {
   }
 }
 
+// All that the kernels assume of their arrays: [N, C, D, H, W] of one floating-point dtype on one
+// device, channels and samples that fit. Strides may be any; positions that would overflow are
+// refused by conv_problem. Later code has no checks.
 ops::ConvProblem check_conv(const ConvArgument& in, const ConvArgument& weight,
                             const ConvArgument& out, const ops::ConvAttributes& attributes) {
   for (const ConvArgument* array : {&in, &weight, &out}) {
@@ -72,6 +75,7 @@ ConvMath math_of(const std::string& kernel) {
 // multiply-adds)
 using MmaPlan = std::tuple<std::string, index_t, double>;
 
+// Computed on the host from shapes and strides, without a launch: Python asks before it chooses.
 template <ConvOp kOp>
 MmaPlan plan_of(const ops::ConvProblem& problem, const std::string& kernel) {
   MmaPlan plan{ops::mma_refusal<kOp>(problem), 0, 0};

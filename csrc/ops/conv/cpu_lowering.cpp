@@ -1,5 +1,5 @@
 // The lowering of cpu_lowering.hpp: first along single dims (lines, links), then planes and their
-// jobs, last the copy into the workspace. Cheap: its size is that of the kernel times the thin
+// jobs, last the copy into the workspace. Cheap: it is as large as the kernel times the thin
 // extent.
 #include "ops/conv/cpu_lowering.hpp"
 
@@ -52,7 +52,7 @@ Line lower_forward(const ConvDim& dim) {
   return line;
 }
 
-// A plane dim of dgrad. Destinations are inputs; those of equal residue modulo the stride, i =
+// A plane dim of dgrad. Destinations are inputs; inputs of equal residue modulo the stride, i =
 // residue + stride * t, have the same taps: kernel index k reads the output t - (k * dilation +
 // base - residue) / stride where that division is exact. So there are at most `stride` classes.
 Line lower_dgrad(const ConvDim& dim) {

@@ -12,6 +12,10 @@
 namespace pydist::cuda {
 
 // On tensor cores two launches, the second of which adds up split sums; else one.
+//
+// Threads, traffic and proof: mma_body.hpp and partial_body.hpp on tensor cores, else
+// tile_body.hpp. The second launch may begin while the first still runs, and waits for it on the
+// device. It has no rows, and is not made, where sums are not split.
 template <ops::ConvOp kOp>
 void convolve(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue,
               const char* what) {

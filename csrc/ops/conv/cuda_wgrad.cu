@@ -1,4 +1,8 @@
 // Boundary convolution on CUDA devices: the gradient of the weight.
+//
+// weight gradient[k] += sum over the reached outputs o of in[o * stride + k * dilation + base] *
+// out gradient[o].
+// Proof on a device: tests/gpu/test_kernels_gpu.py and test_conv_gpu.py.
 #include "ops/conv/cuda.cuh"
 
 namespace pydist::cuda {

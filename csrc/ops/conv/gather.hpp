@@ -32,7 +32,7 @@ struct ConvGather {
   static constexpr int kMaxTaps = 128;  // kernel indices that a slab may reach
 
   // A position for find(): dgrad, the input index - base; else the output index * stride + base.
-  // The offset is that of the sample and, except for dgrad, of `at`.
+  // The offset of the sample and, except for dgrad, of `at`.
   struct Place {
     std::int32_t at[kSpatialDims];
     index_t offset;
@@ -170,7 +170,7 @@ struct ConvGather {
     return tap;
   }
 
-  // Whether a place and a tap have an element; `offset` becomes that of its channel 0.
+  // Whether a place and a tap have an element; `offset` becomes the offset of its channel 0.
   PYDIST_HD bool find(const Place& place, const Tap& tap, index_t& offset) const {
     bool inside = true;
     if constexpr (kOp == ConvOp::kDgrad) {

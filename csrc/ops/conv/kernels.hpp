@@ -1,6 +1,6 @@
 // Boundary convolution: adds a halo slab's contribution to a convolution and to its gradients.
 //
-// The cost is that of the boundary planes that the slab reaches, not of the full output. Results
+// The cost follows the boundary planes that the slab reaches, not the full output. Results
 // do not depend on the number of threads: every element is summed by one task, in a fixed order.
 #pragma once
 

@@ -1,5 +1,13 @@
 // The choice of the instance of mma_body.hpp for a problem: by dtype, by the products of floats,
 // and by columns, as narrow tiles waste less with few channels.
+//
+// Traffic: a tile of 64 x 32 reads 1/64 + 1/32 elements per multiply-add, one of 64 x 64 only 1/64
+// +
+//   1/64. But there are twice as many of the narrow ones, and a wide one with fewer than 33 columns
+//   would be half empty.
+// Each output is in one tile of either width. The choice depends on the problem and not on the
+// device, and so does the order of every sum.
+// Proof: tests/native/test_conv_mma.cpp runs both widths, tests/gpu/test_conv_gpu.py the choice.
 #pragma once
 
 #include <string>

@@ -16,6 +16,16 @@ namespace pydist::ops {
 // In cycles of an H100, estimated: a step takes 200, adding up the sums of a cluster 1200, and a
 // second launch 3500. Hence clusters are made from 16 steps on, of 4 steps or more a block, and
 // parts where a block of a cluster has 24 steps or more, of 8 or more.
+//
+// Index formula: block `rank` of the cluster of part p makes the steps s with
+//   (p * cluster + rank) * steps <= s < (p * cluster + rank + 1) * steps, s below the tile's
+//   number. These intervals are disjoint, and parts * cluster * steps is at least that number: each
+//   product is added once.
+// Threads: a cluster is `cluster` adjacent blocks of the launch, of which each adds up and writes
+//   its share of the tile's rows.
+// Traffic: the sums of a cluster go through shared memory; those of two or more parts are written
+//   and read again, 8 bytes per part and output.
+// Proof: tests/native/test_conv_mma.cpp (MmaSplits, ConvMmaSums).
 struct MmaSplits {
   static constexpr index_t kWantedBlocks = 396;  // three for each multiprocessor of an H100
   static constexpr index_t kFewSteps = 16, kStepsInCluster = 4;

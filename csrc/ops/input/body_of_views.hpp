@@ -1,4 +1,11 @@
 // Makes the bodies of body.hpp from views whose dtypes are known at run time.
+//
+// A body is one call of `run`, on either backend: no element is visited twice, no memory is
+// allocated. Instances: 2 types of inputs x 2 widths of integers for LookUp, x the stored types for
+// Rescale. Index formulas, threads and traffic are in body.hpp.
+// Proof: tests/native/test_input.cpp emulates the bodies, tests/kernels/test_convert.py compares
+// the
+//   CPU with NumPy, tests/gpu/test_input_gpu.py a device with the CPU.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +22,8 @@ void dispatch_input(DType dtype, const F& f) {
   f(std::type_identity<double>{});
 }
 
-// Calls run(body) with the LookUp of checked views.
+// Calls run(body) with the LookUp of checked views. Integers are read as unsigned ones of the same
+// width: the table is indexed by their bits.
 template <class Run>
 void look_up_body(const TensorView& stored, const TensorView& table, double divisor,
                   const TensorView& out, const TensorView& found, const Run& run) {
@@ -32,7 +40,8 @@ void look_up_body(const TensorView& stored, const TensorView& table, double divi
   });
 }
 
-// Calls run(body) with the Rescale of checked views.
+// Calls run(body) with the Rescale of checked views. `maps`: a ChannelMap for each channel of the
+// block.
 template <class Run>
 void rescale_body(const TensorView& stored, const TensorView& maps, bool log, double divisor,
                   const TensorView& out, const TensorView& found, const Run& run) {

@@ -1,4 +1,12 @@
 // Stored values to inputs on CUDA devices: the shared bodies, one launch each.
+//
+// Threads: a warp or less per row, which is the last dim of [C, D, H, W]; lanes along it. Rows and
+//   places of a row number the elements once, so each input is written by one lane. The flag is the
+//   exception: any lane may set it, all of them to 1.
+// Traffic: one stored value read and one input written per element; tables stay in the caches.
+// Proof: tests/native/test_input.cpp emulates it, tests/gpu/test_input_gpu.py compares a device
+// with
+//   the CPU.
 #include "launch/cuda.cuh"
 #include "launch/runtime.cuh"
 #include "ops/input/body_of_views.hpp"

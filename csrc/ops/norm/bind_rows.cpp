@@ -40,6 +40,8 @@ class Rows {
     norm_.members = 1;
   }
 
+  // `moments`: [3, statistics]; count, mean and sum of squared deviations of each. Several adjacent
+  // rows may share one (group norm), so the rows are a multiple of the statistics.
   void set_moments(py::handle moments, double eps, bool centered) {
     const Borrowed& given = moments_.emplace(borrow(moments, "moments"));
     PYDIST_EXPECT(given->ndim() == 2,
@@ -57,6 +59,7 @@ class Rows {
     norm_.centered = centered;
   }
 
+  // One number per channel in the type of the values, or nothing; `held` keeps the array borrowed.
   const void* of_channels(const char* name, py::handle numbers, std::optional<Borrowed>& held) {
     if (numbers.is_none()) return nullptr;
     const Borrowed& given = held.emplace(borrow(numbers, name));
@@ -72,6 +75,7 @@ class Rows {
   void set_shift(py::handle shift) { norm_.shift = of_channels("shift", shift, shift_); }
   void set_slopes(py::handle slopes) { norm_.slopes = of_channels("slopes", slopes, slopes_); }
 
+  // A float64 array [lines, columns], which `held` keeps borrowed.
   double* doubles(const char* name, py::handle array, std::optional<Borrowed>& held, index_t lines,
                   index_t columns, Access access) {
     const Borrowed& given = held.emplace(borrow(array, name, access));

@@ -80,7 +80,7 @@ class NormLines {
   void for_blocks(index_t group, index_t part, const Work& work, const F& f) const {
     const index_t begin = problem_.part_begin(part) * width_;
     const index_t end = problem_.part_begin(part + 1) * width_;
-    // Lines of a row are as far apart as those of adjacent samples.
+    // Lines of a row are as far apart as lines of adjacent samples.
     const index_t step = shape_.channels_last ? 1 : shape_.channels;
     const index_t lines = shape_.per_sample ? 1 : shape_.samples;
     for (index_t line = 0; line < lines; ++line) {

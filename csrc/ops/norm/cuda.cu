@@ -1,6 +1,14 @@
 // Norms on CUDA devices: the choice of the body for a problem, and its launches.
 //
 // norm_moments and norm_grad_sums are two launches each (parts, then their merge), all others one.
+//
+// Threads: sums in blocks of 256 that share memory (NormSumsBody, NormMergeBody); writing passes a
+//   warp per piece of a channel (NormWriteBody); numbers of rows a lane per entry (EntryBody).
+// Traffic of a norm forward and backward, in passes over an activation: x is read by norm_moments
+//   and norm_apply, which writes the result; x and dL/dy are read by norm_grad_sums and again by
+//   norm_grad_input, which writes dL/dx. Parts and rows are a few kilobytes.
+// Proof: tests/native/test_norm.cpp and test_norm_rows.cpp by emulation, tests/gpu/test_norm_gpu.py
+//   on a device.
 #include "launch/cuda.cuh"
 #include "launch/runtime.cuh"
 #include "ops/common/dispatch.hpp"

@@ -246,7 +246,7 @@ void with_norm_sums_body(const NormProblem& problem, const F& f) {
   }
 }
 
-// The sums of all parts, stored as those of part 0.
+// The sums of all parts, stored in the place of part 0.
 //
 // Threads: a block of 256 per row. One thread per row would add hundreds of parts in sequence,
 //   which takes longer than reading x.

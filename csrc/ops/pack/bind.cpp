@@ -143,7 +143,7 @@ void unpack_add(py::handle buffer, Regions& regions, py::handle dst) {
 
 void bind_pack(py::module_& module) {
   py::class_<Regions>(module, "Regions", py::is_final(),
-                      "Boxes in local indices of a view, one behind the other in a buffer.\n\n"
+                      "Boxes in local indices of a view, one after the other in a buffer.\n\n"
                       "Each box is contiguous in the buffer, in C order of its indices after the\n"
                       "dims were put in `order`, whatever the strides of the view.")
       .def(py::init<const std::vector<Box>&, const std::optional<Coords>&>(), "boxes"_a,

@@ -67,6 +67,7 @@ void check_values(const char* name, const TensorView& view, const char* other_na
                 describe(name, view) + "; possible are float16, bfloat16, float32 and float64");
 }
 
+// Sums have no dilation: their bodies take the inputs of a window as one interval per dim.
 PoolProblem check_pool(const TensorView& in, const TensorView& out,
                        const PoolAttributes& attributes, const std::vector<Borrowed>& scales,
                        bool accumulate) {

@@ -6,6 +6,13 @@
 // scatter(sum, z):   target line = sum over lines of sums               (loop of isa_sum.cpp)
 //
 // `sum` has the rows and their factors: of the height or the depth, depending on the direction.
+//
+// Index formula: forward sums along the height, the width and the depth in turn, backward along the
+//   depth, the width and the height. Each dim is summed by itself, so a target costs the sum, not
+//   the product, of the three kernel extents.
+// Threads: a task (cpu_sum.cpp) has its own targets and buffers; no sum is shared.
+// Traffic: sources are read once per target line that sums them, from the caches except for the
+//   first time; buffer and sums stay in L1 and L2; each target is written once.
 #pragma once
 
 #include <algorithm>
@@ -200,7 +207,7 @@ class PoolPasses {
   const PoolLineIsa<Storage, T>& isa_;
   const PoolWidthIsa<T>& width_isa_;
   std::vector<T> factors_[ops::kSpatialDims];  // the outputs' scales
-  bool scaled_;                                // those of the width are not all 1
+  bool scaled_;                                // the width's scales are not all 1
   index_t lines_ = 1;                          // of a buffer, at most
   bool stream_ = false;
   const int rectifier_;  // 0 for none, as of PoolLineIsa

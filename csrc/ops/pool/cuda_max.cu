@@ -1,4 +1,13 @@
 // Maxima over pooling windows on CUDA devices: the shared body, one launch per call.
+//
+// Threads: 256 per block. A row of PoolLanes belongs to a warp or less, whose lanes take the places
+//   of the row; rows and places number the targets (MaxScatterBody: the cells) without repetition,
+//   so each target is written by one lane.
+// Traffic: as of the body (max_body.hpp, max_choice.hpp). No workspace is allocated and the host
+//   does not wait, so a captured graph can hold the launch.
+// Proof: tests/native/test_pool_max.cpp emulates it, tests/gpu/test_kernels_gpu.py compares a
+// device
+//   with the CPU.
 #include "launch/cuda.cuh"
 #include "launch/runtime.cuh"
 #include "ops/common/dispatch.hpp"
@@ -11,6 +20,7 @@ namespace {
 using ops::MaxOp;
 using ops::MaxProblem;
 
+// Instances: per dtype, two types of taps, with and without vectors of channels.
 template <MaxOp kOp>
 void pool(const MaxProblem& problem, const Queue& queue, const char* what) {
   const DeviceGuard guard(queue.device);

@@ -1,4 +1,13 @@
 // Sums over pooling windows on CUDA devices: the shared body, one launch per call.
+//
+// Threads: 256 per block. A row of PoolLanes belongs to a warp or less, whose lanes take the places
+//   of the row; rows and places number the targets without repetition, so each sum is formed by one
+//   lane, in one order: no atomics, and the same bits in every run.
+// Traffic: each source is read kernel volume / stride volume times, mostly from the caches, each
+//   target written once (and read, to accumulate). Nothing is allocated.
+// Proof: tests/native/test_pool_sum.cpp emulates it, tests/gpu/test_kernels_gpu.py compares a
+// device
+//   with the CPU.
 #include "launch/cuda.cuh"
 #include "launch/runtime.cuh"
 #include "ops/common/dispatch.hpp"
@@ -11,6 +20,7 @@ namespace {
 using ops::PoolOp;
 using ops::PoolProblem;
 
+// Instances: per dtype, three activations before the pool, with and without vectors of channels.
 template <PoolOp kOp>
 void pool(const PoolProblem& problem, const Queue& queue, const char* what) {
   const DeviceGuard guard(queue.device);

@@ -1,4 +1,11 @@
 // Keyed random numbers on CUDA devices: the shared body, one launch.
+//
+// Threads: a warp or less per row, which is the last dim; lanes along it. Each number depends on
+// its
+//   own counter only, so the decomposition changes no bit. A key in device memory is read by every
+//   thread when the kernel runs: each replay of a captured graph has a new one.
+// Traffic: one element written, nothing read.
+// Proof: tests/gpu/test_kernels_gpu.py (bit-identical to the CPU), tests/native/test_random.cpp.
 #include "launch/cuda.cuh"
 #include "launch/runtime.cuh"
 #include "ops/random/body.hpp"

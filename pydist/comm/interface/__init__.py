@@ -1,1 +1,1 @@
-"""The interface of all transports: their operations, and the handles of asynchronous ones."""
+"""Defines the interface of all transports: operations, and handles of asynchronous ones."""

@@ -1,4 +1,4 @@
-"""Argument checks of the public operations, with one-line error messages."""
+"""Checks arguments of the public operations, with one-line error messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ def check_elements(call: str, tensor: Tensor) -> None:
 
 
 def check_like(call: str, given: Tensor, wanted: Tensor) -> None:
-    """Refuses a tensor whose dtype or number of elements differs."""
+    """Refuses a tensor whose dtype or number of elements differs.
+
+    Args:
+        call: name of the operation, for the error.
+        given: the tensor that was passed.
+        wanted: a tensor with the dtype and the number of elements that fit.
+    """
     if given.numel() != wanted.numel() or given.dtype != wanted.dtype:
         raise UsageError(
             f"{call}: {given.dtype} of shape {tuple(given.shape)} does not match"
@@ -41,7 +47,7 @@ def check_like(call: str, given: Tensor, wanted: Tensor) -> None:
 
 
 def check_op(op: str) -> None:
-    """Refuses operations other than those of `ReduceOp`."""
+    """Refuses operations that `ReduceOp` does not name."""
     if op not in _REDUCE_OPS:
         raise UsageError(f"all_reduce: op '{op}' is none of {', '.join(_REDUCE_OPS)}")
 

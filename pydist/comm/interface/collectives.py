@@ -1,4 +1,4 @@
-"""The public collectives of a transport: they check arguments and handle trivial cases.
+"""Defines the public collectives of a transport: they check arguments and handle trivial cases.
 
 Collectives match by the order in which each rank calls them. Every rank passes the same dtype and
 count.
@@ -19,7 +19,7 @@ from pydist.errors import UsageError
 
 
 class Collectives(Primitives):
-    """Collective operations of all ranks of a group; see `Transport`."""
+    """Collective operations that all ranks of a group start together; see `Transport`."""
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

@@ -21,7 +21,7 @@ class Work:
 
 
 class Channel(ABC):
-    """Set of messages with fixed peers and fixed buffers, for repeated exchanges.
+    """Set of messages that repeat with fixed peers and fixed buffers.
 
     One `start` and one `wait` make a round; the buffers must not be accessed in between.
     """

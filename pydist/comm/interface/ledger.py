@@ -1,4 +1,4 @@
-"""The ledger of a group: a running hash of the calls of each rank, which the ranks compare.
+"""Keeps the ledger of a group: a running hash of each rank's calls, which the ranks compare.
 
 All ranks of a group must start the same calls in the same order, or a rank receives data of another
 call. So each rank keeps a hash of its calls so far. Entries hold only what all ranks share: global
@@ -62,11 +62,11 @@ CAUSE = _Cause()
 DIFFERENT = "the ranks make different calls"
 
 What = tuple[Hashable, ...]
-"""The name of a call and those of its arguments that all ranks share."""
+"""The name of a call, and the arguments that all ranks share."""
 
 
 class Entry:
-    """Call in the ledger.
+    """Call that the ledger holds.
 
     Attributes:
         text: the call in words, for errors.
@@ -88,7 +88,7 @@ class Ledger:
 
     Attributes:
         last: the call that was started last.
-        process: id of the process that owns the ledger; a fork of it is no rank.
+        process: id of the process that owns the ledger; a fork of it is not a rank.
         job_ranks: the rank in the job of each rank of the group; empty if they are the same.
         place: a label of the next calls, for calls that ranks make at different places of their
             programs; empty where the calling module identifies them.
@@ -108,12 +108,12 @@ class Ledger:
 
     @property
     def count(self) -> int:
-        """Number of calls so far."""
+        """Number of calls that this rank has made so far."""
         return self._board.count
 
     @property
     def state(self) -> int:
-        """Running hash of the calls."""
+        """Running hash that covers all calls so far."""
         return self._board.state
 
     def note(self, group: Group, what: What, *, waits: bool) -> None:

@@ -1,4 +1,4 @@
-"""Common parts of reductions over ranks: operations, dtypes, and the sum in rank order."""
+"""Provides common parts of reductions over ranks: operations, dtypes, and the sum in rank order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDER = {
 
 
 class SliceSum(Work):
-    """Reduce-scatter with slices in flight; `wait` sums them in rank order on every rank."""
+    """Reduce-scatter that exchanges slices; `wait` sums them in rank order on every rank."""
 
     def __init__(self, work: Work, slices: Sequence[Tensor], out: Tensor, divisor: int) -> None:
         """Takes over the slices that `work` fills.
@@ -38,11 +38,11 @@ class SliceSum(Work):
         self._divisor = divisor
 
     def done(self) -> bool:
-        """See `Work.done`: whether the slices have arrived."""
+        """Returns whether the slices have arrived; see `Work.done`."""
         return self._pending is None or self._pending[0].done()
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Waits for the slices and sums them; see `Work.wait`."""
         if self._pending is None:
             return
         work, slices, out = self._pending

@@ -106,7 +106,13 @@ class Transport(Collectives):
         self._send(tensor.detach(), dest, tag)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> None:
-        """Receives into a tensor with the byte count that was sent. Blocks until it has arrived."""
+        """Receives into a tensor with the byte count that was sent. Blocks until it has arrived.
+
+        Args:
+            tensor: dense, of any shape; it is overwritten.
+            source: the sender; may be this rank.
+            tag: of the message, 0 <= tag < 2**15.
+        """
         self._check("recv", tensor)
         check_peer(source, self.size)
         check_tag(tag)

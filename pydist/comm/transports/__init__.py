@@ -1,4 +1,4 @@
-"""The transports, one module or folder each.
+"""Implements the transports, in one module or folder each.
 
 ======================  ======================================================================
 `local`                 ranks are threads of one process

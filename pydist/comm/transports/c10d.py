@@ -1,4 +1,4 @@
-"""The transport over torch.distributed (gloo), for `torchrun` and systems without MPI."""
+"""Implements the transport over torch.distributed (gloo), for `torchrun` and hosts without MPI."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _waits(name: str) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Con
 
 
 class C10dTransport(HostTransport):
-    """One rank of a gloo process group."""
+    """Transport of one rank that belongs to a gloo process group."""
 
     name = "c10d"
     concurrent = True
@@ -100,7 +100,7 @@ class C10dTransport(HostTransport):
         self._order = list(order) if order is not None else list(range(self.size))
         self.rank = self._order.index(dist.get_rank(self._group))
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
-        # Keeps buffers alive: bytes of other ranks arrive even if nobody waits.
+        # Keeps buffers alive: bytes of other ranks arrive even if no one waits.
         self._under_way: set[_C10dWork] = set()
         # gloo can't send to its own rank: tag -> messages of this rank to itself.
         self._own: dict[int, deque[Tensor]] = defaultdict(deque)
@@ -187,7 +187,7 @@ class C10dTransport(HostTransport):
         os._exit(exit_code)
 
     def close(self) -> None:
-        """See `Transport.close`: waits for buffered sends."""
+        """Waits for buffered sends; see `Transport.close`."""
         for work, _ in self._pending:
             work.wait()
         self._pending.clear()
@@ -229,7 +229,7 @@ class C10dChannel(Channel):
         self.ledger = transport.ledger
 
     def start(self) -> None:
-        """See `Channel.start`."""
+        """Starts the round's receives, then its sends; see `Channel.start`."""
         transport = self._transport
         for source, each in self._recvs:
             if source != transport.rank and each.numel():
@@ -242,7 +242,7 @@ class C10dChannel(Channel):
 
     @_waits("messages")
     def wait(self) -> None:
-        """See `Channel.wait`."""
+        """Waits until the round's messages have arrived; see `Channel.wait`."""
         works, self._works = self._works, []
         for work in works:
             work.wait()

@@ -1,4 +1,4 @@
-"""The base class of transports over other communication libraries.
+"""Provides the base class of transports over other communication libraries.
 
 The libraries reduce neither all dtypes nor NaN as torch does, and their collectives differ in what
 they support; this class reduces everything to a few calls that all of them provide.
@@ -107,7 +107,7 @@ class _Narrowed(Work):
         self._pending: tuple[Work, Tensor, Tensor] | None = (work, wide, tensor)
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Waits for the sum in the wider dtype, and stores it; see `Work.wait`."""
         if self._pending is None:
             return
         work, wide, tensor = self._pending

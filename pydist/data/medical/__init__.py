@@ -1,4 +1,4 @@
-"""Medical volumes: conversion from and to NIfTI, and synthetic CT."""
+"""Converts medical volumes from and to NIfTI, and makes synthetic CT."""
 
 from __future__ import annotations
 

@@ -28,8 +28,14 @@ GRID = "pydist_grid"
 def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False) -> LabelledVolume:
     """Reads one case and brings it to the grid.
 
+    Args:
+        case: its files.
+        options: the grid.
+        keep_header: whether to keep the headers' free text and unused fields, which may identify
+            the patient.
+
     Raises:
-        DataError: a file is damaged, the files do not match, or a label is no integer.
+        DataError: a file is damaged, the files do not match, or a label is not an integer.
     """
     image, first = read_image(case.images, options)
     label = read_nifti(case.label)

@@ -35,7 +35,7 @@ _FOREGROUND_SAMPLES = 10_000
 
 @dataclass(frozen=True)
 class LabelledVolume:
-    """The content of one file.
+    """Image and label volume that one file of a set holds.
 
     Attributes:
         image: [C, D, H, W].
@@ -50,14 +50,14 @@ class LabelledVolume:
 
 @dataclass(frozen=True)
 class Source:
-    """The source of one file of a set.
+    """Name, split and content that one file of a set gets.
 
     Attributes:
         name: of the file, without suffix.
         split: "train", "val", or another name.
         recipe: hash of everything that determines its content.
         make: makes the content.
-        ignore_label: label of unlabeled voxels; it is no class.
+        ignore_label: label of unlabeled voxels; it is not a class.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Storage:
-    """The storage options of volumes.
+    """Options that say how volumes are stored.
 
     Attributes:
         dtype: "int16" or "float32".
@@ -175,7 +175,7 @@ def _write_set(
 
 @dataclass(frozen=True)
 class _Made:
-    """One volume's entry for the manifest, and its values for the statistics."""
+    """Entry that one volume adds to the manifest, and the values that it adds to the statistics."""
 
     file: DataFile
     channels: int
@@ -237,6 +237,12 @@ def unlike(name: str, channels: int, other: str, its: int) -> str:
 
 def as_stored(image: npt.NDArray[Any], dtype: str, name: str, advice: str = "") -> npt.NDArray[Any]:
     """Converts an image to a set's type; rounded to integers for int16.
+
+    Args:
+        image: any shape.
+        dtype: "int16" or "float32".
+        name: names the volume in errors.
+        advice: end of the error message.
 
     Raises:
         DataError: values do not fit; the message begins with `name` and ends with `advice`.

@@ -27,7 +27,7 @@ _ORIGIN = "NIfTI files"
 
 @dataclass(frozen=True)
 class NiftiOptions:
-    """Options for making a data set of NIfTI files.
+    """Options that say how a data set is made of NIfTI files.
 
     Volumes are reoriented to RAS: width towards the patient's right, height to the front, depth up.
 

@@ -1,4 +1,4 @@
-"""Synthetic CT volumes for segmentation: a liver with tumors.
+"""Makes synthetic CT volumes for segmentation: a liver with tumors.
 
 They replace LiTS where that is not available: same classes, same numbers of tumors, plausible
 Hounsfield units. The liver is an ellipsoid whose boundary is moved by a smooth Gaussian field;
@@ -37,7 +37,7 @@ _TUMOUR_DEPTH = 0.8
 
 @dataclass(frozen=True)
 class CTOptions:
-    """A set of synthetic CT volumes.
+    """Options that determine a set of synthetic CT volumes.
 
     Attributes:
         count: volumes to make.

@@ -51,7 +51,7 @@ class GridOptions:
 
 
 class Grid:
-    """The map from one file's voxels to a network's, and back.
+    """Map that resamples one file's voxels to a network's grid, and labels back to the file's.
 
     Args:
         block: the file's NIfTI header, as bytes.

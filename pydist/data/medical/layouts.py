@@ -25,7 +25,7 @@ _IMAGE_PREFIX, _LABEL_PREFIX = "volume-", "segmentation-"
 
 @dataclass(frozen=True)
 class Case:
-    """One patient's files.
+    """Files that belong to one patient.
 
     Attributes:
         name: unique in the data set.
@@ -40,7 +40,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """The cases of a folder, by name, with the description in its `dataset.json`.
+    """Cases that a folder holds, by name, with the description in its `dataset.json`.
 
     Attributes:
         cases: at least one.
@@ -111,7 +111,7 @@ def _nnunet(folder: Path, record: Mapping[str, Any]) -> Found:
     channels = _by_number(where, "channel_names", record.get("channel_names"))
     classes = _classes(where, record.get("labels"), numbers_first=False)
     ignored = None
-    if _IGNORE in classes:  # nnU-Net requires it to be last; it is no class of the network
+    if _IGNORE in classes:  # nnU-Net requires it to be last; it is not a class of the network
         if classes[-1] != _IGNORE:
             given = classes.index(_IGNORE)
             raise DataError(f'{where}: labels has "ignore" as {given}; it comes after all classes')

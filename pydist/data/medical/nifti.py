@@ -67,7 +67,7 @@ class Nifti:
 
     @property
     def affine(self) -> npt.NDArray[np.float64]:
-        """The affine map from voxel indices (x, y, z) to mm, [4, 4]."""
+        """Affine matrix [4, 4] that maps voxel indices (x, y, z) to mm."""
         return affine_of(self.header, str(self.path))
 
     def values(self) -> npt.NDArray[Any]:
@@ -105,12 +105,12 @@ class Nifti:
 
 
 def is_nifti(path: Path) -> bool:
-    """Returns whether a name is that of a NIfTI file, and not of a hidden file of macOS."""
+    """Returns whether a name belongs to a NIfTI file, and not to a hidden file of macOS."""
     return path.name.endswith(SUFFIXES) and not path.name.startswith(".")
 
 
 def require_suffix(path: Path) -> None:
-    """Raises `UsageError` if a file's name is not that of a NIfTI file."""
+    """Raises `UsageError` if a file's name is not the name of a NIfTI file."""
     if not path.name.endswith(SUFFIXES):
         raise UsageError(f"{path}: the name of a NIfTI file ends in {' or '.join(SUFFIXES)}")
 
@@ -143,7 +143,7 @@ def read_nifti(path: str | Path) -> Nifti:
 
 
 class Outline(NamedTuple):
-    """The description of the voxels in the header of a NIfTI file."""
+    """Number of channels and kind of values that the header of a NIfTI file announces."""
 
     channels: int
     integers: bool
@@ -274,7 +274,7 @@ def write_nifti(
             `stored` does not have.
 
     Raises:
-        UsageError: another suffix, or voxels that are not those of the header.
+        UsageError: another suffix, or voxels that do not match the header.
         DiskError: the disk is full, or the folder can't be written.
     """
     name = Path(path)

@@ -17,7 +17,7 @@ _NOBODY = -1
 
 @dataclass
 class Moves:
-    """Where the blocks of one batch come from, as seen by one rank.
+    """Plan that says, for one rank, where each block of one batch comes from.
 
     Attributes:
         own: samples that this rank holds and needs.
@@ -35,7 +35,7 @@ class Moves:
 
 
 class Directory:
-    """Owners of the blocks of one part of the samples.
+    """Table that names the rank that holds each block of one part of the samples.
 
     A block belongs to the first rank that reads it and has room for it; it never moves. Where
     several ranks of a group have equal parts (along the channel axis), the one that holds least

@@ -15,7 +15,7 @@ _ALIGNED = 64
 
 
 class EntryFormat:
-    """Places of a block, its targets and a mark in one piece of memory.
+    """Format that places a block, its targets and a mark in one piece of memory.
 
     Args:
         shape: [C, D, H, W] of the block.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Figures:
-    """Counts of blocks and bytes, of one rank or of all of them.
+    """Counts of the blocks and bytes that one rank, or all ranks, have read, received and held.
 
     Attributes:
         blocks: blocks that batches were made of.

@@ -38,7 +38,7 @@ _under_way: set[Channel] = set()
 
 
 class Delivery:
-    """The blocks of one batch: those in memory, on their way to this rank, and in files.
+    """Delivery that brings a rank the blocks of one batch: from memory, other ranks or files.
 
     Attributes:
         moves: where the blocks come from.
@@ -78,7 +78,7 @@ class Delivery:
 
 
 class MemoryStore:
-    """Blocks of samples in the memory of the ranks, each in that of exactly one.
+    """Store that holds blocks of samples in the memory of the ranks, each block on one rank.
 
     A rank keeps the blocks that it reads first, as far as its budget allows, and sends them to the
     ranks that need them in later epochs: those of other sample groups with the same part of the

@@ -33,12 +33,12 @@ class CountedReads(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read so far, as `ShardDataset.bytes_read`."""
+        """Bytes that have been read so far; see `ShardDataset.bytes_read`."""
         ...
 
 
 class BatchSource:
-    """`BlockSource` of one batch: blocks from entries, or else from files.
+    """`BlockSource` that reads one batch's blocks from the store's entries, or else from files.
 
     An entry that its owner could not read, or with a bad value, is read from the file as without a
     store: with the same result, or the same error.
@@ -69,34 +69,34 @@ class BatchSource:
 
     @property
     def sample_shape(self) -> tuple[int, int, int, int]:
-        """See `BlockSource.sample_shape`."""
+        """Shape (C, D, H, W) that a sample has; see `BlockSource.sample_shape`."""
         return self.dataset.sample_shape
 
     @property
     def num_targets(self) -> int:
-        """See `BlockSource.num_targets`."""
+        """Number of values that are predicted for each sample; see `BlockSource.num_targets`."""
         return self.dataset.num_targets
 
     @property
     def labelled(self) -> bool:
-        """See `BlockSource.labelled`."""
+        """Whether the targets are the class of each voxel; see `BlockSource.labelled`."""
         return self.dataset.labelled
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `BlockSource.dtype`."""
+        """Type that samples and targets have; see `BlockSource.dtype`."""
         return self.dataset.dtype
 
     @property
     def identity(self) -> str:
-        """See `BlockSource.identity`."""
+        """Text that identifies the data set's content; see `BlockSource.identity`."""
         return self.dataset.identity
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def shape_of(self, index: int) -> tuple[int, int, int, int]:
-        """See `BlockSource.shape_of`."""
+        """Returns the shape (C, D, H, W) of sample `index`; see `BlockSource.shape_of`."""
         return self.dataset.shape_of(index)
 
     # -- reads ------------------------------------------------------------------------------
@@ -175,15 +175,15 @@ class BatchSource:
 
 
 class StoredBatchSource(BatchSource):
-    """The same for a device, which normalizes the stored values."""
+    """`BatchSource` for a device, which normalizes the stored values."""
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """See `StoredSource.stored_dtype`."""
+        """Type that stored values have; see `StoredSource.stored_dtype`."""
         return cast(StoredSource, self.dataset).stored_dtype
 
     def read_stored(self, index: int, box: Box | None, out: Tensor) -> None:
-        """See `StoredSource.read_stored`."""
+        """Copies the stored values of `box` into `out`; see `StoredSource.read_stored`."""
         self.figures.blocks += 1
         entry = self._good(index)
         if entry is not None:
@@ -199,5 +199,5 @@ class StoredBatchSource(BatchSource):
     def normalize(
         self, index: int, first_channel: int, stored: Tensor, out: Tensor, found: Tensor
     ) -> None:
-        """See `StoredSource.normalize`."""
+        """Converts stored values to inputs, into `out`; see `StoredSource.normalize`."""
         cast(StoredSource, self.dataset).normalize(index, first_channel, stored, out, found)

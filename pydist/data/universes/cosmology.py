@@ -1,4 +1,4 @@
-"""Linear theory of structure in a flat universe of cold dark matter and a cosmological constant.
+"""Computes power spectra and growth of structure in a flat universe with cold dark matter and Λ.
 
 Units, here and in `fields`: wavenumbers k in h/Mpc, lengths in Mpc/h, powers in (Mpc/h)^3. Every
 function of k accepts an array of any shape and returns one of the same shape; `k` may be a NumPy
@@ -68,27 +68,27 @@ class Cosmology:
 
     @property
     def h(self) -> float:
-        """Hubble constant in units of 100 km/s/Mpc."""
+        """Hubble constant h, which is measured in units of 100 km/s/Mpc."""
         return self.h0 / 100
 
     @property
     def matter(self) -> float:
-        """Physical matter density, omega_m h^2."""
+        """Physical matter density, which is omega_m h^2."""
         return self.omega_m * self.h**2
 
     @property
     def baryons(self) -> float:
-        """Physical baryon density, omega_b h^2."""
+        """Physical baryon density, which is omega_b h^2."""
         return self.omega_b * self.h**2
 
     @property
     def baryon_fraction(self) -> float:
-        """Baryons as a fraction of all matter."""
+        """Fraction of all matter that is baryons."""
         return self.omega_b / self.omega_m
 
     @property
     def theta(self) -> float:
-        """Temperature of the microwave background in units of 2.7 K."""
+        """Temperature that the microwave background has, in units of 2.7 K."""
         return self.t_cmb / 2.7
 
 
@@ -122,7 +122,7 @@ def transfer_bbks(k: Array, c: Cosmology) -> Array:
 
 @dataclass(frozen=True)
 class AcousticScales:
-    """The scales on which the full transfer function of Eisenstein & Hu depends, besides k.
+    """Scales on which the full transfer function of Eisenstein & Hu depends, besides k.
 
     Attributes:
         cosmology: the universe.
@@ -226,7 +226,7 @@ def top_hat(x: Array) -> Array:
 
 
 class LinearPower:
-    """The linear power spectrum at z = 0: P(k) = A k^n_s T(k)^2, with A from sigma_8.
+    """Linear power spectrum at z = 0 that `sigma_8` normalizes: P(k) = A k^n_s T(k)^2.
 
     Args:
         cosmology: the universe.
@@ -248,7 +248,7 @@ class LinearPower:
 
     @cached_property
     def amplitude(self) -> float:
-        """A, in (Mpc/h)^(3 + n_s)."""
+        """Amplitude A, in (Mpc/h)^(3 + n_s), that gives the universe its `sigma_8`."""
         return (self.cosmology.sigma_8 / _sigma(self._shape, 8.0)) ** 2
 
     def sigma(self, radius: float) -> float:
@@ -272,6 +272,11 @@ def growth(z: float, omega_m: float, points: int = 2001) -> float:
     """Computes the linear growth D(z) / D(0) of a flat universe.
 
     D(a) ~ E(a) int_0^a da' / (a' E(a'))^3 with E^2 = omega_m a^-3 + 1 - omega_m (Heath 1977).
+
+    Args:
+        z: redshift.
+        omega_m: matter density today, as a fraction of the critical one.
+        points: number of points of the integration.
     """
     return _growth_unscaled(1 / (1 + z), omega_m, points) / _growth_unscaled(1, omega_m, points)
 

@@ -1,4 +1,4 @@
-"""Random density fields on a periodic grid, and the displacements of particles by them.
+"""Draws random density fields on a periodic grid, and computes how they displace particles.
 
 The same code runs on NumPy and CuPy: every function uses the array module of the `Grid`. Fields
 have `Grid.dtype`; Fourier transforms are those of `rfftn`, so their last axis is half.
@@ -27,7 +27,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class Grid:
-    """A periodic cube of cells.
+    """Periodic cube that is divided into cells.
 
     Attributes:
         width: cells along a side (N).
@@ -50,22 +50,22 @@ class Grid:
 
     @property
     def cell(self) -> float:
-        """Length of a cell, Mpc/h."""
+        """Length that a side of a cell has, Mpc/h."""
         return self.side / self.width
 
     @property
     def volume(self) -> float:
-        """Volume of the cube, (Mpc/h)^3."""
+        """Volume that the cube has, (Mpc/h)^3."""
         return self.side**3
 
     @property
     def fundamental(self) -> float:
-        """The smallest wavenumber, 2 pi / L, h/Mpc."""
+        """Smallest wavenumber that the cube holds, 2 pi / L, h/Mpc."""
         return 2 * math.pi / self.side
 
     @cached_property
     def mode_numbers(self) -> tuple[Array, Array, Array]:
-        """Integer mode numbers along the three axes of a half transform, ready to broadcast."""
+        """Integer mode numbers that a half transform has along its three axes, to be broadcast."""
         n = self.width
         full = np.fft.fftfreq(n, 1 / n).round().astype(np.int32)
         half = np.arange(n // 2 + 1, dtype=np.int32)
@@ -74,7 +74,7 @@ class Grid:
 
     @cached_property
     def derivatives(self) -> tuple[Array, Array, Array]:
-        """Wavenumbers k along the three axes, for odd derivatives: 0 at the Nyquist mode.
+        """Wavenumbers k along the three axes that odd derivatives use: 0 at the Nyquist mode.
 
         A real field's Nyquist mode is a cosine sampled at its extremes; its derivative is zero on
         the grid. Left in, div Psi misses -delta by 6 to 8 %.
@@ -143,7 +143,7 @@ def gaussian_modes(grid: Grid, noise: Array, power: Callable[[Array], Array]) ->
 
 @dataclass(frozen=True)
 class Displacement:
-    """The displacement of each particle from its lattice point, at D = 1.
+    """Displacement that moves each particle from its lattice point, at D = 1.
 
     The position at growth D is x = q + D Psi1 + (3/7) D^2 omega_m(z)^(-1/143) Psi2, modulo L.
 

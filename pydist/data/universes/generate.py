@@ -88,7 +88,7 @@ def _generate(root: Path, options: UniverseOptions, progress: Progress | None) -
 
 @dataclass(frozen=True)
 class _Made:
-    """One universe's entry for the manifest, and its sums for the statistics per channel."""
+    """Manifest entry that one universe adds, and its sums for the statistics per channel."""
 
     files: tuple[DataFile, ...]
     split: str

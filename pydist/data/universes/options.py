@@ -1,4 +1,4 @@
-"""The options of a set of synthetic universes."""
+"""Defines the options of a set of synthetic universes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ and standard deviations in the code of NERSC/CosmoFlow.
 
 @dataclass(frozen=True)
 class UniverseOptions:
-    """A set of synthetic universes for CosmoFlow.
+    """Options that determine a set of synthetic universes for CosmoFlow.
 
     Each universe is one periodic box, evolved by second-order Lagrangian perturbation theory from
     one Gaussian field and observed at several redshifts (the channels). It is cut into samples. Cut
@@ -111,7 +111,7 @@ class UniverseOptions:
 
     @property
     def box(self) -> int:
-        """Voxels along a side of a box."""
+        """Number of voxels that a side of a box has."""
         return 2 * self.width if self.box_width is None else self.box_width
 
     @property

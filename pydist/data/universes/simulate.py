@@ -18,7 +18,7 @@ from pydist.errors import UsageError
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of one universe.
+    """Parameters that determine one universe.
 
     Attributes:
         index: number of the universe in its set.
@@ -34,7 +34,7 @@ class Parameters:
 
     @property
     def cosmology(self) -> Cosmology:
-        """The universe with these parameters."""
+        """Universe that has these parameters."""
         omega_m, sigma_8, n_s, h0 = (float(p) for p in self.physical)
         return Cosmology(omega_m, sigma_8, n_s, h0, OMEGA_B)
 

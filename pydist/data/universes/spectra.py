@@ -1,4 +1,4 @@
-"""Estimators: the power spectrum of a field, and its rms in spheres."""
+"""Estimates the power spectrum of a field, and its rms in spheres."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A measured power spectrum, in bins of the width of the fundamental mode.
+    """Power spectrum that was measured, in bins as wide as the fundamental mode.
 
     Attributes:
         k: mean wavenumber of the bin's modes, h/Mpc.
@@ -66,6 +66,12 @@ def power_spectrum(
 
 
 def rms_in_spheres(grid: Grid, modes: Array, radius: float) -> float:
-    """Computes the rms of a contrast averaged over balls of `radius` (Mpc/h); sigma_8 for 8."""
+    """Computes the rms of a contrast averaged over balls of `radius` (Mpc/h); sigma_8 for 8.
+
+    Args:
+        grid: the cube.
+        modes: Fourier modes of the contrast, as of `Grid.to_modes`, [N, N, N // 2 + 1].
+        radius: of the balls, Mpc/h.
+    """
     smooth = grid.to_field(modes * grid.by_mode(lambda k: top_hat(k * radius)))
     return math.sqrt(float((smooth.astype("float64") ** 2).mean()))

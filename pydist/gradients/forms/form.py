@@ -25,7 +25,7 @@ class Form(Protocol):
 
     @property
     def name(self) -> str:
-        """The name, for errors and logs."""
+        """Name that errors and logs show."""
         ...
 
     @property
@@ -81,28 +81,28 @@ class Stateless:
 
     @property
     def is_local(self) -> bool:
-        """See `Form.is_local`."""
+        """Whether groups end with different gradients, here never; see `Form.is_local`."""
         return False
 
     def arrange(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """See `Form.arrange`."""
+        """Keeps the order of the parameters; see `Form.arrange`."""
         return list(leaves)
 
     def progress(self) -> None:
-        """See `Form.progress`."""
+        """Does nothing, as no message follows another; see `Form.progress`."""
 
     def complete(self, row: Tensor) -> None:
-        """See `Form.complete`; here the reduction itself divides."""
+        """Does nothing, as the reduction itself divides; see `Form.complete`."""
 
     def conclude(self, kept: Callable[[Leaf], bool]) -> None:
-        """See `Form.conclude`."""
+        """Does nothing, as nothing is kept between passes; see `Form.conclude`."""
 
     def abandon(self) -> None:
-        """See `Form.abandon`."""
+        """Does nothing, as nothing is kept between passes; see `Form.abandon`."""
 
 
 class DenseForm(Stateless):
-    """One all-reduce over all ranks for each bucket.
+    """Form that averages each bucket by one all-reduce over all ranks.
 
     Attributes:
         messages: the collectives of all ranks.
@@ -115,7 +115,7 @@ class DenseForm(Stateless):
         self.transports = [transport]
 
     def start(self, row: Tensor, leaves: Sequence[Leaf]) -> Work:
-        """See `Form.start`."""
+        """Starts the all-reduce of a row; see `Form.start`."""
         del leaves
         return self.messages.all_reduce(row)
 
@@ -130,9 +130,9 @@ class DenseForm(Stateless):
         return self.messages.reduce_scatter(row, out, counts, self.messages.size)
 
     def complete(self, row: Tensor) -> None:
-        """See `Form.complete`."""
+        """Divides the sum by the number of ranks; see `Form.complete`."""
         divide(row, self.messages.size)
 
     def sent(self) -> Mapping[str, int]:
-        """See `Form.sent`."""
+        """Returns the bytes sent to all ranks; see `Form.sent`."""
         return {"all": self.messages.sent}

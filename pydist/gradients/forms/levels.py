@@ -1,4 +1,4 @@
-"""Forms in two levels: within groups of ranks, and between these groups.
+"""Implements forms in two levels: within groups of ranks, and between these groups.
 
 Each bucket is reduce-scattered within the groups, the ranks that have received equal intervals
 reduce them between the groups, and the results are gathered within the groups:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Levels(Stateless, ABC):
-    """Base of forms in two levels.
+    """Base of forms that reduce in two levels.
 
     Attributes:
         name: see `Form`.
@@ -55,28 +55,28 @@ class Levels(Stateless, ABC):
         return self._on_hosts
 
     def start(self, row: Tensor, leaves: Sequence[Leaf]) -> Work:
-        """See `Form.start`."""
+        """Starts the messages of a row, which follow each other; see `Form.start`."""
         work = Sequel(self._reduce(row, leaves))
         if self.runs_ahead and row.device.type == "cpu":
             self._started.append(work)
         return work
 
     def progress(self) -> None:
-        """See `Form.progress`."""
+        """Starts messages that follow complete ones, row by row; see `Form.progress`."""
         while self._started and self._started[0].advance():
             self._started.popleft()
 
     def conclude(self, kept: Callable[[Leaf], bool]) -> None:
-        """See `Form.conclude`."""
+        """Forgets the rows of the pass; see `Form.conclude`."""
         del kept
         self.abandon()
 
     def abandon(self) -> None:
-        """See `Form.abandon`."""
+        """Forgets the rows of the pass; see `Form.abandon`."""
         self._started.clear()
 
     def sent(self) -> Mapping[str, int]:
-        """See `Form.sent`."""
+        """Returns the bytes sent within and between the groups; see `Form.sent`."""
         return {"within": self.within.sent, "between": self.between.sent}
 
     def _reduce(self, row: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
@@ -163,7 +163,9 @@ class NarrowForm(Levels):
 
 
 class TorusForm(Levels):
-    """The 2-D torus: reduce-scatter along rows, all-reduce along columns, all-gather along rows.
+    """Form that reduces on a 2-D torus of ranks.
+
+    A bucket is reduce-scattered along rows, all-reduced along columns and all-gathered along rows.
 
     Of N ranks in rows of X a rank sends 2 (X - 1) / X of a bucket along its row and at most 2 / X
     of it along its column, in 2 (X - 1) + 2 (N / X - 1) instead of 2 (N - 1) steps of rings.
@@ -183,7 +185,7 @@ class TorusForm(Levels):
 
 
 class HierarchicalForm(Levels):
-    """Sums on each host, an all-reduce between the first ranks of the hosts, and a broadcast.
+    """Form that sums on each host, all-reduces between the hosts' first ranks, and broadcasts.
 
     Hosts may have different numbers of ranks. The first rank of each sends whole buckets.
 

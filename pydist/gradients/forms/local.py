@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LocalForm(SteppedForm):
-    """Gradients of all sample groups for the first steps, and of the own group afterwards.
+    """Form that averages over all sample groups at first, and later over this rank's group alone.
 
     Its only state is the number of steps, equal on all ranks: all backward passes count, as groups
     may see different gradients.
@@ -41,7 +41,7 @@ class LocalForm(SteppedForm):
 
     @property
     def is_local(self) -> bool:
-        """See `Form.is_local`."""
+        """Whether the first steps, with means over all groups, are over; see `Form.is_local`."""
         return self.steps >= self._start
 
     @property
@@ -55,7 +55,7 @@ class LocalForm(SteppedForm):
         return self._alone > 0
 
     def start(self, row: Tensor, leaves: Sequence[Leaf]) -> Work:
-        """See `Form.start`.
+        """Starts the reduction of a row; see `Form.start`.
 
         Raises:
             UsageError: the groups' parameters were not averaged when they should have been.
@@ -69,7 +69,7 @@ class LocalForm(SteppedForm):
         return super().start(row, leaves)
 
     def conclude(self, kept: Callable[[Leaf], bool]) -> None:
-        """See `Form.conclude`."""
+        """Counts the steps without an average of the parameters; see `Form.conclude`."""
         was_local, before = self.is_local, self.steps
         super().conclude(kept)
         self._alone += was_local and self.steps > before

@@ -1,4 +1,4 @@
-"""PowerSGD: gradients as products of two thin matrices, with feedback of the error.
+"""Implements PowerSGD: gradients as products of two thin matrices, with feedback of the error.
 
 A gradient M [n, m] of a group becomes P = M Q, whose mean over the groups is orthonormalized, and
 Q = Mᵀ P, whose mean is kept for the next step. Each group has the gradient P Qᵀ, and adds what that
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LowRankForm(StatefulForm):
-    """PowerSGD between sample groups.
+    """Form that averages low-rank gradients between sample groups (PowerSGD).
 
     State of a parameter: "error" [n, m], what the group has not sent; "factor" [m, r], Q of the
     last step, which all groups share.
@@ -50,7 +50,7 @@ class LowRankForm(StatefulForm):
         super().__init__(within, between, leaves, seed)
 
     def quantities(self, name: str) -> Mapping[str, torch.Size]:
-        """See `StatefulForm.quantities`."""
+        """Returns the shapes of a parameter's error and factor; see `StatefulForm.quantities`."""
         n, m = _matrix(self.shapes[name])
         return {"error": torch.Size((n, m)), "factor": torch.Size((m, min(self._rank, n, m)))}
 
@@ -103,7 +103,7 @@ class LowRankForm(StatefulForm):
 
 
 def _matrix(shape: torch.Size) -> tuple[int, int]:
-    """Returns rows and columns of a gradient as a matrix: its dim 0 is that of output channels."""
+    """Returns rows and columns of a gradient as a matrix, whose rows are the output channels."""
     n = shape[0] if shape else 1
     return n, shape.numel() // n if n else 0
 

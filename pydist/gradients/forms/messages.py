@@ -36,7 +36,7 @@ class Messages:
 
     @property
     def transports(self) -> list[Transport]:
-        """The one or two groups of these ranks."""
+        """One or two transports that connect these ranks."""
         return [each for each in (self.transport, self.later) if each is not None]
 
     def begin(self) -> None:
@@ -66,17 +66,17 @@ class Messages:
 
 
 class Final(Work):
-    """The last message of a `Sequel`."""
+    """Message that ends a `Sequel`."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
 
     def done(self) -> bool:
-        """See `Work.done`."""
+        """Returns whether the message is complete; see `Work.done`."""
         return self._work.done()
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Waits for the message; see `Work.wait`."""
         self._work.wait()
 
 
@@ -100,7 +100,7 @@ class Sequel(Work):
         self._work = next(messages, None)
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Runs all remaining messages, one after the other; see `Work.wait`."""
         while self._work is not None:
             self._step()
 

@@ -1,4 +1,4 @@
-"""Groups of ranks for all-reduces in two levels: hosts, and rows and columns of a grid."""
+"""Divides ranks into groups for all-reduces in two levels: hosts, or rows and columns of a grid."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows_of(hosts: Sequence[Sequence[int]], width: int | None) -> list[list[int]
 
     Args:
         hosts: the ranks of each host.
-        width: number of ranks in a row; by default those of a host, if all hosts have as many, or
+        width: number of ranks in a row; by default the ranks of a host, if all have as many, or
             else the largest for which rows are no longer than columns.
 
     Raises:

@@ -53,7 +53,7 @@ class Narrow:
 
     @property
     def name(self) -> str:
-        """The name of the form."""
+        """Name that the form has in settings and logs."""
         return self.dtype
 
 
@@ -93,7 +93,9 @@ class Hierarchical:
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Gradients as products of two thin matrices between sample groups, with error feedback.
+    """PowerSGD, which sends gradients between sample groups as products of two thin matrices.
+
+    Error feedback adds what a step did not send to the gradient of the next step.
 
     Args:
         rank: columns of the two matrices.
@@ -119,7 +121,7 @@ class PowerSGD:
 
 @dataclass(frozen=True)
 class DGC:
-    """Deep Gradient Compression: the largest elements alone between sample groups.
+    """Deep Gradient Compression, which sends only the largest elements between sample groups.
 
     The gradients have momentum already: give the optimizer none, as in SGD(momentum=0). Each
     backward pass outside of `no_sync` is a step.
@@ -130,7 +132,7 @@ class DGC:
         nesterov: whether momentum has Nesterov's form.
         masking: whether sending an element resets its velocity.
         warmup: number of first steps with higher densities.
-        densities: those of the warm-up, for equal parts of it.
+        densities: one for each of the warm-up's equal parts.
         sample: fraction of the elements on which a threshold is estimated.
         clip_norm: threshold of the norm of the mean gradient of N sample groups, over all
             parameters of the model, as in `torch.nn.utils.clip_grad_norm_`. Each group clips its
@@ -169,7 +171,9 @@ class DGC:
 
 @dataclass(frozen=True)
 class PostLocal:
-    """Gradients of the own sample group alone after the first steps, and averages of parameters.
+    """Post-local SGD, which averages parameters instead of gradients after the first steps.
+
+    The sample groups then use their own gradients alone.
 
     Relaxed: from its first local step on a split run no longer computes what one device computes.
     Call `pydist.optim.average_parameters(model, optimizer)` after each step.

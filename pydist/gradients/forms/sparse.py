@@ -39,7 +39,7 @@ _LEAST_SAMPLED = 2
 
 
 class SparseForm(StatefulForm):
-    """Deep Gradient Compression between sample groups.
+    """Form that sends the largest elements between sample groups (Deep Gradient Compression).
 
     State of a parameter: "velocity" and "rest", of the shape of the parameter; "momentum" of those
     with one dim, which all groups share.
@@ -70,7 +70,7 @@ class SparseForm(StatefulForm):
             between: the ranks with one index in all sample groups.
             leaves: the parameters.
             seed: of random numbers.
-            densities: those of the warm-up, for equal parts of it, and the last one.
+            densities: one for each of the warm-up's equal parts, and the last one.
             warmup: number of steps of the warm-up.
             momentum: m.
             nesterov: whether it has Nesterov's form.
@@ -88,7 +88,7 @@ class SparseForm(StatefulForm):
 
     @property
     def runs_ahead(self) -> bool:
-        """See `Levels.runs_ahead`: the norm is known after all buckets have started."""
+        """Whether messages may start in backward; not with clipping. See `Levels.runs_ahead`."""
         return self._clipping is None and super().runs_ahead
 
     @property
@@ -99,13 +99,13 @@ class SparseForm(StatefulForm):
         return self._densities[self.steps * (len(self._densities) - 1) // self._warmup]
 
     def quantities(self, name: str) -> Mapping[str, torch.Size]:
-        """See `StatefulForm.quantities`."""
+        """Returns the shapes of a parameter's momentum and rest; see `StatefulForm.quantities`."""
         shape = self.shapes[name]
         of_momentum = ["velocity" if len(shape) > 1 else "momentum"] if self._momentum else []
         return dict.fromkeys([*of_momentum, *(["rest"] if len(shape) > 1 else [])], shape)
 
     def abandon(self) -> None:
-        """See `Form.abandon`."""
+        """Forgets the pass and its norms; see `Form.abandon`."""
         super().abandon()
         if self._clipping is not None:
             self._clipping.clear()

@@ -46,12 +46,12 @@ class SteppedForm(Levels):
         self._leaves: list[Leaf] = []  # of the running pass
 
     def conclude(self, kept: Callable[[Leaf], bool]) -> None:
-        """See `Form.conclude`."""
+        """Counts a step if any parameter received its mean; see `Form.conclude`."""
         self.steps += any(kept(leaf) for leaf in self._leaves)
         self.abandon()
 
     def abandon(self) -> None:
-        """See `Form.abandon`."""
+        """Forgets the rows and parameters of the pass; see `Form.abandon`."""
         super().abandon()
         self._leaves.clear()
 
@@ -104,7 +104,7 @@ class StatefulForm(SteppedForm):
             self._devices[leaf.name] = leaf.kind.device
 
     def arrange(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """See `Form.arrange`: the parameters of each owner are neighbors."""
+        """Sorts the parameters by the rank that owns their state; see `Form.arrange`."""
         return sorted(leaves, key=lambda each: self._owner[each.name])
 
     def owner_of(self, name: str) -> int:
@@ -112,7 +112,7 @@ class StatefulForm(SteppedForm):
         return self._owner[name]
 
     def conclude(self, kept: Callable[[Leaf], bool]) -> None:
-        """See `Form.conclude`."""
+        """Stores the changed state if all results are finite; see `Form.conclude`."""
         found = [leaf.name for leaf in self._leaves if kept(leaf)]
         if found and all(bool(torch.isfinite(norm)) for norm in self._norms):
             self.steps += 1
@@ -120,7 +120,7 @@ class StatefulForm(SteppedForm):
         self.abandon()
 
     def abandon(self) -> None:
-        """See `Form.abandon`."""
+        """Drops the changes of the pass; see `Form.abandon`."""
         super().abandon()
         self._changed.clear()
         self._norms.clear()

@@ -1,1 +1,1 @@
-"""Convolution and transposed convolution: by correction, on the shard, or on gathered inputs."""
+"""Convolves and transposes convolutions: by correction, on the shard, or on gathered inputs."""

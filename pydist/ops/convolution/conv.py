@@ -51,6 +51,16 @@ def conv(
 ) -> Tensor:
     """Computes a convolution in 1, 2 or 3 dims; a batch dim is required.
 
+    Args:
+        dims: number of spatial dims.
+        input: [N, Ci, ...], sharded or plain.
+        weight: [Co, Ci / groups, ...].
+        bias: [Co] or `None`.
+        stride: one number, or one per spatial dim, in elements; so are padding and dilation.
+        padding: elements of zeros before and after; or "valid" or "same".
+        dilation: distance of the kernel's taps.
+        groups: of the channels.
+
     Source: Oyama et al., hybrid-parallel training of 3D CNNs (spatial partitioning). The correction
     uses linearity: a convolution of a sum is the sum of convolutions.
     """
@@ -91,7 +101,7 @@ def conv(
 
 
 class _ConvPlan:
-    """Plan of one convolution: on the shard, by correction, or on a gathered input."""
+    """Plan that runs one convolution: on the shard, by correction, or on a gathered input."""
 
     def __init__(
         self, plan: WindowPlan, weight: tuple[int, ...], groups: int, local: Tensor

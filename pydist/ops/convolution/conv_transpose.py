@@ -1,4 +1,4 @@
-"""Transposed convolution of sharded tensors, of any stride and kernel, with overlapping windows.
+"""Computes transposed convolutions of sharded tensors, of any stride and kernel.
 
 If a shard holds all inputs that its outputs need (kernel = stride), nothing is exchanged. If the
 blocks are aligned, the contributions of neighbors' slabs are added to the shard's result. Otherwise
@@ -61,6 +61,17 @@ def conv_transpose(
 
     Each part's outputs begin at its first input × stride (`TransposedWindow.layout`).
 
+    Args:
+        dims: number of spatial dims.
+        input: [N, Ci, ...], sharded or plain.
+        weight: [Ci, Co / groups, ...].
+        bias: [Co] or `None`.
+        stride: one number, or one per spatial dim, in elements; so are those below.
+        padding: outputs to leave out, before and after.
+        output_padding: outputs to add at the end.
+        groups: of the channels.
+        dilation: distance of the kernel's taps.
+
     Raises:
         UsageError: the channels, the groups or the output padding do not fit.
     """
@@ -122,7 +133,7 @@ def _out(layout: Layout, window: TransposedWindow, channels: int, split: Split |
 
 
 class _TransposedPlan:
-    """Plan of one transposed convolution: on the shard, by correction, or by gathering."""
+    """Plan that runs one transposed convolution: on the shard, by correction, or by gathering."""
 
     def __init__(
         self,

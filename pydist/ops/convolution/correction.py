@@ -1,4 +1,4 @@
-"""Convolution and transposed convolution by correction: first the shard, then the halo slabs.
+"""Computes (transposed) convolutions by correction: first the shard, then the halo slabs.
 
 Convolution is linear, so y = conv(own shard, zero padded) + Σ conv(halo slab). The main call runs
 immediately on the unpadded shard, while the halos are in flight. Then each slab is convolved into

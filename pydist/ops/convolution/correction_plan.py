@@ -13,7 +13,7 @@ from pydist.partition import Box
 
 
 class CorrectionPlan:
-    """Plan of a convolution by correction: the boxes of inputs and outputs, and the kernels.
+    """Plan that holds the boxes and kernels of a convolution by correction.
 
     Args:
         plan: the window plan of the convolution.

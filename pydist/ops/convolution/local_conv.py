@@ -1,4 +1,4 @@
-"""Rank-local convolution, without communication."""
+"""Convolves a rank's own tensor, without communication."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pydist.tensor.aliasing import as_result
 
 
 class ConvChooser:
-    """Chooser of the kernels of one convolution, made when it first runs and then cached.
+    """Chooser that selects the kernels of one convolution when it first runs, and keeps them.
 
     On a GPU there is one kernel, torch's, which accepts either memory format. The format of the
     first operands is kept, as in torch.
@@ -179,6 +179,11 @@ def apart(x: Tensor, weight: Tensor, needed: Sequence[bool]) -> tuple[Tensor, Te
 
     They are views because x may be computed from the weight, or the weight from x. An operand that
     was frozen after the forward pass is unfrozen: torch computes its gradient as well, for hooks.
+
+    Args:
+        x: the input.
+        weight: the weight.
+        needed: whether the gradients of both are needed.
     """
     x, weight = (
         t.detach().requires_grad_() if need and not t.requires_grad else t.view_as(t)
@@ -190,7 +195,14 @@ def apart(x: Tensor, weight: Tensor, needed: Sequence[bool]) -> tuple[Tensor, Te
 def differentiable(
     y: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """Computes differentiable gradients of `y`, which was recomputed from `inputs`."""
+    """Computes differentiable gradients of `y`, which was recomputed from `inputs`.
+
+    Args:
+        y: the result, with a graph.
+        inputs: the operands; `None` for those that are missing.
+        needed: whether the gradient of each is needed; longer than `inputs` at most at the end.
+        grad: dL/dy.
+    """
     wanted = [t for t, need in zip(inputs, needed, strict=False) if need and t is not None]
     found = iter(own_grad(y, wanted, grad) if wanted else ())
     return [next(found) if need else None for need in needed[: len(inputs)]]

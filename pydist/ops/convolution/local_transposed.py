@@ -1,4 +1,4 @@
-"""Rank-local transposed convolution, without communication.
+"""Computes transposed convolutions of a rank's own tensor, without communication.
 
 It is the adjoint of a convolution: its forward is the convolution's dgrad, its dL/dx the
 convolution's forward, and its dL/dweight the convolution's wgrad with swapped operands.
@@ -98,6 +98,15 @@ def transposed_by_torch(
 
     As in `unpadded_conv`, it runs without bias, without padding and not in narrow dtypes, with
     which oneDNN's gradients may be wrong. The result is cut afterwards.
+
+    Args:
+        x: [N, Ci, ...].
+        weight: [Ci, Co / groups, ...].
+        stride: one number per spatial dim.
+        dilation: one number per spatial dim.
+        groups: of the channels.
+        starts: first index of the interval, per spatial dim, in the result without padding.
+        extents: of the interval, per spatial dim.
     """
     if x.dtype.itemsize < 4:
         attributes = stride, dilation, groups, starts, extents

@@ -26,7 +26,7 @@ def as_read(weight: Tensor) -> Tensor:
 
 
 class SlabKernels:
-    """Kernels of all slabs, by role.
+    """Kernels that the slabs of a convolution use, by role.
 
     Args:
         problems: by role, one per slab.
@@ -48,7 +48,7 @@ class SlabKernels:
 
 
 class SlabChooser:
-    """Chooser of the kernels of one convolution's slabs, made when it first runs and then cached.
+    """Chooser that selects the kernels of one convolution's slabs at its first run, and keeps them.
 
     Args:
         plan: of the convolution.

@@ -1,4 +1,4 @@
-"""Split channels of convolutions and transposed convolutions; see `pydist.ops.channels`.
+"""Splits channels of convolutions and transposed convolutions; see `pydist.ops.channels`.
 
 The weight of a convolution is [Co, Ci / groups, ...], of a transposed one [Ci, Co / groups, ...].
 """
@@ -138,7 +138,16 @@ def own_operands(
 def own_weights(
     layout: Layout, out: Layout, weight: tuple[int, ...], groups: int, *, is_transposed: bool
 ) -> list[tuple[tuple[int, ...], int]]:
-    """Returns the shape of each rank's part of a weight, and its number of groups."""
+    """Returns the shape of each rank's part of a weight, and its number of groups.
+
+    Args:
+        layout: of the input.
+        out: of the result.
+        weight: shape of the full weight.
+        groups: of the full convolution.
+        is_transposed: whether the weight is [Ci, Co / groups, ...] instead of [Co, Ci / groups,
+            ...].
+    """
     if layout.splits[1] is None and out.splits[1] is None:
         return [(weight, groups)] * len(layout.boxes)
     outputs = weight[1] * groups if is_transposed else weight[0]

@@ -1,4 +1,4 @@
-"""Geometry of transposed convolution: each rank's outputs, and the inputs they need.
+"""Computes the geometry of transposed convolution: each rank's outputs, and the inputs they need.
 
 Input i contributes to the outputs i * stride - padding + k * dilation, 0 <= k < kernel. So the
 adjoint is the convolution with the same window. The forward and backward exchanges are that
@@ -19,7 +19,7 @@ from pydist.partition import Box, Partition
 
 
 class Piece(NamedTuple):
-    """One dim of a library call on an interval of inputs, and the wanted outputs within it.
+    """One dim of a library call that computes wanted outputs from an interval of inputs.
 
     The call has an output padding of at most `stride` - 1.
     """
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TransposedWindow:
-    """Attributes of a transposed convolution, one number per spatial dim each."""
+    """Window that a transposed convolution applies; each attribute has a number per spatial dim."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -49,7 +49,7 @@ class TransposedWindow:
 
     @cached_property
     def adjoint(self) -> Window:
-        """Window of the adjoint convolution; output padding reduces its padding at the end."""
+        """Window that the adjoint convolution applies, with less padding by the output padding."""
         pads = zip(self.padding, self.output_padding, strict=True)
         padding = tuple((p, p - extra) for p, extra in pads)
         return Window(self.kernel, self.stride, self.dilation, padding)
@@ -61,6 +61,11 @@ class TransposedWindow:
         inputs of both neighbors: none if the kernel is no larger than the stride. A convolution
         with the same window restores the inputs' partition, so that a decoder's partition matches
         its encoder's skip connection.
+
+        Args:
+            source: layout of the inputs.
+            channels: number of output channels.
+            split: of the channels; `None` if each rank has all.
 
         Raises:
             UsageError: there are no outputs.

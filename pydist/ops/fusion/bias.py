@@ -1,4 +1,4 @@
-"""Bias and ReLU of a convolution's outputs, applied in place in one pass.
+"""Applies bias and ReLU to a convolution's outputs, in place and in one pass.
 
 On CUDA torch adds the bias of a convolution in a separate pass over the outputs, as the cuDNN call
 has no bias. There the convolution runs without its bias, which is added together with the ReLU:

@@ -1,4 +1,4 @@
-"""Handover of results between the backward nodes of two fused calls."""
+"""Hands results over between the backward nodes of two fused calls."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from pydist.tensor.wrapper import refuse_foreign_graph
 
 
 class NormLike(Protocol):
-    """Norm with known statistics, such as `pydist.ops.normalization.norm.Normalization`."""
+    """Interface that fused norms share, such as `pydist.ops.normalization.norm.Normalization`."""
 
     x: Tensor
     """Input of the norm, which has the result's memory format."""
@@ -127,7 +127,7 @@ class _Before(Deferred):
 
 
 class Input(NamedTuple):
-    """Input of a norm, with its shard.
+    """Input that a norm reads, with its shard.
 
     Attributes:
         tensor: the input as given.

@@ -1,4 +1,4 @@
-"""Average pooling of a convolution's outputs, fused with an in-place ReLU before it.
+"""Pools a convolution's outputs to averages, fused with an in-place ReLU before the pool.
 
 The pool reads the convolution's outputs and applies the ReLU as it adds them up. The ReLU's result
 is stored only in the send buffers of the pool's halo. So a rank on which the ReLU has already been
@@ -31,7 +31,7 @@ from pydist.tensor.wrapper import refuse_foreign_graph
 
 
 class Pooling(Protocol):
-    """Linear pool, such as `pydist.ops.pooling.average.AveragePlan`."""
+    """Interface that linear pools share, such as `pydist.ops.pooling.average.AveragePlan`."""
 
     mesh: Mesh
 

@@ -1,4 +1,4 @@
-"""PReLU directly after a norm, fused into one pass over memory, forward and backward.
+"""Fuses a PReLU directly after a norm into one pass over memory, forward and backward.
 
 z = PReLU(y), y = norm(x). PReLU is not in place, so other code may use y; until then y is not
 written and has no memory. The graph is x → y → z, as without fusion. Backward of z reads dL/dz and

@@ -1,4 +1,4 @@
-"""In-place ReLUs, leaky or not: fused with the preceding call, or deferred for the next one.
+"""Fuses in-place ReLUs, leaky or not, with the call before, or defers them for the next one.
 
 A ReLU of a convolution's outputs is computed when its result is used. If an average pool reads the
 outputs before and applies the ReLU itself (`pydist.ops.fusion.pool`), nothing else needs the

@@ -1,1 +1,1 @@
-"""Normalization layers with global statistics."""
+"""Normalizes sharded tensors with global statistics."""

@@ -1,4 +1,4 @@
-"""Batch norm of sharded tensors, with the statistics of a single-device run."""
+"""Computes batch norms of sharded tensors, with the statistics of a single-device run."""
 
 from __future__ import annotations
 

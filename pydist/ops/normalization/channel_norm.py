@@ -1,4 +1,4 @@
-"""Norms per voxel: local response norm over neighboring channels."""
+"""Normalizes each voxel over neighboring channels: local response norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms per sample: instance norm and group norm."""
+"""Normalizes each sample by its own statistics: instance norm and group norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms over trailing dims: layer norm and RMS norm."""
+"""Normalizes over trailing dims: layer norm and RMS norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core of all norms: normalization by statistics over several ranks.
+"""Normalizes by statistics over several ranks: the core of all norms.
 
 Forward has one exchange: each rank's mean and squared deviations; the counts follow from the
 layout. Backward has one exchange: Σ dy and Σ dy (x - mean), in flight while the parameters'
@@ -50,10 +50,10 @@ class _Call:
 
 
 class Normalization:
-    """Norm with known statistics.
+    """Norm that is applied to a shard once its statistics over all ranks are known.
 
     Args:
-        x: dense, [N, C, ...], may be empty; its memory format is that of the result.
+        x: dense, [N, C, ...], may be empty; the result has its memory format.
         scale: [C] or `None`.
         shift: [C] or `None`.
         statistics: of `x`, over all ranks of the plan, as returned by `merged`.

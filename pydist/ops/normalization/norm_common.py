@@ -1,4 +1,4 @@
-"""Common parts of the norms' handlers: parameters, running statistics, evaluation, errors."""
+"""Provides common parts of the norms: parameters, running statistics, evaluation, errors."""
 
 from __future__ import annotations
 
@@ -118,6 +118,12 @@ def update(
     """Updates running mean and variance with new values of this rank's channels of a layout.
 
     Autograd does not see the update, as in torch's norms, whose nodes save these tensors.
+
+    Args:
+        running: running mean and variance, [C] each; `None` where there is none.
+        found: the new mean and variance, [C of this rank].
+        momentum: weight of the new values.
+        layout: of the norm's input.
     """
     if layout.splits[1] is not None:
         mean, var = gather_channels(torch.stack(found), layout)

@@ -1,4 +1,4 @@
-"""Plan of a norm's statistics, and their gathering from all ranks.
+"""Plans a norm's statistics, and gathers them from all ranks.
 
 A row is a set of values with its own statistics: in batch norm a channel, in instance norm a
 channel of a sample, and in group norm several channels of a sample, its members.
@@ -42,12 +42,12 @@ class NormPlan:
 
     @property  # not cached: in Python 3.11 all ranks that are threads would share its lock
     def group(self) -> Transport:
-        """Group of the ranks along the axes."""
+        """Group that contains the ranks along the axes."""
         return self.mesh.group(self.axes)
 
     @property
     def ranks(self) -> int:
-        """Number of ranks along the axes."""
+        """Number of ranks that the axes have together."""
         return self.mesh.grid.size(self.axes)
 
     @cached_property
@@ -90,7 +90,7 @@ def plan_norm(
 
 
 class Gathering:
-    """Asynchronous all-gather of a shard's statistics over the ranks of a plan.
+    """Asynchronous all-gather that collects the statistics of the shards of all ranks of a plan.
 
     Args:
         x: dense, [N, C, ...].

@@ -1,1 +1,1 @@
-"""Element-wise operators on shards, and random numbers keyed by position."""
+"""Applies element-wise operators to shards, and draws random numbers keyed by position."""

@@ -1,4 +1,4 @@
-"""In-place calls on a plain tensor with sharded arguments.
+"""Makes in-place calls on a plain tensor with sharded arguments.
 
 If all ranks hold the full result, such as a running mean updated with the mean of a sample, it is
 written to the plain tensor's memory, which `.data`, views and NumPy arrays may share. If each rank

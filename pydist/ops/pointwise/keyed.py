@@ -1,4 +1,4 @@
-"""Random numbers as a function of the seed, the training step, the module and the position."""
+"""Draws random numbers that depend on seed, training step, module and position only."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int | Tensor:
 
 
 class Draws:
-    """Counts of the random draws of each module, by forward pass."""
+    """Counts of the random draws that each module has made, by forward pass."""
 
     def __init__(self) -> None:
         self._calls: dict[int, dict[str, int]] = {}

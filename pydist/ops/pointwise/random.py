@@ -1,4 +1,4 @@
-"""Random tensors like a sharded one, and random activations, keyed by position like dropout.
+"""Draws random tensors and random activations, keyed by position as in dropout.
 
 The numbers differ from torch's, whose generators count calls, but are equal for every split.
 """
@@ -18,7 +18,7 @@ from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
 
 def _like(values: Tensor, x: ShardedTensor, **options: Any) -> ShardedTensor:
-    """Converts values to the dtype and other options of a `*_like` call, by default those of x."""
+    """Converts values to the dtype and other options of a `*_like` call, by default as in x."""
     like = torch.empty_like(local_of(x), **options)
     local = like.detach().copy_(values).requires_grad_(like.requires_grad)
     return wrap(local, x._layout, x)

@@ -1,1 +1,1 @@
-"""Average, maximum and adaptive pooling, and maximum unpooling."""
+"""Pools to averages and maxima, adaptively or not, and inverts maximum pooling."""

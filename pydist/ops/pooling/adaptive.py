@@ -1,4 +1,4 @@
-"""Adaptive pooling to a given number of outputs, over windows of almost equal length."""
+"""Pools adaptively to a given number of outputs, over windows of almost equal length."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pydist.tensor.operands import redistribute
 
 @dataclass(frozen=True)
 class AdaptiveWindow(Window):
-    """Windows of adaptive pooling from `inputs` to `outputs`, for all spatial dims."""
+    """Windows that adaptive pooling from `inputs` to `outputs` uses, for all spatial dims."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]

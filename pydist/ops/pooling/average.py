@@ -1,4 +1,4 @@
-"""Average pooling: native sums over the shard as stored, then the halo's contribution.
+"""Pools to averages: native sums over the shard as stored, then the halo's contribution.
 
 Pooling is linear: the result is the pooled shard, zero padded, plus the pooled slabs of the halo.
 So the shard is neither copied nor padded, the slabs are in flight meanwhile, and nothing is saved
@@ -27,7 +27,7 @@ from pydist.partition import Box, Footprint
 
 @dataclass(frozen=True)
 class Averaging:
-    """Window sums times scales, independent of the layout of inputs and outputs.
+    """Window sums that are multiplied by scales, independent of the layout of inputs and outputs.
 
     Attributes:
         window: without dilation.
@@ -123,7 +123,7 @@ class Averaging:
 
 
 class AveragePlan(PoolPlan):
-    """Plan of means over windows of a sharded tensor and of their adjoint, one exchange each."""
+    """Plan that computes means over windows of a sharded tensor, or their adjoint."""
 
     def __init__(self, averaging: Averaging, plan: WindowPlan) -> None:
         super().__init__(plan)
@@ -165,7 +165,7 @@ class AveragePlan(PoolPlan):
         )
 
     def adjoint(self, grad: Tensor, way: Tensor) -> Tensor:
-        """Computes the shard of dL/dx from that of dL/dy, differentiable to any order.
+        """Computes the shard of dL/dx from the shard of dL/dy, differentiable to any order.
 
         Args:
             grad: dL/dy.

@@ -1,4 +1,4 @@
-"""Maximum pooling: native maxima of the shard as stored, then merged with the halo's maxima.
+"""Pools to maxima: native maxima of the shard as stored, then merged with the halo's maxima.
 
 Each output stores the tap of its window that it took, in one byte for windows of up to 255 inputs.
 A maximum over parts is the maximum of their maxima, and the tap numbers break ties. So the shard is
@@ -108,7 +108,7 @@ class MaxPlan(PoolPlan):
 
     @cached_property
     def _starts(self) -> list[Constant]:
-        """First indices of the windows of this rank's outputs, for three spatial dims."""
+        """Input index at which each of this rank's windows begins, for three spatial dims."""
         found = []
         extents = (1,) * (5 - len(self.out.lo)) + tuple(self.out.shape[2:])
         for dim, (footprint, lo) in enumerate(zip(self.footprints, lo_of(self.out), strict=True)):
@@ -135,7 +135,13 @@ def maximum(x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
 
 
 def taken(x: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
-    """Returns the inputs at taps, 0 where another rank owns them; differentiable to any order."""
+    """Returns the inputs at taps, 0 where another rank owns them; differentiable to any order.
+
+    Args:
+        x: the shard of the input, [N, C, ...].
+        taps: for each output of this rank the tap of its window; see `MaxPlan.maxima`.
+        plan: of the pooling.
+    """
     result: Tensor = _Pick.apply(x, taps, plan)[0]
     return result
 

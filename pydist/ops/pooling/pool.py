@@ -1,4 +1,4 @@
-"""Average, maximum and power-average pooling of sharded tensors, with overlapping windows."""
+"""Pools sharded tensors to averages, maxima or power averages, also in overlapping windows."""
 
 from __future__ import annotations
 

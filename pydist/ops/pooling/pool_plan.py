@@ -1,4 +1,4 @@
-"""Common parts of poolings: their plan, its exchanges, and tensor views for the kernels."""
+"""Provides common parts of poolings: plan, exchanges, and tensor views for the kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pair = tuple[ShardedTensor, ShardedTensor]
 
 
 class PoolPlan:
-    """Plan of a pooling: this rank's inputs and outputs, and its exchanges.
+    """Plan that holds a pooling's inputs and outputs on this rank, and its exchanges.
 
     Args:
         plan: the window plan.

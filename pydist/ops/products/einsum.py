@@ -1,4 +1,4 @@
-"""einsum, and products expressed by it."""
+"""Computes einsum, and products that are expressed by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products, linear layers and attention."""
+"""Computes matrix products, linear layers and attention."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Sums, extremes, norms and losses over any dims; softmax, scans and sorts along one dim."""
+"""Reduces dims to sums, extremes, norms and losses; scans and sorts along one dim."""

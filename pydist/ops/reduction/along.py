@@ -1,4 +1,4 @@
-"""Calls along one dim: softmax and differences, and, along unsplit dims, scans and sorts."""
+"""Handles calls along one dim: softmax and differences; along unsplit dims scans and sorts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Maxima and minima over any dims, their indices, and gradients with torch's rule for ties."""
+"""Computes extremes over any dims, their indices, and gradients with torch's rule for ties."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AFTER_ALL = torch.iinfo(torch.int64).max
 
 
 class _GradientOfSum(ExchangeFunction):
-    """Zeros with the gradient of a sum over ranks, to add to a value without changing its bits.
+    """Zeros that add the gradient of a sum over ranks to a value without changing its bits.
 
     Forward has no exchange, so that a rank that records no graph may omit the call.
     """

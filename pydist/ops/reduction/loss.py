@@ -1,4 +1,4 @@
-"""Losses of sharded tensors: values on the shards, then a global sum and a global count."""
+"""Computes losses of sharded tensors: values on the shards, then a global sum and count."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def elementwise_loss(
     return _reduced(values, reduction, max(1, values.numel()))
 
 
-# The mean of these losses divides by the sum of the weights, that of others by the element count.
+# The mean of these losses divides by the sum of the weights, others by the element count.
 _WEIGHTED_MEAN = (F.mse_loss, F.l1_loss)
 
 

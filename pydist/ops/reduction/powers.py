@@ -1,4 +1,4 @@
-"""Norms, products and log-sum-exp over any dims, and distances computed from them."""
+"""Computes norms, products and log-sum-exp over any dims, and distances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums, means and variances over any dims: first per shard, then over the ranks."""
+"""Computes sums, means and variances over any dims: first per shard, then over the ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,14 @@ def in_full_precision(
 def result_of(
     local: Tensor, x: ShardedTensor, dims: Sequence[int], keepdim: bool
 ) -> ShardedTensor | Tensor:
-    """Wraps a result in which `dims` were reduced; a scalar is plain, as a loss must be."""
+    """Wraps a result in which `dims` were reduced; a scalar is plain, as a loss must be.
+
+    Args:
+        local: the result of this rank, equal along the axes that cut `dims`.
+        x: the operand.
+        dims: those that were reduced, 0 or above.
+        keepdim: whether they remain, with extent 1.
+    """
     layout = x._layout
     if len(dims) >= len(layout.shape) and not keepdim:
         lead_to(local, layout.mesh, CAUSE.history, x._origin.sizes)

@@ -1,4 +1,4 @@
-"""Padding of sharded tensors: constant, reflect, replicate, circular; negative pads crop."""
+"""Pads sharded tensors: constant, reflect, replicate, circular; negative pads crop."""
 
 from __future__ import annotations
 
@@ -54,7 +54,13 @@ def constant_pad_nd(input: ShardedTensor, pad: Sequence[int], value: float = 0) 
 
 
 def constant_pad(x: ShardedTensor, rims: Rims, value: float | None) -> ShardedTensor:
-    """Pads the shards with a constant, or crops them, without communication."""
+    """Pads the shards with a constant, or crops them, without communication.
+
+    Args:
+        x: the tensor.
+        rims: elements before and after each dim; negative to crop.
+        value: of the new elements; `None` for 0.
+    """
     old, out = x._layout, padded_layout(x._layout, rims)
     local = local_of(x)
     added: list[int] = []
@@ -86,7 +92,7 @@ def _rims(pad: Sequence[int], dims: int) -> Rims:
 
 
 class _MirrorPlan:
-    """Plan of a reflecting or replicating pad: the inputs to gather, and the code to run.
+    """Plan that runs a reflecting or replicating pad on the inputs gathered for this rank.
 
     All ranks use the same code: the backward of torch's kernels depends on their input, which in
     double backward adds a path (for zeros) back through the preceding exchanges.
@@ -148,7 +154,14 @@ class _MirrorPlan:
 
 
 def source_of_pad(lo: int, hi: int, rim: tuple[int, int], mode: str) -> Tensor:
-    """Returns torch's source index in lo, ..., hi - 1 of each element of the padded interval."""
+    """Returns torch's source index in lo, ..., hi - 1 of each element of the padded interval.
+
+    Args:
+        lo: first index of the interval.
+        hi: index after the last one.
+        rim: elements before and after the interval.
+        mode: "reflect" or "replicate".
+    """
     indices = torch.arange(lo, hi, dtype=torch.float64)
     return F.pad(indices.view(1, 1, -1), rim, mode).flatten().long()
 

@@ -1,4 +1,4 @@
-"""Periodic and reversed dims: circular padding, roll and flip."""
+"""Handles periodic and reversed dims: circular padding, roll and flip."""
 
 from __future__ import annotations
 

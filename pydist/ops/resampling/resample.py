@@ -1,4 +1,4 @@
-"""Interpolation of sharded tensors, from gathered neighbors of each shard's outputs."""
+"""Interpolates sharded tensors, from gathered neighbors of each shard's outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan of an interpolation of a shard: by torch's kernel, or tap by tap."""
+"""Plans an interpolation of a shard: by torch's kernel, or tap by tap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_EXTRA = 4
 
 
 class ResamplePlan:
-    """Plan of an interpolation: the inputs to gather for this rank, and the code to run.
+    """Plan that runs an interpolation on the inputs gathered for this rank.
 
     Args:
         layout, out: of the input and of the result.

@@ -1,4 +1,4 @@
-"""Taps of interpolations along one dim: input indices and weights, by torch's own arithmetic.
+"""Computes the taps of interpolations along one dim: input indices and weights, as torch does.
 
 Source: torch's `aten/src/ATen/native/UpSample.h` (scale, source index, cubic coefficients). For
 nearest neighbors torch itself is called to find the indices, as its kernels round differently.
@@ -54,7 +54,15 @@ class Resize(NamedTuple):
 def upsample(
     mode: str, x: Tensor, out: Sequence[int], scales: Sequence[float | None], align_corners: bool
 ) -> Tensor:
-    """Runs torch's kernel for a mode of `interpolate`, with any sizes and scale factors."""
+    """Runs torch's kernel for a mode of `interpolate`, with any sizes and scale factors.
+
+    Args:
+        mode: as in `interpolate`, except "area".
+        x: [N, C, ...].
+        out: extents of the result's spatial dims.
+        scales: scale factor of each, `None` for the ratio of the extents.
+        align_corners: as in `interpolate`.
+    """
     kernel = _KERNELS[mode, x.dim() - 2]
     if mode.startswith("nearest"):
         return kernel(x, tuple(out), *scales)
@@ -91,6 +99,12 @@ def without_adjoint(
 
     Forward computes nearest neighbors in the input's dtype, but backward in float32. Backward also
     copies if the extents are equal, whatever the scale factor, and so does that of bicubic.
+
+    Args:
+        mode: as in `interpolate`, except "area".
+        sizes: extents and scale factor of each spatial dim.
+        align_corners: as in `interpolate`.
+        like: a tensor of the dtype and device of the input.
     """
     if mode == "bicubic" and not align_corners:
         # A single element is copied, whatever the weights.

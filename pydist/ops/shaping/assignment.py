@@ -1,4 +1,4 @@
-"""Assignment to a part of a tensor, split or not."""
+"""Assigns values to a part of a tensor, split or not."""
 
 from __future__ import annotations
 

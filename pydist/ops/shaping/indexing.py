@@ -1,4 +1,4 @@
-"""Indexing with brackets, and with tensors of indices along unsplit dims."""
+"""Indexes tensors with brackets, and with tensors of indices along unsplit dims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joining and repeating of tensors, along unsplit and split dims."""
+"""Joins and repeats tensors, along unsplit and split dims."""
 
 from __future__ import annotations
 

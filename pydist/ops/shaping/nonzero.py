@@ -1,4 +1,4 @@
-"""Global indices of nonzero elements, plain and equal on all ranks."""
+"""Finds the global indices of nonzero elements, plain and equal on all ranks."""
 
 from __future__ import annotations
 

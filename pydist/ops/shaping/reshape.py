@@ -89,7 +89,7 @@ class _Plan(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Smallest set of dims reshaped together, with equally many elements (without dims of 1).
+    """Smallest set of dims that are reshaped together, old and new with equally many elements.
 
     An interval of the first old dim is an interval of the elements, and also of the first new dim
     if its ends are multiples of `unit`. So a group can be split only along its first dim.

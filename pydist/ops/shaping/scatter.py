@@ -1,4 +1,4 @@
-"""Scatter along unsplit dims, one-hot labels, and counts of integers."""
+"""Scatters along unsplit dims, makes one-hot labels, and counts integers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _scatter(
 def _scattered_layout(
     func: Callable[..., Any], input: Tensor, like: ShardedTensor, d: int
 ) -> Layout:
-    """Returns the layout of the result: that of the input, or of `like` for a plain input."""
+    """Returns the layout of the result: the input's, or that of `like` for a plain input."""
     layout = input._layout if isinstance(input, ShardedTensor) else like._layout
     if layout.splits[d] is not None:
         raise refusal(func, (input, like), {}, f"dim {d} is split")

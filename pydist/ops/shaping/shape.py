@@ -43,7 +43,7 @@ def _at_least(name: str, dims: int) -> None:
 
 
 def _lifted(x: Tensor, dims: int) -> Tensor:
-    """Adds dims of extent 1: after the dims of a matrix, before those of a vector."""
+    """Adds dims of extent 1: after the dims of a matrix, before the dim of a vector."""
     while x.dim() < dims:
         x = x.unsqueeze(-1 if x.dim() == 2 else 0)
     return x

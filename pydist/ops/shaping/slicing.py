@@ -24,7 +24,7 @@ Entry = int | slice | None
 
 
 class Region(NamedTuple):
-    """Selection by an index of integers, slices and `None`, before integers remove their dim.
+    """Selection that an index of integers, slices and `None` makes, before integers remove dims.
 
     Attributes:
         local: the index of this rank's part in its shard; an integer becomes a slice.
@@ -131,7 +131,13 @@ def part_of(x: ShardedTensor, entries: Sequence[Entry]) -> Part:
 
 
 def along(x: ShardedTensor, dim: int, entry: int | slice) -> ShardedTensor:
-    """Returns a slice, or one element, of one dim."""
+    """Returns a slice, or one element, of one dim.
+
+    Args:
+        x: the tensor.
+        dim: the dim, 0 or above.
+        entry: an index, which removes the dim, or a slice of it.
+    """
     entries: list[Entry] = [slice(None)] * x.dim()
     entries[dim] = entry
     return sliced(x, entries)
@@ -188,7 +194,13 @@ def narrow(input: ShardedTensor, dim: int, start: int, length: int) -> ShardedTe
 
 
 def pieces(x: ShardedTensor, dim: int, points: Sequence[int]) -> tuple[ShardedTensor, ...]:
-    """Returns the parts of a dim between consecutive points."""
+    """Returns the parts of a dim between consecutive points.
+
+    Args:
+        x: the tensor.
+        dim: the dim, 0 or above.
+        points: ascending indices, from the beginning of the first part to the end of the last.
+    """
     return tuple(along(x, dim, slice(a, max(a, b))) for a, b in itertools.pairwise(points))
 
 

@@ -1,4 +1,4 @@
-"""Tasks: a network with its loss, its validation measures and its report."""
+"""Defines tasks: a network with its loss, its validation measures and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface between the training loop and a task."""
+"""Defines the interface between the training loop and a task."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Validation:
-    """Result of a validation, equal on all ranks."""
+    """Result that a validation has, equal on all ranks."""
 
     samples: int
     loss: float
@@ -34,11 +34,11 @@ class Validation:
 
 
 class Task(Protocol):
-    """Network with its loss, its validation measures and its final report."""
+    """Task that a run trains for: a network with its loss, validation measures and final report."""
 
     @property
     def multiple(self) -> int | None:
-        """Required divisor of the extents of volumes, for `pydist predict`.
+        """Divisor that the extents of volumes must have, for `pydist predict`.
 
         `None` for tasks that do not predict classes of voxels.
         """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RegressionValidation(Validation):
-    """Validation with the predictions for each sample."""
+    """Result of a validation, with the values that the network predicts for each sample."""
 
     mae: float
     predicted: Tensor

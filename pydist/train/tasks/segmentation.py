@@ -1,4 +1,4 @@
-"""The segmentation task: predicts the class of each voxel, by cross-entropy, Dice or both."""
+"""Defines the segmentation task, which predicts the class of each voxel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SegmentationValidation(Validation):
-    """Validation with the Dice of each class."""
+    """Result of a validation, with the Dice that each class has."""
 
     class_names: tuple[str, ...]
     """Names of the classes with a Dice: all but background and an ignored class."""
@@ -54,7 +54,7 @@ class SegmentationValidation(Validation):
 
 
 class Segmentation:
-    """Task of a network on volumes with labels; see `Task`. Subclasses choose the network.
+    """Task that predicts the class of each voxel; see `Task`. Subclasses choose the network.
 
     Args:
         config: configuration of the network.
@@ -204,12 +204,12 @@ class Segmentation:
 
 
 class UNet3dSegmentation(Segmentation):
-    """Task of the 3D U-Net on volumes with labels."""
+    """Task that trains the 3D U-Net on volumes with labels."""
 
     network_type = UNet3d
 
     def __init__(self, config: UNet3dConfig, train: TrainConfig) -> None:
-        """See `Segmentation`."""
+        """Stores the arguments of the network; see `Segmentation`."""
         super().__init__(config, train)
         self.multiple = 1 << config.levels
         self._made = {"features": config.features, "levels": config.levels}

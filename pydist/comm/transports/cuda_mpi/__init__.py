@@ -1,1 +1,1 @@
-"""The transport over a CUDA-aware MPI, with one CUDA device per rank."""
+"""Implements the transport over a CUDA-aware MPI, with one CUDA device per rank."""

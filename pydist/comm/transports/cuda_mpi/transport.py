@@ -1,4 +1,4 @@
-"""The transport over a CUDA-aware MPI, with one CUDA device per rank.
+"""Implements the transport over a CUDA-aware MPI, with one CUDA device per rank.
 
 MPI receives the addresses of host and device tensors unchanged and distinguishes them itself. The
 module `awareness` first queries whether it can, as a library without CUDA support would crash, or
@@ -27,7 +27,7 @@ from pydist.errors import NotSupported
 
 
 class CudaMpiTransport(MpiTransport):
-    """One rank of an MPI communicator, on one CUDA device.
+    """Transport of one rank that gives MPI the addresses of tensors on its CUDA device.
 
     MPI knows no streams: it may access a buffer as soon as it has the address. So before every call
     with device tensors, the host synchronizes with the caller's current stream. Results that MPI
@@ -162,6 +162,6 @@ class _DeviceChannel(MpiChannel):
         self._transport, self._tensors = transport, [each for _, each in (*sends, *recvs)]
 
     def start(self) -> None:
-        """See `Channel.start`; the host waits for the tensors to be sent."""
+        """Starts the round when the tensors to be sent are complete; see `Channel.start`."""
         self._transport.rest(self._tensors)
         super().start()

@@ -1,4 +1,4 @@
-"""Exchanges by copies into the device memory of other ranks.
+"""Exchanges halos by copies into the device memory of other ranks.
 
 The native channel (`csrc/comm/ipc/channel.hpp`) enqueues the copies and the flags on a stream. In
 this module the ranks exchange the target addresses, once per channel, over the host's transport.
@@ -20,7 +20,7 @@ from pydist.errors import RankLost
 
 
 class IpcLinks:
-    """Shared state of the channels of a group of ranks.
+    """State that the channels of a group of ranks share.
 
     Args:
         group: the ranks and their stream.
@@ -141,7 +141,7 @@ class IpcChannel(Channel):
         self._is_known = not self._native.peers
 
     def start(self) -> None:
-        """See `Channel.start`."""
+        """Enqueues the round's copies, at first once addresses are known; see `Channel.start`."""
         links = self._links
         with links.lock:
             links.settle()
@@ -154,7 +154,7 @@ class IpcChannel(Channel):
                 links.begin(self._first)
 
     def wait(self) -> None:
-        """See `Channel.wait`: the caller's current stream waits, the host does not."""
+        """Makes the caller's current stream wait, not the host; see `Channel.wait`."""
         links = self._links
         with links.lock:
             if self._first is not None:

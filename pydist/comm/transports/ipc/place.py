@@ -34,7 +34,7 @@ class IpcPlace:
 
 @dataclass(frozen=True)
 class Tried:
-    """Result of a rank's attempts to map the memory of the other ranks of its machine.
+    """Result that a rank has from trying to map the memory of the other ranks of its machine.
 
     Attributes:
         machine: name of the machine.
@@ -71,7 +71,7 @@ def agree(host: Transport, driver: native.CudaDriver, device: int, block_bytes: 
     for rank, each in enumerate(heard):
         if each["lacks"]:
             if memory is not None:
-                memory.release()  # nobody has mapped it
+                memory.release()  # no rank has mapped it
             raise _refusal(rank, each["machine"], each["lacks"])
     assert memory is not None  # or this rank lacks something
     mine = _try(memory, heard, host.rank)

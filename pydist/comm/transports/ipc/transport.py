@@ -24,7 +24,7 @@ _Pair: TypeAlias = tuple[int, Tensor]
 
 
 class IpcTransport(RoutedTransport):
-    """One rank of a group, on one CUDA device.
+    """Transport of one rank that copies halos into the memory of other CUDA devices.
 
     Channels between ranks that can map each other's memory are `IpcChannel`s. They match in the
     order in which ranks start them: of two exchanges between the same ranks, all must start the
@@ -116,7 +116,7 @@ class IpcTransport(RoutedTransport):
         self._base._barrier()
 
     def progress(self) -> None:
-        """See `Transport.progress`."""
+        """Advances messages of the transport below; see `Transport.progress`."""
         self._base.progress()
 
     def abort(self, reason: str, exit_code: int) -> None:
@@ -124,7 +124,7 @@ class IpcTransport(RoutedTransport):
         self._base.abort(reason, exit_code)
 
     def close(self) -> None:
-        """See `Transport.close`; the transport over all ranks also closes its subgroups."""
+        """Closes the group's links, for all ranks also the subgroups'; see `Transport.close`."""
         if self._links is None:
             return
         links, self._links = self._links, None
@@ -150,16 +150,16 @@ class _Both(Channel):
         self._parts = (near, far)
 
     def start(self) -> None:
-        """See `Channel.start`."""
+        """Starts the round in all parts of the channel; see `Channel.start`."""
         for each in self._parts:
             each.start()
 
     def wait(self) -> None:
-        """See `Channel.wait`."""
+        """Waits for the round in all parts of the channel; see `Channel.wait`."""
         for each in self._parts:
             each.wait()
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """Closes all parts of the channel; see `Channel.close`."""
         for each in self._parts:
             each.close()

@@ -1,1 +1,1 @@
-"""The transport between threads of one process."""
+"""Implements the transport between threads of one process."""

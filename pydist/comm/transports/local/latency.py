@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class Latency:
-    """Artificial delay between sending and arrival, for all ranks of one hub.
+    """Artificial delay that all ranks of one hub have between sending and arrival.
 
     Bytes are copied as usual; `wait` and the like sleep until at least `seconds` after the message
     was sent. So tests and experiments can measure what overlap hides.
@@ -25,12 +25,26 @@ class Latency:
         self._joined: dict[tuple[int, int], tuple[float, int]] = {}
 
     def send(self, group: int, source: int, dest: int, tag: int) -> None:
-        """Notes that a message is about to be sent."""
+        """Notes that a message is about to be sent.
+
+        Args:
+            group: number of the group.
+            source: the sender's rank in the group.
+            dest: the receiver's rank in the group.
+            tag: of the message.
+        """
         with self._lock:
             self._sent[group, source, dest, tag].append(time.perf_counter())
 
     def receive(self, group: int, dest: int, tag: int, sources: Sequence[int]) -> None:
-        """Waits until the messages from `sources`, already received, would have arrived."""
+        """Waits until the messages from `sources`, already received, would have arrived.
+
+        Args:
+            group: number of the group.
+            dest: the receiver's rank in the group.
+            tag: of the messages.
+            sources: the senders' ranks, once per message.
+        """
         with self._lock:
             sent = [self._sent[group, source, dest, tag].popleft() for source in sources]
         self._sleep(max(sent, default=0.0))
@@ -42,7 +56,13 @@ class Latency:
             self._joined[group, number] = time.perf_counter(), seen
 
     def finish(self, group: int, number: int, size: int) -> None:
-        """Waits until the result of a collective of `size` ranks, all joined, would be ready."""
+        """Waits until the result of a collective of `size` ranks, all joined, would be ready.
+
+        Args:
+            group: number of the group.
+            number: of the collective in the group.
+            size: number of ranks that call `finish` for it.
+        """
         with self._lock:
             last, seen = self._joined[group, number]
             self._joined[group, number] = last, seen + 1

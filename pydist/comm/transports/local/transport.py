@@ -1,4 +1,4 @@
-"""The transport between threads of one process: 64 ranks for a test on two cores, no launcher.
+"""Implements the transport between threads of one process, which needs no launcher.
 
 The native `LocalHub` does the work; waiting releases the interpreter lock. If a rank raises, every
 blocked call of the others raises `RankFailed`. Ranks that wait for each other in a cycle, or for a
@@ -22,7 +22,7 @@ _WORLD = 0
 
 
 class LocalTransport(Transport):
-    """One rank of a `LocalHub`; made by `run_local`, or alone for a single process."""
+    """Transport of one rank that `run_local` makes, or a single process for itself."""
 
     name = "local"
 
@@ -161,7 +161,7 @@ class LocalTransport(Transport):
 
 
 class LocalWork(Work):
-    """Collective of the hub in flight."""
+    """Collective that the hub has in flight."""
 
     def __init__(
         self, transport: LocalTransport, ticket: int, number: int, buffers: object
@@ -172,7 +172,7 @@ class LocalWork(Work):
         transport._lent[transport._group, transport.rank, ticket] = buffers
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Waits until the hub has completed the collective; see `Work.wait`."""
         if self._ticket is None:
             return
         ticket, self._ticket = self._ticket, None
@@ -211,14 +211,14 @@ class LocalChannel(Channel):
         )
 
     def start(self) -> None:
-        """See `Channel.start`."""
+        """Starts the round in the hub; see `Channel.start`."""
         if self._latency is not None:
             for dest in self._dests:
                 self._latency.send(self._group, self._rank, dest, self._tag)
         self._native.start()
 
     def wait(self) -> None:
-        """See `Channel.wait`."""
+        """Waits until the round's messages have arrived; see `Channel.wait`."""
         self._native.wait()
         if self._latency is not None:
             self._latency.receive(self._group, self._rank, self._tag, self._sources)

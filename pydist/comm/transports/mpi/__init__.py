@@ -1,1 +1,1 @@
-"""The transport over MPI, for tensors in host memory."""
+"""Implements the transport over MPI, for tensors in host memory."""

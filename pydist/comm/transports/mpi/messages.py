@@ -43,12 +43,12 @@ class MpiWork(Work):
         engine.works.add(self)
 
     def done(self) -> bool:
-        """See `Work.done`."""
+        """Returns whether all requests are complete; see `Work.done`."""
         return self._pending is None or MPI.Request.Testall(self._pending[0])
 
     @waits("messages")
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Waits for all requests; see `Work.wait`."""
         if self._pending is None:
             return
         MPI.Request.Waitall(self._pending[0])
@@ -58,7 +58,7 @@ class MpiWork(Work):
 
 
 class MpiChannel(Channel):
-    """Channel of persistent requests: MPI gets peers, buffers and tags once."""
+    """Channel that uses persistent requests: MPI gets peers, buffers and tags once."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class MpiChannel(Channel):
         ]
 
     def start(self) -> None:
-        """See `Channel.start`."""
+        """Starts all requests of the channel; see `Channel.start`."""
         MPI.Prequest.Startall(self._requests)
         if self._requests and not self._under_way:
             self._under_way = True
@@ -87,14 +87,14 @@ class MpiChannel(Channel):
 
     @waits("messages")
     def wait(self) -> None:
-        """See `Channel.wait`."""
+        """Waits for all requests of the round; see `Channel.wait`."""
         MPI.Request.Waitall(self._requests)
         if self._under_way:
             self._under_way = False
             self._engine.ended()
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """Frees the requests; see `Channel.close`."""
         requests, self._requests = self._requests, []
         for request in requests:
             request.Free()

@@ -49,7 +49,7 @@ class ProgressEngine:
         self._polls_in_calls = way == "calls"
         self._under_way = 0
         self.works: set[object] = set()
-        """Collectives in flight: MPI writes into their buffers even if nobody waits."""
+        """Collectives in flight: MPI writes into their buffers even if no one waits."""
         self._thread = _Thread(self._poll) if way == "thread" else None
 
     @classmethod

@@ -32,7 +32,7 @@ SLICES = 2
 
 
 class SliceSums:
-    """Reduce-scatters of one communicator.
+    """Reduce-scatters that one communicator has in flight.
 
     Ranks start them in the same order, and pieces are sent in that order, whichever is waited for.
     All sends are posted at the start, from the caller's memory. Receives advance in `advance` and
@@ -110,7 +110,7 @@ class SliceSums:
 
 
 class SliceSum(Work):
-    """Reduce-scatter in flight."""
+    """Reduce-scatter that is in flight."""
 
     def __init__(
         self, sums: SliceSums, parts: Sequence[Tensor], out: Tensor, divisor: int, length: int
@@ -131,11 +131,11 @@ class SliceSum(Work):
         self._parts = parts  # keeps the memory that is sent
 
     def done(self) -> bool:
-        """See `Work.done`."""
+        """Returns whether all pieces are summed and all sends complete; see `Work.done`."""
         return self._sums is None or (not self.missing and MPI.Request.Testall(self.sends))
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Receives and sums the pieces that are missing; see `Work.wait`."""
         if self._sums is not None:
             sums, self._sums = self._sums, None
             sums.finish(self)

@@ -1,4 +1,4 @@
-"""The transport over MPI: mpi4py, persistent requests, host memory.
+"""Implements the transport over MPI: mpi4py, persistent requests, host memory.
 
 No library is linked: mpi4py finds the MPI of the launcher. MPI transfers data only inside of calls,
 so messages in flight advance while some rank is inside a call of this transport: call `progress`
@@ -57,7 +57,7 @@ def _fits(
 
 
 class MpiTransport(HostTransport):
-    """One rank of an MPI communicator.
+    """Transport of one rank that belongs to an MPI communicator.
 
     Point-to-point messages and collectives use separate communicators: they can't match messages
     of other libraries, nor each other.
@@ -189,7 +189,7 @@ class MpiTransport(HostTransport):
         return MpiWork(requests, self._engine, self.ledger, tensor)
 
     def progress(self) -> None:
-        """See `Transport.progress`; serves all transports of this process."""
+        """Advances messages of all transports of this process; see `Transport.progress`."""
         self._engine.progress()
 
     def abort(self, reason: str, exit_code: int) -> None:
@@ -198,7 +198,7 @@ class MpiTransport(HostTransport):
         MPI.COMM_WORLD.Abort(exit_code)
 
     def close(self) -> None:
-        """See `Transport.close`: waits for buffered sends, then frees the communicators."""
+        """Waits for buffered sends, then frees the communicators; see `Transport.close`."""
         if self._owns_engine:
             self._engine.close()
         for requests, _ in self._pending:

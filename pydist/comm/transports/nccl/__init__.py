@@ -1,1 +1,1 @@
-"""The transport over NCCL, with one CUDA device per rank."""
+"""Implements the transport over NCCL, with one CUDA device per rank."""

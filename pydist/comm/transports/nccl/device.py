@@ -1,4 +1,4 @@
-"""Communication of tensors of one CUDA device, by NCCL on a stream of its own.
+"""Communicates tensors of one CUDA device, by NCCL on a stream of its own.
 
 The host never waits for the device. Events order an operation after the work on the caller's
 current stream, and `wait` orders the caller's next work after the operation. Until then the
@@ -22,7 +22,7 @@ from pydist.errors import NotSupported, PydistError
 
 
 class DeviceTransport(HostTransport):
-    """Ranks of an NCCL communicator, for tensors of this rank's device.
+    """Transport that carries tensors of this rank's device through an NCCL communicator.
 
     Reductions in which NCCL differs from torch (narrow dtypes, NaN in extrema) are handled as for
     libraries of host memory, with torch's kernels on the device.
@@ -151,18 +151,18 @@ class DeviceTransport(HostTransport):
                 )
 
     def forget_capture(self) -> None:
-        """See `Transport.forget_capture`; a step has waited for all earlier operations."""
+        """Forgets operations that a step has waited for; see `Transport.forget_capture`."""
         super().forget_capture()
         self._under_way.clear()
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """Closes the communicator; see `Transport.close`."""
         self._group.close()
         self._under_way.clear()
 
 
 class NcclWork(Work):
-    """Operation on NCCL's stream."""
+    """Operation that runs on NCCL's stream."""
 
     def __init__(
         self, transport: DeviceTransport, ticket: native.NcclTicket, buffers: Sequence[Tensor]
@@ -173,7 +173,7 @@ class NcclWork(Work):
         transport._under_way.add(self)
 
     def wait(self) -> None:
-        """See `Work.wait`: the caller's current stream waits, the host does not."""
+        """Makes the caller's current stream wait, not the host; see `Work.wait`."""
         if self._ticket is None:
             return
         ticket, self._ticket = self._ticket, None
@@ -191,7 +191,7 @@ class NcclWork(Work):
         """Enqueues work after the operation, on the caller's stream."""
 
     def done(self) -> bool:
-        """See `Work.done`."""
+        """Returns whether the operation is complete on the device; see `Work.done`."""
         return self._ticket is None or self._ticket.reached()
 
 
@@ -234,11 +234,11 @@ class NcclChannel(Channel):
         )
 
     def start(self) -> None:
-        """See `Channel.start`."""
+        """Starts the round after the work on the caller's current stream; see `Channel.start`."""
         self._native.start(self._transport.queue())
 
     def wait(self) -> None:
-        """See `Channel.wait`: the caller's current stream waits, the host does not."""
+        """Makes the caller's current stream wait, not the host; see `Channel.wait`."""
         self._native.wait(self._transport.queue())
 
 

@@ -1,4 +1,4 @@
-"""The transport over NCCL for device tensors, and over the host's transport for host tensors.
+"""Implements the transport that uses NCCL for device tensors, the host's for host tensors.
 
 NCCL is opened when it is needed, preferably the copy that torch has loaded; nothing links to it.
 Its unique ids are broadcast over the host's transport.
@@ -27,7 +27,7 @@ _ABORT_SECONDS = 5.0
 
 
 class NcclTransport(RoutedTransport):
-    """One rank of a group, on one CUDA device.
+    """Transport of one rank that has a CUDA device of its own.
 
     NCCL carries device tensors and matches them in the order in which ranks start: of two exchanges
     between the same ranks, all start the same one first, regardless of tags, and on the same side
@@ -111,7 +111,7 @@ class NcclTransport(RoutedTransport):
         self.host._barrier()
 
     def progress(self) -> None:
-        """See `Transport.progress`; NCCL needs none."""
+        """Advances messages of the host's transport; see `Transport.progress`."""
         self.host.progress()
 
     def abort(self, reason: str, exit_code: int) -> None:
@@ -123,17 +123,17 @@ class NcclTransport(RoutedTransport):
         self.host.abort(reason, exit_code)
 
     def captured_in(self, graph: torch.cuda.CUDAGraph) -> None:
-        """See `Transport.captured_in`; applies to all groups of the device."""
+        """Remembers a graph that captured operations of any group; see `Transport.captured_in`."""
         self._place.graphs.add(graph)
 
     def forget_capture(self) -> None:
-        """See `Transport.forget_capture`."""
+        """Forgets operations of a finished capture; see `Transport.forget_capture`."""
         super().forget_capture()
         if self._made is not None:
             self._made.forget_capture()
 
     def close(self) -> None:
-        """See `Transport.close`; the transport over all ranks also closes its subgroups."""
+        """Closes the group, and for all ranks the subgroups; see `Transport.close`."""
         for graph in list(self._place.graphs):
             graph.reset()
         self._place.graphs.clear()
