@@ -67,7 +67,7 @@ class ModelConfig(Chosen):
 
     @property
     def path_of_task(self) -> str:
-        """The task as "module:class"."""
+        """Path of the class that implements the task, as "module:class"."""
         return self.task
 
     @classmethod
@@ -171,7 +171,7 @@ class FactoryConfig(ModelConfig):
 
     @property
     def path_of_task(self) -> str:
-        """The task as "module:class"."""
+        """Path of the class that implements the task, as "module:class"."""
         known = self.task in TASKS
         return f"pydist.train.tasks.factory:Any{self.task.title()}" if known else self.task
 

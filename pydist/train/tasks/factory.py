@@ -89,7 +89,7 @@ class AnySegmentation(Segmentation):
     otherwise = 'model.task = "regression" or "classification"'
 
     def __init__(self, config: FactoryConfig, train: TrainConfig) -> None:
-        """See `Segmentation`."""
+        """Keeps the settings that name the network; see `Segmentation`."""
         super().__init__(config, train)
         self.multiple = config.multiple
         self._made, self.described = config, f'model.task = "{config.task}"'
@@ -127,7 +127,7 @@ class AnyRegression(Regression):
     otherwise = 'model.task = "segmentation"'
 
     def __init__(self, config: FactoryConfig, train: TrainConfig) -> None:
-        """See `Regression`."""
+        """Keeps the settings that name the network; see `Regression`."""
         super().__init__(config, train)
         self._made, self.described = config, f'model.task = "{config.task}"'
 
@@ -142,7 +142,7 @@ class AnyRegression(Regression):
 
 @dataclass(frozen=True)
 class ClassificationValidation(Validation):
-    """Validation with the predicted class of each sample."""
+    """Validation that holds the predicted class of each sample."""
 
     accuracy: float
     """Fraction of the samples whose class is predicted."""

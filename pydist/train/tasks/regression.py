@@ -1,4 +1,4 @@
-"""The regression task: predicts values of a sample by least squares."""
+"""Defines the regression task, which predicts values of a sample by least squares."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ class Regression:
 
 
 class CosmoFlowRegression(Regression):
-    """Task of CosmoFlow on the parameters of universes."""
+    """Task of CosmoFlow, which predicts the parameters of universes."""
 
     def __init__(self, config: CosmoFlowConfig, train: TrainConfig) -> None:
-        """See `Regression`."""
+        """Keeps the settings of the network; see `Regression`."""
         super().__init__(config, train)
         self._made = config
 
