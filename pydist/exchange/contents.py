@@ -205,7 +205,7 @@ class Contents:
         ]
 
 
-class Parameters:
+class TrainedParameters:
     """The trained parameters of parallelized models; each turn forms checksums of another share.
 
     They are not treated as plain operands: a checksum at every use would take too long.

@@ -16,7 +16,7 @@ from pydist.stages.ranks import Stages, device_of
 from pydist.stages.uses import Uses
 
 
-class State:
+class StagedState:
     """The state of a network in stages. All methods are collective over the job.
 
     Args:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pydist.comm import Transport
     from pydist.train.config import Config
     from pydist.train.log import Event
-    from pydist.train.state import State
+    from pydist.train.state import RunState
 
 _WAITING = ("halo", "statistics", "gradients", "redistribute", "data")
 """Parts of a step in which a rank mostly waits; see `pydist.timers`."""
@@ -194,7 +194,7 @@ def measure(
     measured: list[tuple[float, float]] = []
 
     @contextmanager
-    def measuring(_: State) -> Iterator[StepListener]:
+    def measuring(_: RunState) -> Iterator[StepListener]:
         def listen(event: Event) -> None:
             waited = sum(event["parts"].get(part, 0.0) for part in _WAITING)
             measured.append((event["seconds"] - waited, event["seconds"]))

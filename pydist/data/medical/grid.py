@@ -50,7 +50,7 @@ class GridOptions:
             raise UsageError(f"multiple={self.multiple}: at least 1")
 
 
-class Grid:
+class VoxelGrid:
     """The map from one file's voxels to a network's, and back.
 
     Args:
