@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pydist.errors import NotSupported, UsageError
-from pydist.exchange.adjoints import sum_ranks
+from pydist.exchange.adjoints import all_reduce_sum
 from pydist.group_sizes import GroupSizes, weights_of
 from pydist.tensor import ShardedTensor, local_of, wrap
 
@@ -50,7 +50,7 @@ def sum_over_groups(x: Tensor, mesh: Mesh) -> Tensor:
         raise UsageError(f"sum_over_groups of shapes {given}; equal shapes are possible")
     local = local_of(x) if isinstance(x, ShardedTensor) else x
     sizes = weights_of(mesh).batch_of([local.grad_fn])
-    total = sum_ranks(local, mesh, ("data",), sizes=sizes)
+    total = all_reduce_sum(local, mesh, ("data",), sizes=sizes)
     if sizes is not None and total.requires_grad:
         total.register_hook(lambda _: weights_of(mesh).reached(sizes))
     return wrap(total, x.layout, x) if isinstance(x, ShardedTensor) else total

@@ -53,7 +53,7 @@ def tag() -> str:
     return _tag_of(os.getpid())  # a fork is another process
 
 
-def runs(owner: str) -> bool | None:
+def is_running(owner: str) -> bool | None:
     """Returns whether the process with a tag runs.
 
     Args:
@@ -114,7 +114,7 @@ def remove(path: Path) -> None:
 
 
 def _abandoned(path: Path, owner: str | None) -> bool:
-    alive = None if owner is None else runs(owner)
+    alive = None if owner is None else is_running(owner)
     if alive is not None:
         return not alive
     with contextlib.suppress(OSError):

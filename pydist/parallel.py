@@ -21,7 +21,7 @@ from pydist.comm import Transport
 from pydist.comm.consensus import require_same
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.consistency import consistency_of
-from pydist.exchange.history import entered
+from pydist.exchange.history import history_of_input
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.global_loss import agree_on_closures_of
 from pydist.gradients.forms.form import Form
@@ -132,7 +132,7 @@ def parallelize(
     require_same(mesh.world, {**given, **facts_of(model)})
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
-    entry = Entry(mesh, batch_norm, group_weight)
+    entry = EntryHook(mesh, batch_norm, group_weight)
     entry.adopt(model, sharded_weights=sharded_weights, gradients=form)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     if mesh.data_size > 1:
@@ -181,21 +181,21 @@ def _check(model: nn.Module, mesh: Mesh, batch_norm: str, group_weight: str) -> 
                 raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
 
 
-def entry_of(model: nn.Module) -> Entry:
+def entry_hook_of(model: nn.Module) -> EntryHook:
     """Returns the entry hook that `parallelize` has added to a model.
 
     Raises:
         UsageError: the model is not parallelized.
     """
     entry = model.__dict__.get(_ENTRY)
-    if not isinstance(entry, Entry):
+    if not isinstance(entry, EntryHook):
         raise UsageError(
             f"this {type(model).__name__} is not parallelized: call pydist.parallelize first"
         )
     return entry
 
 
-class Entry:
+class EntryHook:
     """The hook at a model's entry, which counts forward passes and wraps the inputs."""
 
     def __init__(self, mesh: Mesh, statistics: str, group_weight: str) -> None:
@@ -208,10 +208,10 @@ class Entry:
         self._given: dict[int, int | None] = {}
         """Of the running call: index of its first sample, if given, by its number of samples."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
+    def __deepcopy__(self, memo: dict[int, Any]) -> EntryHook:
         # A copy of the model (such as an average of its weights) runs on the same mesh; its
         # parameters become members of the reducer if they are ever trained.
-        copy = memo[id(self)] = Entry(self.mesh, self.statistics, "samples")
+        copy = memo[id(self)] = EntryHook(self.mesh, self.statistics, "samples")
         copy.batches = deepcopy(self.batches, memo)
         return copy
 
@@ -341,7 +341,9 @@ class Entry:
             for each in leaves((x,)):
                 if isinstance(each, ShardedTensor):
                     origin = self._origin_of(each, sizes, forward)
-                    each._history = entered(each._history, each._origin.forward, origin.forward)
+                    each._history = history_of_input(
+                        each._history, each._origin.forward, origin.forward
+                    )
                     each._origin = origin
             return x
         if not isinstance(x, ShardedTensor):
@@ -350,7 +352,7 @@ class Entry:
         if origin == x._origin:
             return x
         shown = ShardedTensor(local_of(x), x.layout, origin)
-        shown._history = entered(x._history, x._origin.forward, origin.forward)
+        shown._history = history_of_input(x._history, x._origin.forward, origin.forward)
         shown._view = view_at(x)
         return shown
 

@@ -27,9 +27,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from pydist.comm import LocalTransport, Transport
 from pydist.errors import NotSupported, UsageError
-from pydist.launch import backends, failures, forks, identity, leftovers, lifeline, watch
+from pydist.launch import backends, failures, forks, launcher_env, launcher_socket, leftovers, watch
 from pydist.launch.elsewhere import Elsewhere, Place
-from pydist.launch.identity import Identity
+from pydist.launch.launcher_env import Identity
 from pydist.registry import JOINS, TRANSPORTS, transport_names
 from pydist.watchdog import BLOCKED, end_of_program, phase
 
@@ -77,7 +77,7 @@ def connect(transport: str = "auto") -> Transport:
 def _join(transport: str) -> Transport:
     if transport == "local":
         return LocalTransport()
-    who = identity.detect()
+    who = launcher_env.detect()
     if transport == "cuda":
         return _join_cuda(who)
     if transport not in JOINS:
@@ -98,7 +98,7 @@ def _join(transport: str) -> Transport:
     watch.forget_page(who)
     _hear_of_other_machines(who, world)
     failures.install(world.rank, world.size, claim=_claim(world), abort=_abort(world))
-    if (wire := lifeline.Lifeline.current) is not None:
+    if (wire := launcher_socket.LauncherSocket.current) is not None:
         wire.joined = True
     _set_threads(world)
     _list_mapped()
@@ -119,12 +119,12 @@ def why_no_devices() -> str:
 
 def _join_auto(who: Identity | None) -> Transport:
     """Joins with NCCL if every rank has a separate device, else with the host's transport."""
-    from pydist.comm.transports.nccl import place as nccl_place
+    from pydist.comm.transports.nccl import device_assignment as nccl_place
 
     host = connect("host")
     if host.size == 1:
         return host
-    found = nccl_place.look(host, 0 if who is None else who.local_rank)
+    found = nccl_place.find_devices(host, 0 if who is None else who.local_rank)
     # Without an environment: variables that permit sharing a device do not request it.
     reason = nccl_place.lack(found) or nccl_place.conflict(found, {})
     if not reason:
@@ -293,7 +293,7 @@ def _set_threads(world: Transport) -> None:
 
 def _list_mapped() -> None:
     """Records the shared memory of this rank, which the next job removes if this one is killed."""
-    job = os.environ.get(lifeline.VARIABLE)
+    job = os.environ.get(launcher_socket.VARIABLE)
     made = leftovers.list_mapped(None if job is None else Path(job).parent)
     if made is not None:
         forks.at_exit(shutil.rmtree, made, ignore_errors=True)
@@ -303,7 +303,7 @@ def _hear_of_other_machines(who: Identity | None, world: Transport) -> None:
     """Includes ranks of other machines in reports of hangs. Collective."""
     if who is None or who.local_size >= world.size or watch.listens():  # the same on all ranks
         return
-    mine = json.dumps(asdict(watch.place())).encode()
+    mine = json.dumps(asdict(watch.own_place())).encode()
     places = [Place(**json.loads(row)) for row in world.all_gather_bytes(mine)]
     store = _stores[-1] if _stores else dist.distributed_c10d._get_default_store()
     served = isinstance(_plain(store), TCPStore)

@@ -18,7 +18,7 @@ from pydist.backend import records
 from pydist.comm import Transport
 from pydist.comm.consensus import require_same
 from pydist.grid import AXES
-from pydist.launch import identity, watch
+from pydist.launch import launcher_env, watch
 from pydist.mesh import Mesh, counts_along, counts_of
 from pydist.runtime import connect
 
@@ -109,7 +109,7 @@ def join(
     native.cpu_isa()
     if not (keep_freed_memory and memory.keep_freed_memory()):
         memory.allow_relief()
-    if transport != "local" and identity.detect() is not None:
+    if transport != "local" and launcher_env.detect() is not None:
         # First on the host, which all ranks join: different transports join different ranks.
         host = connect("host")
         require_same(host, {**_facts(transport), **facts(host.size)})

@@ -31,7 +31,7 @@ class Arriving(Protocol):
         """Waits until the halo has arrived."""
 
 
-class Recorder(Protocol):
+class SpanSink(Protocol):
     """Receiver of the spans of one rank, in the order in which they end."""
 
     def begin(self, part: str, layer: str) -> Any:
@@ -104,7 +104,7 @@ class Timers:
     def __init__(self) -> None:
         self.layer = ""
         """Path of the module that is being called; "" unless a profiler updates it."""
-        self.recorder: Recorder | None = None
+        self.recorder: SpanSink | None = None
         """The receiver of all spans, if there is one."""
         self._seconds: dict[str, float] = defaultdict(float)
         self._nested = 0.0

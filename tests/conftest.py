@@ -238,9 +238,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     path = os.environ.get(_REPORT)
     if path is None:
         return
-    from pydist.launch import failures, identity
+    from pydist.launch import failures, launcher_env
 
-    who = identity.detect()
+    who = launcher_env.detect()
     rank = 0 if who is None else who.rank
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
     if report.failed or (rank == 0 and (report.when == "call" or report.skipped)):

@@ -33,18 +33,18 @@ def tag_of_a_child(and_then: str = "") -> tuple[subprocess.Popen[str], str]:
 def test_a_process_runs_until_it_is_killed_even_if_its_parent_does_not_ask_for_it() -> None:
     child, tag = tag_of_a_child("; input()")
     assert len(tag) <= 28
-    assert owner.runs(tag) is True
+    assert owner.is_running(tag) is True
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, still in the process table
-    assert owner.runs(tag) is False
+    assert owner.is_running(tag) is False
     child.communicate()
-    assert owner.runs(tag) is False
+    assert owner.is_running(tag) is False
 
 
 def test_a_process_id_that_is_used_again_is_another_process() -> None:
     realm, pid, started = owner.tag().split("-")
-    assert owner.runs(owner.tag()) is True
-    assert owner.runs(f"{realm}-{pid}-{'1' if started != '1' else '2'}") is False
+    assert owner.is_running(owner.tag()) is True
+    assert owner.is_running(f"{realm}-{pid}-{'1' if started != '1' else '2'}") is False
 
 
 def test_a_fork_has_a_tag_of_its_own() -> None:
@@ -56,12 +56,12 @@ def test_a_fork_has_a_tag_of_its_own() -> None:
     os.waitpid(pid, 0)
     theirs = os.read(read, 100).decode()
     assert theirs != mine
-    assert owner.runs(theirs) is False
+    assert owner.is_running(theirs) is False
 
 
 @pytest.mark.parametrize("tag", ["00000000-1-1", "", "x", "../..", "0-0-0", "zz-1-1"])
 def test_of_processes_elsewhere_nothing_is_known(tag: str) -> None:
-    assert owner.runs(tag) is None
+    assert owner.is_running(tag) is None
 
 
 def test_temporaries_of_dead_processes_go_and_all_others_stay(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pydist
-from pydist.comm.transports.nccl import place as nccl_place
+from pydist.comm.transports.nccl import device_assignment as nccl_place
 from pydist.errors import NotSupported, UsageError
 from pydist.launch import available
 from pydist.runtime import connect

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from quiet import Quiet, as_transport
+from silenced_transport import SilencedTransport, as_transport
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import init_device_mesh
@@ -152,7 +152,7 @@ class Pydist(Contestant):
     """pydist, as a user calls it on a loader's shards."""
 
     def __init__(self, world: Transport, inplace: bool = False, quiet: bool = False) -> None:
-        transport = Quiet(world)
+        transport = SilencedTransport(world)
         self._mesh = Mesh(as_transport(transport) if quiet else world, 1, (world.size, 1, 1))
         self._model = pydist.parallelize(network(inplace), self._mesh)
         transport.quiet = quiet

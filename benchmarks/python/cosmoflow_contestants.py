@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from conv_contestants import conv_onednn, gradients
-from quiet import Noting, Quiet, as_transport
+from silenced_transport import Noting, SilencedTransport, as_transport
 from torch import Tensor, nn
 
 import pydist
@@ -21,7 +21,7 @@ from pydist.gradients.partitioned_bucket import PartitionedBucket
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.optim import gather_gradients, sharded
-from pydist.parallel import entry_of
+from pydist.parallel import entry_hook_of
 
 RATE = 1e-4
 
@@ -101,7 +101,7 @@ class Pydist(Plain):
         share: Literal["auto", "never"] = "auto",
         loss: Loss = F.mse_loss,
     ) -> None:
-        self._activations, self._gradients = Quiet(world), Quiet(world)
+        self._activations, self._gradients = SilencedTransport(world), SilencedTransport(world)
         measured = silent_halo or silent_gradients
         self._mesh = Mesh(as_transport(self._activations) if measured else world, 1, spatial)
         if measured:
@@ -113,7 +113,7 @@ class Pydist(Plain):
         parallel = pydist.parallelize(model, self._mesh)
         super().__init__(parallel, torch.get_num_threads(), rate=rate, loss=loss)
         self._optimizer = sharded(self._optimizer, parallel, share)
-        reducer = entry_of(parallel).reducer
+        reducer = entry_hook_of(parallel).reducer
         for name in ("_finish", "start_gathering_values", "finish_gathering_values"):
             setattr(reducer, name, self._timed(getattr(reducer, name)))
         self._activations.quiet, self._gradients.quiet = silent_halo, silent_gradients
@@ -146,7 +146,7 @@ class Pydist(Plain):
 
     def exposed(self) -> float:
         """Returns gradients and parameters that a step waits for, as bytes of an all-reduce."""
-        reducer = entry_of(self._model).reducer
+        reducer = entry_hook_of(self._model).reducer
         (lane,) = reducer.lanes
         assert isinstance(lane.form, DenseForm)
         users: list[Messages | PartitionedBucket] = [lane.form.messages, *lane.partitioned]

@@ -17,7 +17,7 @@ from pydist.errors import PydistError
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.train.captured import capturable
-from pydist.train.graph import WARMUP, GraphedStep
+from pydist.train.cuda_graph import WARMUP, GraphedStep
 from pydist.train.network import MeshNetwork
 from pydist.train.step import TrainStep
 

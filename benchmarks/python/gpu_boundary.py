@@ -29,7 +29,7 @@ from pydist.backend import slab_tuning
 from pydist.backend.autotuner import Autotuner
 from pydist.backend.problem import ROLES
 from pydist.backend.slab_problem import SlabProblem
-from pydist.backend.slabs import refusal, run
+from pydist.backend.slabs import run_slab, unsupported
 from pydist.comm import LocalTransport
 
 GOAL = 1.3
@@ -86,10 +86,10 @@ def contestants(
     names = case.candidates if like.is_cuda else ["library", "plain"]
     results = {}
     for name in names:
-        if refusal(name, case, first, second, target):
+        if unsupported(name, case, first, second, target):
             continue
         result = target.clone()
-        run(name, case, first, second, result, *where)
+        run_slab(name, case, first, second, result, *where)
         results[name] = result.double()
     scale = float(results["library"].abs().max())
     right = []
@@ -101,7 +101,7 @@ def contestants(
             budget.failed.append(f"{name} and the library differ by {error:.1e}: {case}")
     return {
         name: partial(
-            watch.kernels, [partial(run, name, case, first, second, target, *where)] * CALLS
+            watch.kernels, [partial(run_slab, name, case, first, second, target, *where)] * CALLS
         )
         for name in right
     }

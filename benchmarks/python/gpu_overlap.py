@@ -6,7 +6,7 @@ The exposed time is overlapped minus silent; its goal is 10 % of awaited minus s
 one CUDA graph: at this size the host takes longer to launch a step's kernels than they run, and
 would hide what the device waits for.
 
-Streams simulate the neighbors (`alone.py`): they return sent messages over a link of a given
+Streams simulate the neighbors (`lone_rank.py`): they return sent messages over a link of a given
 bandwidth. Where NCCL lets several ranks share a GPU (2.30, with NCCL_MULTI_RANK_GPU_ENABLE=1), two
 processes also exchange over NCCL: their times mean something if they compute at the same time
 (see `gpu.sharing`). A trace of one of these steps, in Chrome's format, is written beside the
@@ -35,13 +35,18 @@ from typing import Any
 import common
 import gpu
 import torch
-from alone import Neighbors, choosing_alone
 from device_steps import Split, adam
-from quiet import Quiet, as_transport
+from lone_rank import Neighbors, choosing_alone
+from silenced_transport import SilencedTransport, as_transport
 
 from pydist.comm import Transport
-from pydist.comm.transports.nccl.place import SHARE, SHARING, missing, open_nccl
-from pydist.launch import identity
+from pydist.comm.transports.nccl.device_assignment import (
+    MIN_SHARING_VERSION,
+    SHARE_VARIABLE,
+    missing,
+    open_nccl,
+)
+from pydist.launch import launcher_env
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.models import CosmoFlow
@@ -116,7 +121,7 @@ def measure(
     width = 32 if options.quick else 256
     amp = precision == "bf16"
     memory_format = torch.channels_last_3d if amp else torch.contiguous_format
-    activations = Quiet(world)
+    activations = SilencedTransport(world)
     mesh = Mesh(as_transport(activations), 1, (world.size, 1, 1), seed=1)
     mesh.world = world  # transport of gradients in all three ways
     shape = (1, 4, width, width, width)
@@ -186,7 +191,7 @@ def by_streams(
 def nccl_obstacle() -> str:
     """Returns why two processes can't share the GPU over NCCL, if known without trying."""
     obstacle = missing()
-    if not obstacle and open_nccl().version < SHARING:
+    if not obstacle and open_nccl().version < MIN_SHARING_VERSION:
         obstacle = f"NCCL {open_nccl().version} lets no ranks share a GPU"
     return obstacle
 
@@ -205,7 +210,7 @@ def by_nccl(
         try:
             if not obstacle:
                 ended = subprocess.run(
-                    command, env={**os.environ, SHARE: "1"}, cwd=Path(__file__).parent,
+                    command, env={**os.environ, SHARE_VARIABLE: "1"}, cwd=Path(__file__).parent,
                     timeout=seconds, capture_output=True, text=True, check=False,
                 )  # fmt: skip
                 if ended.returncode == 0:
@@ -236,7 +241,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="where the trace is written")
     options = parser.parse_args()
     device = gpu.device_of(options)
-    if identity.detect() is not None:
+    if launcher_env.detect() is not None:
         rank_of_nccl(options)
         return
     obstacle = nccl_obstacle() if device.type == "cuda" else ""

@@ -1,10 +1,11 @@
 """Shards of a 512³ sample on one device: step time and memory per rank of 8, 16 and 32.
 
 The paper's CosmoFlow, split over depth. One rank of the group runs on the device by itself, without
-its neighbors' messages (`alone.py`): times include packing, boundary kernels and all bookkeeping,
-but not the link. The first rank and one in the middle are measured; the slower one counts. The
-references are the full sample on one device, divided by P as the ideal, and 52.7/P GiB, the paper's
-count of activations and error signals in float32. The full sample's time is 8 times that of 256³:
+its neighbors' messages (`lone_rank.py`): times include packing, boundary kernels and all
+bookkeeping, but not the link. The first rank and one in the middle are measured; the slower one
+counts. The references are the full sample on one device, divided by P as the ideal, and 52.7/P GiB,
+the paper's count of activations and error signals in float32. The full sample's time is 8 times
+that of 256³:
 at 512³ tensors have 2^31 elements, which cuDNN does not take, and torch's own kernels take minutes.
 
     python benchmarks/python/gpu_shards.py
@@ -20,8 +21,8 @@ from typing import Any
 import common
 import gpu
 import torch
-from alone import Alone, choosing_alone
 from device_steps import Split, adam
+from lone_rank import LoneRank, choosing_alone
 
 from pydist.comm import LocalTransport
 from pydist.layout import layout_for_sample
@@ -48,7 +49,7 @@ def measure(
     """Measures step time and peak memory of one rank."""
     amp = precision == "bf16"
     memory_format = torch.channels_last_3d if amp else torch.contiguous_format
-    world = LocalTransport() if ranks == 1 else Alone(rank, ranks)
+    world = LocalTransport() if ranks == 1 else LoneRank(rank, ranks)
     mesh = Mesh(world, 1, (ranks, 1, 1), seed=1)
     shape = (1, 4, width, width, width)
     torch.manual_seed(0)

@@ -31,10 +31,10 @@ from gpu_overlap import nccl_obstacle
 from torch import Tensor
 
 from pydist.comm import Transport
-from pydist.comm.transports.nccl.place import SHARE
+from pydist.comm.transports.nccl.device_assignment import SHARE_VARIABLE
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.exchanger import Exchanger
-from pydist.launch import identity
+from pydist.launch import launcher_env
 from pydist.partition import Box
 from pydist.runtime import connect
 from pydist.train.device import own_stream
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = gpu.device_of(options)
-    if identity.detect() is not None:
+    if launcher_env.detect() is not None:
         work(options)
         return
     budget = gpu.Budget(options.seconds)
@@ -158,7 +158,7 @@ def main() -> None:
         try:
             if not obstacle:
                 subprocess.run(
-                    command, env={**os.environ, SHARE: "1"}, cwd=Path(__file__).parent,
+                    command, env={**os.environ, SHARE_VARIABLE: "1"}, cwd=Path(__file__).parent,
                     timeout=options.seconds + 20, check=True,
                 )  # fmt: skip
                 found = json.loads(result.read_text())

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from unet_step import CLASSES
 
 import pydist
-from pydist.comm.transports.nccl.place import SHARE
-from pydist.launch import identity
+from pydist.comm.transports.nccl.device_assignment import SHARE_VARIABLE
+from pydist.launch import launcher_env
 from pydist.models import CosmoFlow, UNet3d
 from pydist.train.device import own_stream
 
@@ -120,8 +120,8 @@ def in_processes(
     try:
         ended = subprocess.run(
             [sys.executable, *launcher, *command],
-            env={**os.environ, SHARE: "1"}, cwd=Path(__file__).parent, timeout=max(seconds, 1.0),
-            capture_output=True, text=True, check=False,
+            env={**os.environ, SHARE_VARIABLE: "1"}, cwd=Path(__file__).parent,
+            timeout=max(seconds, 1.0), capture_output=True, text=True, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"not done within {seconds:.0f} s"
@@ -135,7 +135,7 @@ def work(options: argparse.Namespace) -> None:
     case, result = Case(*json.loads(options.case)), options.result
     device = gpu.device_of(options)
     kept = result.with_suffix(".pt")
-    if identity.detect() is None:
+    if launcher_env.detect() is None:
         with own_stream(device), gpu.precision("fp32", algorithms=0):
             x, y = planes(case, 0, case.width, device)
             found = measure(case, x, y, network_of(case).to(device), kept)

@@ -32,9 +32,9 @@ def main() -> None:
     parser = common.parser(__doc__, rounds=200)
     parser.add_argument("--mpi", default="auto", help="openmpi, mpich or auto")
     options = parser.parse_args()
-    from pydist.launch import identity, launch
+    from pydist.launch import launch, launcher_env
 
-    if identity.detect() is None:
+    if launcher_env.detect() is None:
         sys.exit(launch(2, [str(Path(__file__).resolve()), *sys.argv[1:]], options.mpi))
 
     import pydist

@@ -86,13 +86,13 @@ def measure(options: argparse.Namespace) -> None:
     from links import Network, SlowTransport, Speed
 
     import pydist
-    from pydist.gradients.forms import places
+    from pydist.gradients.forms import topology
 
     hosts, groups, spatial = LAYOUTS[options.layout]
     world = pydist.init().world
     network = Network(options.rank.parent / "network", hosts)
     slow = SlowTransport(world, network, range(world.size))
-    with common.replaced([(places, "own_host", lambda rank: hosts[rank])]):
+    with common.replaced([(topology, "own_host", lambda rank: hosts[rank])]):
         mesh = pydist.Mesh(slow, groups, spatial)
         forms = FORMS if world.size > 2 else TWO_RANKS
         made = {form: Contestant(form, mesh, options.quick) for form in forms}

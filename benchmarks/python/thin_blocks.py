@@ -1,7 +1,7 @@
 """Gain from redistributing thin blocks onto fewer ranks.
 
-Trains CosmoFlow for some steps with `choose_layout` and, interleaved, without it, on ranks under
-MPI, and prints the median time of a step. Run as
+Trains CosmoFlow for some steps with `coarsen_if_faster` and, interleaved, without it, on ranks
+under MPI, and prints the median time of a step. Run as
 
     pydist run -n 4 benchmarks/python/thin_blocks.py --width 32
 """

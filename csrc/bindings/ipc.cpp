@@ -57,7 +57,7 @@ void bind_ipc(py::module_& module) {
             {
               const py::gil_scoped_release unlocked;
               const comm::Stream any(memory->context());
-              const comm::IpcPiece piece = memory->take_flags(1, any);
+              const comm::IpcAllocation piece = memory->take_flags(1, any);
               bytes = to_bytes(piece.place);
               memory->give_back(piece, {}, nullptr);
             }
@@ -67,7 +67,7 @@ void bind_ipc(py::module_& module) {
       .def(
           "try_map",
           [](const Memory& memory, const std::string& place) {
-            memory->mapped(from_bytes<comm::IpcPlace>(place, "a place"));
+            memory->mapped(from_bytes<comm::IpcAddress>(place, "a place"));
           },
           "place"_a, NoGil(), "Maps the block that contains a `sample` of another process.")
       .def("unmap", &IpcMemory::unmap, NoGil())

@@ -12,7 +12,7 @@ namespace {
 
 // Frames by the text of their line in a stack: of pydist's own threads, anywhere in the stack; of
 // an idle thread of an executor, the innermost; of debuggers.
-constexpr std::array<std::string_view, 3> kOwn{"pydist/launch/lifeline.py\"",
+constexpr std::array<std::string_view, 3> kOwn{"pydist/launch/launcher_socket.py\"",
                                                "pydist/launch/watch.py\"",
                                                "pydist/comm/transports/mpi/progress.py\""};
 constexpr std::array<std::string_view, 2> kIdle{"concurrent/futures/thread.py\"", " in _worker"};

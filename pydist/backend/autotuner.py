@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pydist.backend.records import Record, Records, is_wanted, key_of
+from pydist.backend.records import Records, TuningRecord, is_wanted, key_of
 from pydist.errors import UsageError
 from pydist.parsing import parse_json
 from pydist.watchdog import phase
@@ -196,10 +196,10 @@ class Autotuner:
         mine: Sequence[str],
         visit: Callable[[str, str], float],
         plan: Mapping[str, Any],
-    ) -> dict[str, Record]:
+    ) -> dict[str, TuningRecord]:
         """Measures what the plan lists, and returns all records; `mine` are this rank's keys."""
         found = {
-            key: Record.load(plan["records"][key], each.candidates)
+            key: TuningRecord.load(plan["records"][key], each.candidates)
             for key, each in subjects.items()
         }
         visits: Mapping[str, list[str]] = plan["visits"]
@@ -208,7 +208,7 @@ class Autotuner:
         if self.listener is not None:
             self.listener()
         began = time.perf_counter()
-        own = {key: Record() for key in mine}
+        own = {key: TuningRecord() for key in mine}
         queue = [(key, name) for key in own for name in visits[key]]
         with phase("autotuning"):
             counts = group.all_gather_bytes(str(len(queue)).encode())
@@ -222,7 +222,7 @@ class Autotuner:
             everyone = group.all_gather_bytes(json.dumps(said).encode())
         for text in everyone:
             for key, content in json.loads(text).items():
-                found[key].merge(Record.load(content, subjects[key].candidates))
+                found[key].merge(TuningRecord.load(content, subjects[key].candidates))
         if group.rank == 0:
             records = Records()
             for key, record in found.items():
@@ -232,7 +232,7 @@ class Autotuner:
         return found
 
 
-def _worth_another_look(subject: Subject, known: Record) -> list[str]:
+def _worth_another_look(subject: Subject, known: TuningRecord) -> list[str]:
     """Returns candidates that may be the fastest, the least measured ones first."""
     seconds, visits = known.seconds, known.visits
     possible = [
@@ -245,7 +245,7 @@ def _worth_another_look(subject: Subject, known: Record) -> list[str]:
     return sorted(possible, key=lambda name: (visits[name], seconds[name]))[:_REVISED]
 
 
-def _is_hopeless(subject: Subject, name: str, own: Record) -> bool:
+def _is_hopeless(subject: Subject, name: str, own: TuningRecord) -> bool:
     if name not in own.seconds:
         return False
     best = min(own.seconds[rival] for rival in subject.rivals(name) if rival in own.seconds)

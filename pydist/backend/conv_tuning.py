@@ -189,7 +189,7 @@ class _Visits:
 
     @cached_property
     def _part(self) -> ConvProblem:
-        return part_of(self._subject.problem)
+        return measured_part(self._subject.problem)
 
     @cached_property
     def _scale(self) -> float:
@@ -221,7 +221,7 @@ class _Visits:
         return self._operands[channels_last]
 
 
-def part_of(problem: ConvProblem) -> ConvProblem:
+def measured_part(problem: ConvProblem) -> ConvProblem:
     """Returns the convolution of enough input planes to measure, at most all of them.
 
     Its candidates are the kernels of the full convolution.

@@ -39,7 +39,7 @@ def key_of(kind: str, facts: Mapping[str, Any]) -> str:
 
 
 @dataclass
-class Record:
+class TuningRecord:
     """Measurements that one problem has, by candidate.
 
     Attributes:
@@ -61,7 +61,7 @@ class Record:
         self.seconds[candidate] = min(seconds, self.seconds.get(candidate, math.inf))
         self.visits[candidate] = self.visits.get(candidate, 0) + visits
 
-    def merge(self, other: Record) -> None:
+    def merge(self, other: TuningRecord) -> None:
         """Adds the measurements of another record."""
         for candidate, seconds in other.seconds.items():
             self.add(candidate, seconds, other.visits[candidate])
@@ -71,7 +71,7 @@ class Record:
         return {name: [seconds, self.visits[name]] for name, seconds in self.seconds.items()}
 
     @classmethod
-    def load(cls, content: Any, candidates: Iterable[str]) -> Record:
+    def load(cls, content: Any, candidates: Iterable[str]) -> TuningRecord:
         """Reads the measurements of some candidates from JSON, and ignores everything else."""
         found = cls()
         for name in candidates:
@@ -100,17 +100,17 @@ class Records:
             return False
         return os.access(self._folder, os.W_OK)
 
-    def read(self, key: str, candidates: Iterable[str]) -> Record:
+    def read(self, key: str, candidates: Iterable[str]) -> TuningRecord:
         """Returns the record with a key; an empty one if it is missing or damaged."""
         path = self._path(key)
         try:
             if path.exists() and not path.is_file():  # reading a pipe would block
-                return Record()
-            return Record.load(parse_json(path.read_bytes()), candidates)
+                return TuningRecord()
+            return TuningRecord.load(parse_json(path.read_bytes()), candidates)
         except (OSError, ValueError):
-            return Record()
+            return TuningRecord()
 
-    def write(self, key: str, record: Record) -> None:
+    def write(self, key: str, record: TuningRecord) -> None:
         """Replaces a record, which the caller has merged; the last of concurrent jobs wins."""
         path = self._path(key)
         owner.remove_temporaries(self._folder)

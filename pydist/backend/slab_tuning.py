@@ -20,7 +20,7 @@ from pydist.backend.autotuner import Autotuner
 from pydist.backend.conv import in_format
 from pydist.backend.records import key_of
 from pydist.backend.slab_problem import SlabProblem
-from pydist.backend.slabs import refusal, run
+from pydist.backend.slabs import run_slab, unsupported
 
 if TYPE_CHECKING:
     from pydist.comm import Transport
@@ -130,10 +130,10 @@ def seconds_on(problem: SlabProblem, name: str, like: Tensor) -> float:
         like: a tensor on the device.
     """
     first, second, target = operands(problem, like)
-    if refusal(name, problem, first, second, target):
+    if unsupported(name, problem, first, second, target):
         return NEVER
     where = problem.first_lo, problem.target_lo
-    return seconds_of(partial(run, name, problem, first, second, target, *where))
+    return seconds_of(partial(run_slab, name, problem, first, second, target, *where))
 
 
 def operands(problem: SlabProblem, like: Tensor) -> list[Tensor]:

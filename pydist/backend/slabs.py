@@ -17,7 +17,7 @@ from pydist.backend.slab_library import BY_LIBRARY
 from pydist.backend.slab_problem import SlabProblem
 
 
-def run(
+def run_slab(
     name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor,
     first_lo: Sequence[int], target_lo: Sequence[int],
 ) -> None:  # fmt: skip
@@ -46,7 +46,9 @@ def run(
     kernel(*arguments, kernel=name, workspace=workspace)
 
 
-def refusal(name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor) -> str:
+def unsupported(
+    name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor
+) -> str:
     """Returns why a kernel would leave tensors to `plain`; empty if it supports them.
 
     Args:

@@ -38,7 +38,7 @@ _LAYERS = {
 
 
 @dataclass
-class Call:
+class ShardedCall:
     """Call that takes or returns sharded tensors.
 
     Attributes:
@@ -70,9 +70,9 @@ class CallRecorder(TorchFunctionMode):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[ShardedCall] = []
         self._mesh = mesh
-        self._now: Call | None = None
+        self._now: ShardedCall | None = None
 
     def __enter__(self) -> CallRecorder:
         for transport in self._mesh.transports:
@@ -103,7 +103,7 @@ class CallRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if not tree_any(_is_sharded, (args, kwargs)) or _is_question(func):
             return func(*args, **kwargs)
-        self._now = Call(name_of(func), module_path(), {})
+        self._now = ShardedCall(name_of(func), module_path(), {})
         self.calls.append(self._now)
         try:
             result = func(*args, **kwargs)
@@ -160,7 +160,7 @@ def sample_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
 
 
 def _channels(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> str:
-    """Describes how a call has split its channels; see `Call.channels`."""
+    """Describes how a call has split its channels; see `ShardedCall.channels`."""
     dim = _LAYERS.get(func)
     if dim is None or not args or not (_is_sharded(args[0]) and _is_sharded(result)):
         return ""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from pydist.check.calls import Call, CallRecorder, sample_layout
+from pydist.check.calls import CallRecorder, ShardedCall, sample_layout
 from pydist.check.reference import Reference
 from pydist.errors import UsageError
 from pydist.mesh import Mesh
@@ -223,7 +223,7 @@ class SplitRun:
     """
 
     differences: Differences
-    calls: list[Call]
+    calls: list[ShardedCall]
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

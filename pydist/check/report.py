@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pydist.check.calls import Call
+from pydist.check.calls import ShardedCall
 from pydist.check.compare import INPUT, NOISE, Differences
 
 _AXES = {1: "C", 2: "D", 3: "H", 4: "W"}
@@ -46,7 +46,7 @@ class Report:
     dtype: torch.dtype
     found: Differences
     bounds: Differences
-    calls: list[list[Call]]
+    calls: list[list[ShardedCall]]
     kinds: dict[str, str]
     plan: str = ""
     stages: int = 1
@@ -103,7 +103,7 @@ class Report:
 
 
 @dataclass
-class _Kind:
+class _FunctionSummary:
     """Summary that covers all calls of one function."""
 
     count: int = 0
@@ -150,10 +150,10 @@ def format_report(report: Report) -> str:
 
 
 def _calls(report: Report) -> Iterator[str]:
-    kinds: dict[str, _Kind] = {}
+    kinds: dict[str, _FunctionSummary] = {}
     for rank, calls in enumerate(report.calls):
         for call in calls:
-            kind = kinds.setdefault(call.name, _Kind())
+            kind = kinds.setdefault(call.name, _FunctionSummary())
             if rank == 0:
                 kind.count += 1
                 kind.refused += bool(call.refusal)
@@ -171,7 +171,7 @@ def _calls(report: Report) -> Iterator[str]:
     return _table(rows if report.channel > 1 else [row[:-1] for row in rows])
 
 
-def _halo(kind: _Kind) -> str:
+def _halo(kind: _FunctionSummary) -> str:
     if not kind.halo:
         return "–"
     return "  ".join(
@@ -180,11 +180,11 @@ def _halo(kind: _Kind) -> str:
     )
 
 
-def _reduced(kind: _Kind) -> str:
+def _reduced(kind: _FunctionSummary) -> str:
     return "over ranks" if kind.is_global else "–"
 
 
-def _channels(kind: _Kind) -> str:
+def _channels(kind: _FunctionSummary) -> str:
     return ", ".join(f"{form} {n}" for form, n in sorted(kind.channels.items()) if form) or "–"
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pydist.check.calls import Call
+from pydist.check.calls import ShardedCall
 from pydist.check.compare import NOISE, Differences, SplitRun, StagedRun, WholeRun
 from pydist.check.report import Report
 from pydist.comm import Transport, run_local
@@ -102,7 +102,7 @@ def check(
     scale = _own_differences(whole, model, x, range(2))
 
     mesh_of_stage = {"spatial": spatial, "channel": channel}
-    found, calls, plan = Differences(), list[list[Call]](), ""
+    found, calls, plan = Differences(), list[list[ShardedCall]](), ""
     if stages == 1 and micro_batches == 1:
 
         def rank(transport: Transport) -> SplitRun:

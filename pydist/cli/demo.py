@@ -22,7 +22,7 @@ from pydist.cli.options import parse
 from pydist.cli.progress import ProgressView
 from pydist.cli.train import launch_training
 from pydist.errors import DiskError, UsageError
-from pydist.launch import choose
+from pydist.launch import backend_named
 from pydist.train.config import (
     AdamConfig,
     CheckpointConfig,
@@ -33,7 +33,7 @@ from pydist.train.config import (
     OutputConfig,
     TrainConfig,
 )  # fmt: skip
-from pydist.train.config_io import check, dumps, to_dict
+from pydist.train.config_io import dumps, from_tables, to_dict
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -71,7 +71,7 @@ def demo(arguments: Sequence[str]) -> int:
     began = time.perf_counter()
     console = Console()
     split, universes = _config(options.folder), _universes(options.universes)
-    choose(options.mpi)
+    backend_named(options.mpi)
     with prepared(split) as config_file:
         make(split.data.path, universes, console)
     code = launch_training(config_file, [], RANKS, options.mpi, ProgressView(console))
@@ -115,7 +115,7 @@ def prepared(config: Config) -> Iterator[Path]:
     """
     from pydist.data.lock import FolderLock
 
-    check(to_dict(config), "command line")
+    from_tables(to_dict(config), "command line")
     folder = config.output.folder
     with ExitStack() as stack:
         with _writing(folder):

@@ -20,7 +20,7 @@ from pydist.cli.options import parse
 from pydist.cli.progress import ProgressView
 from pydist.cli.train import launch_training
 from pydist.errors import PydistError, UsageError
-from pydist.launch import choose
+from pydist.launch import backend_named
 from pydist.train.config import (
     AdamConfig,
     CheckpointConfig,
@@ -73,7 +73,7 @@ def demo_unet(arguments: Sequence[str]) -> int:
     config, volumes = _config(options), _volumes(options)
     if not round(volumes.count * volumes.validation):
         raise UsageError(f"--volumes {volumes.count}: at least 3 are needed, one to validate with")
-    choose(options.mpi)
+    backend_named(options.mpi)
     with prepared(config) as config_file:
         make_ct(config.data.path, volumes, console)
     code = launch_training(config_file, [], RANKS, options.mpi, ProgressView(console))

@@ -91,7 +91,7 @@ def _cuda() -> str:
     import torch
 
     from pydist._loader import native
-    from pydist.comm.transports.nccl.place import open_nccl, present
+    from pydist.comm.transports.nccl.device_assignment import open_nccl, present
 
     kernels = "pydist's kernels" if native.has_cuda else "no kernels of pydist"
     try:
@@ -106,7 +106,7 @@ def _automatic() -> Iterator[tuple[str, str]]:
     """Yields the choices of `auto` for ranks that `pydist run` starts here."""
     import torch
 
-    from pydist.comm.transports.nccl.place import device_missing, missing
+    from pydist.comm.transports.nccl.device_assignment import device_missing, missing
 
     best = available()[0]
     host = "c10d" if best.executable is None else "mpi"

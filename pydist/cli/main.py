@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pydist._loader import native
 from pydist.cli import streams
 from pydist.errors import UsageError, disk_is_full, exit_code_of, output_is_gone
-from pydist.launch import failures, identity
+from pydist.launch import failures, launcher_env
 
 
 class Command(NamedTuple):
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     streams.prepare()
     try:
-        if identity.detect() is None:
+        if launcher_env.detect() is None:
             return _flushed(arguments)
         # This process is a rank: an error must end the other ranks too.
         with failures.guarded():

@@ -50,7 +50,7 @@ def parse(kind: type[_T], arguments: Sequence[str], prog: str, default: _T | Non
 def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
     """Applies options such as ``--train.steps 20`` to a configuration; see `parse`."""
     overridden = parse(Config, arguments, prog, _with_chosen(config, arguments))
-    return config_io.check(config_io.to_dict(overridden), source="command line")
+    return config_io.from_tables(config_io.to_dict(overridden), source="command line")
 
 
 def _with_chosen(config: Config, arguments: Sequence[str]) -> Config:

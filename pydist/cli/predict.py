@@ -111,11 +111,11 @@ def _predict_here(options: _Arguments) -> int:
     from pydist.cli.progress import describe_place
     from pydist.data.publish import make_folder
     from pydist.inference import Predictor, Sliding
-    from pydist.launch import identity
+    from pydist.launch import launcher_env
     from pydist.setup import init
     from pydist.train.device import facts_of_run
 
-    place = identity.detect()
+    place = launcher_env.detect()
     spatial = options.spatial or (1 if place is None else place.size, 1, 1)
     cases = _cases(options.images, options.output)
     sliding = None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pydist.profile import Profiler
     from pydist.stages import Stages
     from pydist.train.config import Config
-    from pydist.train.state import State
+    from pydist.train.state import RunState
     from pydist.train.trial import StepListener
 
 PROG = (
@@ -73,7 +73,7 @@ def profile_training(config: Config, ranks: Mesh | Stages, steps: int, warmup: i
     profilers = []
 
     @contextmanager
-    def profiled(state: State) -> Iterator[StepListener]:
+    def profiled(state: RunState) -> Iterator[StepListener]:
         with Profiler(ranks, state.model, warmup) as profiler:
             profilers.append(profiler)
             yield lambda _: profiler.step()

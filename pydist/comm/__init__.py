@@ -9,7 +9,7 @@ from __future__ import annotations
 from pydist.comm.interface.handles import Channel, Work
 from pydist.comm.interface.reduction import ReduceOp
 from pydist.comm.interface.transport import Transport
-from pydist.comm.transports.local.run import run_local
+from pydist.comm.transports.local.threads import run_local
 from pydist.comm.transports.local.transport import LocalTransport
 
 __all__ = ["Channel", "LocalTransport", "ReduceOp", "Transport", "Work", "run_local"]

@@ -140,7 +140,7 @@ class FolderLock:
             if free is False:
                 raise UsageError(f"{self.folder} is in use by another process")
             return True
-        runs = owner.runs(other.tag)
+        runs = owner.is_running(other.tag)
         if runs is None and free is not None and (not free or other.kernel == owner.kernel()):
             runs = not free
         if runs is None:

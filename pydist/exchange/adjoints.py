@@ -10,9 +10,9 @@ there too, the mean over these ranks is the true one. The adjoints are
 ======================  =====================================================
 forward                 backward
 ======================  =====================================================
-identity (`enter`)      × a factor (replicas before / replicas after)
+identity (`scale_grad`) × a factor (replicas before / replicas after)
 identity                mean over the ranks that hold the value
-(`with_true_gradient`)
+(`average_grad`)
 sum over ranks          mean over the sample group, weighted sum over data groups
 sum of a replicated     identity: a sharded tensor's gradient is the true one
 sharded tensor
@@ -51,7 +51,7 @@ def _copy(x: Tensor) -> Tensor:
     return in_memory(x).clone(memory_format=torch.contiguous_format)
 
 
-class _Enter(Function):
+class _ScaleGrad(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float, as_view: bool) -> Tensor:
         ctx.factor = factor
@@ -70,10 +70,10 @@ class _Scale(Function):
 
     @staticmethod
     def backward(ctx: Any, x: Tensor) -> tuple[Tensor, None]:
-        return _Enter.apply(x, ctx.factor, False), None
+        return _ScaleGrad.apply(x, ctx.factor, False), None
 
 
-def enter(x: Tensor, factor: float, *, as_view: bool = False) -> Tensor:
+def scale_grad(x: Tensor, factor: float, *, as_view: bool = False) -> Tensor:
     """Returns `x` unchanged, and multiplies its gradient by `factor` in backward.
 
     Args:
@@ -84,21 +84,21 @@ def enter(x: Tensor, factor: float, *, as_view: bool = False) -> Tensor:
     """
     if factor == 1 or not x.requires_grad or not torch.is_grad_enabled():
         return x
-    return _Enter.apply(x, factor, as_view)
+    return _ScaleGrad.apply(x, factor, as_view)
 
 
-def is_entered(node: Any) -> bool:
-    """Returns whether `enter` made a node of a graph."""
-    return getattr(node, "_forward_cls", None) is _Enter
+def is_scale_grad(node: Any) -> bool:
+    """Returns whether `scale_grad` made a node of a graph."""
+    return getattr(node, "_forward_cls", None) is _ScaleGrad
 
 
 def scaled_back(grad: Tensor, factor: float) -> Tensor:
-    """Computes the adjoint of `enter` by itself; differentiable."""
+    """Computes the adjoint of `scale_grad` by itself; differentiable."""
     # Called for every parameter: without a graph, no node is made.
     return _Scale.apply(grad, factor) if torch.is_grad_enabled() else grad * factor
 
 
-class _SumRanks(ExchangeFunction):
+class _AllReduceSum(ExchangeFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -116,10 +116,10 @@ class _SumRanks(ExchangeFunction):
 
     @staticmethod
     def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _AverageBack.apply(grad, *ctx.args), None, None, None, None
+        return _AllReduceMean.apply(grad, *ctx.args), None, None, None, None
 
 
-class _AverageBack(ExchangeFunction):
+class _AllReduceMean(ExchangeFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -139,7 +139,7 @@ class _AverageBack(ExchangeFunction):
 
     @staticmethod
     def backward(ctx: Any, _: Any, x: Tensor) -> tuple[Any, ...]:
-        return _SumRanks.apply(x, *ctx.args), None, None, None, None
+        return _AllReduceSum.apply(x, *ctx.args), None, None, None, None
 
 
 def enter_weighted_sum(grad: Tensor, sizes: GroupSizes | None) -> None:
@@ -159,7 +159,7 @@ def leave_weighted_sum(total: Tensor, sizes: GroupSizes | None) -> None:
         total.mul_(1 / sizes.weight if sizes.weight else 0.0)
 
 
-def sum_ranks(
+def all_reduce_sum(
     x: Tensor,
     mesh: Mesh,
     axes: tuple[str, ...],
@@ -178,7 +178,7 @@ def sum_ranks(
     """
     if mesh.grid.size(axes) == 1:
         return x
-    return _SumRanks.apply(x, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, sizes)
+    return _AllReduceSum.apply(x, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, sizes)
 
 
 class _SumParts(ExchangeFunction):
@@ -220,7 +220,7 @@ def sum_parts(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
 
 
 def average_back(grad: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """Computes the adjoint of `sum_ranks` by itself, for a known sum; differentiable.
+    """Computes the adjoint of `all_reduce_sum` by itself, for a known sum; differentiable.
 
     Args:
         grad: dL/d(sum).
@@ -229,7 +229,7 @@ def average_back(grad: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     """
     if mesh.grid.size(axes) == 1:
         return grad
-    return _AverageBack.apply(grad, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, None)
+    return _AllReduceMean.apply(grad, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, None)
 
 
 def _in_sample(mesh: Mesh, axes: tuple[str, ...]) -> int:
@@ -289,7 +289,7 @@ class _TrueGradient(ExchangeFunction):
         return mean_ranks(grad, *ctx.args), None, None
 
 
-def with_true_gradient(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+def average_grad(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     """Returns `x`, replicated along `axes`, as the operand of a call that differs between them.
 
     Its gradient becomes the mean over these ranks, with one all-reduce of its size in backward.

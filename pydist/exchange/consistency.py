@@ -30,7 +30,7 @@ from pydist.exchange.contents import (
     REPEATED_SHARES,
     REPEATS,
     Contents,
-    Parameters,
+    TrainedParameters,
     different_contents,
 )
 from pydist.exchange.history import different_histories, recent_calls
@@ -80,7 +80,7 @@ class Consistency:
 
     def __init__(self, mesh: Mesh) -> None:
         """Begins with nothing to compare. Created by `consistency_of`."""
-        self.operands, self.parameters = Contents(), Parameters()
+        self.operands, self.parameters = Contents(), TrainedParameters()
         self._shared: dict[tuple[str, ...], Contents] = {}
         self._claims: list[_Claim] = []
         self._weights: dict[tuple[str, ...], int] = {}

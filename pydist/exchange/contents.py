@@ -205,7 +205,7 @@ class Contents:
         ]
 
 
-class Parameters:
+class TrainedParameters:
     """Trained parameters that parallelized models have; each turn checks another share of them.
 
     They are not treated as plain operands: a checksum at every use would take too long.

@@ -41,25 +41,25 @@ class PendingExchange:
     Messages between hosts begin with the stamp of the ranks' ledger, which is compared on arrival.
 
     Attributes:
-        kind: dtype, device, and whether it is the adjoint ("homeward").
+        kind: dtype, device, and whether it is the adjoint.
         packed: the buffer of all sent elements, if it has no stamps; filled before `post`.
-        of_slots: the contents of this rank's slots, received or (homeward) sent: the number of a
+        slot_parts: the contents of this rank's slots, received or, in the adjoint, sent: the
             slot, its part of the buffer, and its regions in the slot.
-        of_shard: the same for the shard, message by message.
+        shard_parts: the same for the shard, message by message.
     """
 
     def __init__(self, exchanger: Exchanger, kind: _Kind) -> None:
-        """Makes the buffers of one exchange of a plan, or of its adjoint ("homeward")."""
-        dtype, device, homeward = kind
+        """Makes the buffers of one exchange of a plan, or of its adjoint."""
+        dtype, device, is_adjoint = kind
         sends, recvs = exchanger.plan.sends, exchanger.plan.recvs
-        if homeward:
+        if is_adjoint:
             sends, recvs = recvs, sends
         transport = exchanger.transport
         is_stamped = device.type == "cpu" and transport.size > 1
         head = STAMP_BYTES // dtype.itemsize if is_stamped else 0
         sent = _messages([m.elements for m in sends], head, dtype, device)
         received = _messages([m.elements for m in recvs], head, dtype, device)
-        tag = STAMPED_TAG if is_stamped else exchanger._next_tag(dtype, homeward)
+        tag = STAMPED_TAG if is_stamped else exchanger._next_tag(dtype, is_adjoint)
         self._channel: Channel = transport.channel(
             [(m.peer, piece) for m, piece in zip(sends, sent, strict=True)],
             [(m.peer, piece) for m, piece in zip(recvs, received, strict=True)],
@@ -75,15 +75,15 @@ class PendingExchange:
         self._stamp = b""
         sent, received = [m[head:] for m in sent], [m[head:] for m in received]
         self.packed = None if is_stamped or not sent else _joined(sent)
-        incoming, outgoing = (sent, received) if homeward else (received, sent)
-        self.of_slots = [
+        incoming, outgoing = (sent, received) if is_adjoint else (received, sent)
+        self.slot_parts = [
             (slot, piece, regions)
             for message, parts in zip(incoming, exchanger._incoming, strict=True)
             for (slot, regions), piece in zip(
                 parts, _split(message, [r.elements for _, r in parts]), strict=True
             )
         ]
-        self.of_shard = list(zip(outgoing, exchanger._outgoing, strict=True))
+        self.shard_parts = list(zip(outgoing, exchanger._outgoing, strict=True))
         self.kind = kind
         self._timers, self._is_local = exchanger.timers, exchanger.is_local
         self._flight: Any = None
@@ -155,7 +155,7 @@ class Exchanger:
     """Exchanger that moves boxes between the ranks of a group, and gradients back (its adjoint).
 
     Every rank owns one box and needs a list of boxes ("slots"). `gather` fills this rank's slots
-    from their owners; `add_back`, its adjoint, sends the slots' values to the owners ("homeward"),
+    from their owners; `add_back`, its adjoint, sends the slots' values to the owners,
     which sum them. Elements that no rank owns (padding) are not changed. Both reuse free buffers of
     earlier exchanges, so nothing is allocated after the first step.
 
@@ -220,7 +220,7 @@ class Exchanger:
         begun = None if timers.recorder is None else timers.recorder.begin("pack", timers.layer)
         began = perf_counter()
         pending = self._pending((local.dtype, local.device, False))
-        pieces = pending.of_shard
+        pieces = pending.shard_parts
         if pending.packed is not None:
             pieces = [(pending.packed, self._all_outgoing)]
         for piece, regions in pieces:
@@ -234,7 +234,7 @@ class Exchanger:
     def finish(self, pending: PendingExchange, slots: Sequence[Tensor]) -> None:
         """Waits for an exchange and writes the received elements into this rank's slots."""
         pending.wait()
-        for slot, piece, regions in pending.of_slots:
+        for slot, piece, regions in pending.slot_parts:
             native.unpack(piece, regions, slots[slot])
         self.release(pending)
 
@@ -251,33 +251,33 @@ class Exchanger:
 
     def add_back(self, slots: Sequence[Tensor], local: Tensor) -> None:
         """Adds every slot's values to the elements that they were gathered from."""
-        pending = self.start_back(slots, local)
+        pending = self.start_adjoint(slots, local)
         for slot, target, source in self._copies:
             local[_index(source)] += slots[slot][_index(target)]
-        self.finish_back(pending, local)
+        self.finish_adjoint(pending, local)
 
-    def start_back(self, slots: Sequence[Tensor], like: Tensor) -> PendingExchange:
+    def start_adjoint(self, slots: Sequence[Tensor], like: Tensor) -> PendingExchange:
         """Sends the slots' values to their other owners; does not wait.
 
         A rank may have no slots, so `like` gives their dtype and device.
         """
-        self.announce(like, homeward=True)
+        self.announce(like, is_adjoint=True)
         timers = self.timers
         begun = None if timers.recorder is None else timers.recorder.begin("pack", timers.layer)
         began = perf_counter()
         pending = self._pending((like.dtype, like.device, True))
-        for slot, piece, regions in pending.of_slots:
+        for slot, piece, regions in pending.slot_parts:
             _pack(slots[slot], regions, piece)
         pending.post()
         timers.add("pack", began, perf_counter(), begun)
         return pending
 
-    def finish_back(self, pending: PendingExchange, local: Tensor) -> None:
+    def finish_adjoint(self, pending: PendingExchange, local: Tensor) -> None:
         """Waits for the values of this rank's shard and adds them."""
         pending.wait()
         # Message by message: two of them may add to one element, and bit-identical runs need a
         # fixed order.
-        for piece, regions in pending.of_shard:
+        for piece, regions in pending.shard_parts:
             native.unpack_add(piece, regions, local)
         self.release(pending)
 
@@ -290,18 +290,18 @@ class Exchanger:
         idle = self._idle[kind]
         return idle.pop() if idle else PendingExchange(self, kind)
 
-    def announce(self, local: Tensor, homeward: bool = False) -> None:
+    def announce(self, local: Tensor, is_adjoint: bool = False) -> None:
         """Records an exchange in the ledger; a rank without messages does nothing else for it.
 
         Args:
             local: the tensor that is exchanged.
-            homeward: whether it is the adjoint.
+            is_adjoint: whether it is the adjoint.
         """
         transport = self.transport
         if transport.watcher is not None:
-            transport.watcher(local if homeward else self)
+            transport.watcher(local if is_adjoint else self)
         if transport.size > 1:
-            what = (self._ways[homeward], local.dtype, *self._said)
+            what = (self._ways[is_adjoint], local.dtype, *self._said)
             transport.ledger.note(transport, what, waits=True)
 
     def empty_slots(self, like: Tensor) -> list[Tensor]:
@@ -344,10 +344,10 @@ class Exchanger:
                 parts.append((slot, self._regions([t.target.shift(origin) for t in transfers])))
         return messages
 
-    def _next_tag(self, dtype: torch.dtype, homeward: bool) -> int:
+    def _next_tag(self, dtype: torch.dtype, is_adjoint: bool) -> int:
         """Returns a tag that no other exchange of this plan in flight has."""
-        number = self._made[dtype, homeward] = self._made.get((dtype, homeward), 0) + 1
-        return _FIRST_TAG + (self._fingerprint + 7919 * number + 4001 * homeward) % _TAGS
+        number = self._made[dtype, is_adjoint] = self._made.get((dtype, is_adjoint), 0) + 1
+        return _FIRST_TAG + (self._fingerprint + 7919 * number + 4001 * is_adjoint) % _TAGS
 
 
 def _pack(tensor: Tensor, regions: native.Regions, buffer: Tensor) -> None:

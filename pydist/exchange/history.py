@@ -63,7 +63,7 @@ _writes: set[object] = set()
 """Functions that write into their first argument, whose prior values need not be equal."""
 
 
-class _Call(NamedTuple):
+class _RecentCall(NamedTuple):
     history: int
     func: Callable[..., Any]
     key: tuple[Any, ...]
@@ -72,7 +72,7 @@ class _Call(NamedTuple):
 
 
 class _Recent(threading.local):
-    """The last calls of this rank, as tuples of `_Call`; thread-local, as ranks can be threads."""
+    """The last calls of this rank, as tuples of `_RecentCall`; ranks can be threads."""
 
     def __init__(self) -> None:
         self.calls: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
@@ -99,11 +99,11 @@ def history_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     CAUSE.module = calling_module()
     _recent.calls.append(
         (history, func, key, names, CAUSE.module)
-    )  # a `_Call`, in a tenth of the time
+    )  # a `_RecentCall`, in a tenth of the time
     return history
 
 
-def entered(history: int, before: int, forward: int) -> int:
+def history_of_input(history: int, before: int, forward: int) -> int:
     """Returns the hash of a model's input, which differs between training forwards.
 
     Args:
@@ -216,7 +216,7 @@ def recent_calls() -> list[list[Any]]:
     Returns:
         The hash, the text and the argument tensors' hashes of each call.
     """
-    calls = [_Call(*each) for each in _recent.calls]
+    calls = [_RecentCall(*each) for each in _recent.calls]
     return [[call.history, _text(call), repr(_without_numbers(call.key[1:]))] for call in calls]
 
 
@@ -270,7 +270,7 @@ def _asked(call: Sequence[Any]) -> tuple[str, str]:
     return call[1].partition("(")[0], call[2]
 
 
-def _text(call: _Call) -> str:
+def _text(call: _RecentCall) -> str:
     by_place = len(call.key) - len(call.names) - bool(call.names)  # the names' code is between
     given = [_shown(call.key[1:by_place])]
     for name, key in zip(call.names, call.key[by_place + 1 :], strict=True):

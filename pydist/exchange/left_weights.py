@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pydist.exchange.adjoints import is_entered
+from pydist.exchange.adjoints import is_scale_grad
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -106,6 +106,6 @@ def _is_parameter(weight: Tensor) -> bool:
     node: Any = weight.grad_fn
     if node is None:
         return weight.requires_grad
-    while is_entered(node) or node.name() == "ToCopyBackward0":
+    while is_scale_grad(node) or node.name() == "ToCopyBackward0":
         node = node.next_functions[0][0]
     return bool(node.name() == "torch::autograd::AccumulateGrad")

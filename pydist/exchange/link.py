@@ -13,7 +13,7 @@ class Link:
     __slots__ = ("__weakref__", "_reference")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._reference: _Reference | None = None
+        self._reference: _BackReference | None = None
         self.restore(tensor)
 
     def __call__(self) -> Tensor | None:
@@ -34,11 +34,11 @@ class Link:
 
     def restore(self, tensor: Tensor) -> None:
         """Sets the reference to the tensor."""
-        self._reference = _Reference(tensor)
+        self._reference = _BackReference(tensor)
         self._reference.link = weakref.ref(self)
 
 
-class _Reference(weakref.ref[Tensor]):
+class _BackReference(weakref.ref[Tensor]):
     """A weak reference that knows its link."""
 
     __slots__ = ("link",)
@@ -48,5 +48,5 @@ class _Reference(weakref.ref[Tensor]):
 def links_to(tensor: Tensor) -> list[Link]:
     """Returns all links to a tensor."""
     references = weakref.getweakrefs(tensor)
-    links = [each.link() for each in references if isinstance(each, _Reference)]
+    links = [each.link() for each in references if isinstance(each, _BackReference)]
     return [link for link in links if link is not None]

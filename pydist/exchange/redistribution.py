@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from pydist.errors import UsageError
-from pydist.exchange.adjoints import add_boxes, gather_box, with_true_gradient
+from pydist.exchange.adjoints import add_boxes, average_grad, gather_box
 from pydist.exchange.exchanger import Exchanger
-from pydist.exchange.formats import all_channels_last
+from pydist.exchange.memory_formats import all_channels_last
 from pydist.layout import Layout, Split
 from pydist.partition import Box
 
@@ -45,7 +45,7 @@ def redistributed(
     exchanger = mesh.session.plan(("redistribute", source, target), make)
     weight = source.replicas / target.replicas
     if not is_averaged:
-        local = with_true_gradient(local, mesh, source.unused_axes)
+        local = average_grad(local, mesh, source.unused_axes)
     return gather_box(local, exchanger, mesh, weight=weight, part="redistribute")
 
 

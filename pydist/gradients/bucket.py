@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.gradients.partitioned import Family, PartitionedGradient
+from pydist.gradients.partitioned import GradientSet, PartitionedGradient
 from pydist.gradients.pieces import pieces_of
 from pydist.gradients.rows import in_order_of, memory_of
 
@@ -66,7 +66,7 @@ class Bucket:
         assert self._work is not None
         self._work.wait()
 
-    def finish(self, family: Family, exists: Callable[[Leaf], bool]) -> None:
+    def finish(self, family: GradientSet, exists: Callable[[Leaf], bool]) -> None:
         """Stores the means in the gradients.
 
         Args:
@@ -134,7 +134,7 @@ class Bucket:
             return Remnant.HERE
         return Remnant.SENT if grad._version == version else Remnant.CHANGED
 
-    def resume(self, family: Family, remnants: Mapping[Leaf, Remnant]) -> None:
+    def resume(self, family: GradientSet, remnants: Mapping[Leaf, Remnant]) -> None:
         """Waits for the message of an interrupted backward, and adds its mean to the gradients.
 
         Args:

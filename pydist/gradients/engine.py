@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from pydist.errors import NotSupported
 from pydist.exchange.history import also_made_by
 from pydist.gradients import replaced
-from pydist.gradients.graph import NOTHING, Histories, mark, walk
+from pydist.gradients.graph import NOTHING, Histories, mark_mesh, walk
 from pydist.gradients.leaf import leaf_of
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
@@ -117,7 +117,7 @@ class _Engine(_engine):  # type: ignore[misc]
             also_made_by(histories.total())
         for result in results or ():
             if isinstance(result, Tensor):
-                mark(result, meshes[0], histories)
+                mark_mesh(result, meshes[0], histories)
         return results
 
 

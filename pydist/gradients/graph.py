@@ -44,7 +44,7 @@ class Histories(NamedTuple):
 NOTHING = Histories((), ())
 
 
-def mark(tensor: Tensor, mesh: Mesh, histories: Histories) -> None:
+def mark_mesh(tensor: Tensor, mesh: Mesh, histories: Histories) -> None:
     """Marks a plain tensor whose parameters are all known to the mesh.
 
     Args:
@@ -72,7 +72,7 @@ def mean_of(grad: Tensor, mesh: Mesh, axes: tuple[str, ...], weight: float) -> T
     """
     mean = mean_ranks(grad, mesh, axes, "gradients", weight)
     if torch.is_grad_enabled():
-        mark(mean, mesh, NOTHING)
+        mark_mesh(mean, mesh, NOTHING)
         mark_whole(mean)
     return mean
 

@@ -16,7 +16,7 @@ from pydist.gradients.forms.form import DenseForm
 from pydist.gradients.forms.settings import make_form
 from pydist.gradients.graph import is_reached
 from pydist.gradients.leaf import Leaf
-from pydist.gradients.partitioned import Family
+from pydist.gradients.partitioned import GradientSet
 from pydist.gradients.partitioned_bucket import PartitionedBucket
 from pydist.grid import AXES
 
@@ -150,7 +150,7 @@ class Lane:
         """Waits for the means and stores them in the gradients."""
         for bucket in self.buckets:
             bucket.wait()
-        family = Family(self.transport)
+        family = GradientSet(self.transport)
         for bucket in self.buckets:
             bucket.finish(family, exists)
         self.form.conclude(exists)
@@ -181,7 +181,7 @@ class Lane:
         try:
             for bucket in self.buckets[self._next : started]:
                 bucket.start_blank()
-            family = Family(self.transport)
+            family = GradientSet(self.transport)
             for bucket in self.buckets:
                 bucket.resume(family, remnants)
         finally:

@@ -24,7 +24,7 @@ _Hook: TypeAlias = "Callable[[Any], Any]"
 _OWN = -1  # the key of the reducer's hook; torch counts users' hooks from 0
 
 
-class Kind(NamedTuple):
+class GradientKind(NamedTuple):
     """The properties of a gradient that determine its message."""
 
     dtype: torch.dtype
@@ -33,9 +33,9 @@ class Kind(NamedTuple):
     stride: tuple[int, ...]
 
     @staticmethod
-    def of(tensor: Tensor) -> Kind:
+    def of(tensor: Tensor) -> GradientKind:
         """Returns the kind of a tensor's gradient."""
-        return Kind(gradient_dtype(tensor), tensor.device, tensor.shape, tensor.stride())
+        return GradientKind(gradient_dtype(tensor), tensor.device, tensor.shape, tensor.stride())
 
     def zeros(self) -> Tensor:
         """Returns a gradient of zeros."""
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
         return f"{dtype}{list(self.shape)} on {self.device.type}, strides {list(self.stride)}"
 
 
-class Averaging(Protocol):
+class LeafReducer(Protocol):
     """The interface of the reducer that a leaf's hooks call."""
 
     @property
@@ -89,7 +89,7 @@ class Leaf:
         is_placed: whether the ranks have compared `place`.
     """
 
-    def __init__(self, parameter: Tensor, name: str, reducer: Averaging) -> None:
+    def __init__(self, parameter: Tensor, name: str, reducer: LeafReducer) -> None:
         self._parameter = Link(parameter)
         self._reducer = weakref.ref(reducer)
         self.key, self.name = id(parameter), name
@@ -107,7 +107,7 @@ class Leaf:
         self.attach(parameter, tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
 
     def _measure(self, parameter: Tensor) -> None:
-        self.kind = Kind.of(parameter)
+        self.kind = GradientKind.of(parameter)
         self.numel, self.dense = parameter.numel(), is_dense(parameter)
         self.has_parts = self.dense and parameter.dtype == self.kind.dtype
 
@@ -155,7 +155,7 @@ class Leaf:
             and parameter.device == kind.device
         )
 
-    def reducer(self) -> Averaging | None:
+    def reducer(self) -> LeafReducer | None:
         """Returns the reducer of the gradient, while it is alive."""
         return self._reducer()
 
@@ -290,8 +290,8 @@ class _Hooks(OrderedDict[int, _Hook]):
         for key, hook in (earlier or {}).items():
             if key != _OWN:
                 leaf.has_hooks = True
-                registered = hook.hook if isinstance(hook, _Waiting) else hook
-                super().__setitem__(key, _Waiting(self, registered, earlier, key))
+                registered = hook.hook if isinstance(hook, _DeferredHook) else hook
+                super().__setitem__(key, _DeferredHook(self, registered, earlier, key))
 
     def set_own(self, hook: Callable[[Leaf, Any], Any]) -> None:
         """Sets the reducer's hook, which keeps neither these hooks nor the parameter alive."""
@@ -304,7 +304,7 @@ class _Hooks(OrderedDict[int, _Hook]):
         super().__setitem__(_OWN, call)
 
     def __setitem__(self, key: int, hook: _Hook) -> None:
-        super().__setitem__(key, _Waiting(self, hook))
+        super().__setitem__(key, _DeferredHook(self, hook))
         self.leaf.has_hooks = True
         if self.leaf.is_partitioned:
             try:
@@ -315,10 +315,10 @@ class _Hooks(OrderedDict[int, _Hook]):
 
     def users(self) -> list[_Hook]:
         """Returns users' hooks that were not removed, in the order of registration."""
-        return [h.hook for h in self.values() if isinstance(h, _Waiting) and h.registered]
+        return [h.hook for h in self.values() if isinstance(h, _DeferredHook) and h.registered]
 
 
-class _Waiting:
+class _DeferredHook:
     """Wrapper of a user's hook, which runs when the engine calls it, or later with the mean."""
 
     def __init__(

@@ -2,9 +2,9 @@
 
 Each rank uses such a tensor in full, for its own part of the result, like the weight of a layer. So
 each rank's gradient is a part. It is scaled so that the mean over the ranks is the true one, as
-`pydist.exchange.adjoints.enter` does in calls on sharded tensors. Here torch's own calls have made
-the graph, so the scale is applied to its edges from nodes that depend on shards to nodes that do
-not.
+`pydist.exchange.adjoints.scale_grad` does in calls on sharded tensors. Here torch's own calls have
+made the graph, so the scale is applied to its edges from nodes that depend on shards to nodes that
+do not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pydist import marks
 from pydist.errors import NotSupported
-from pydist.exchange.adjoints import enter, is_entered, scaled_back
+from pydist.exchange.adjoints import is_scale_grad, scale_grad, scaled_back
 from pydist.gradients import graph, replaced
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ def mark_shard(tensor: Tensor, layout: Layout) -> None:
     marks.mark(tensor, _MARK, _Use(is_shard=True, factor=_factor(layout)))
 
 
-def entered(local: Tensor, layout: Layout, inputs: Iterable[Tensor | None] = ()) -> Tensor:
+def scale_leaving_gradients(
+    local: Tensor, layout: Layout, inputs: Iterable[Tensor | None] = ()
+) -> Tensor:
     """Scales the gradients that leave a shard's graph for tensors that all ranks have.
 
     Args:
@@ -54,7 +56,7 @@ def entered(local: Tensor, layout: Layout, inputs: Iterable[Tensor | None] = ())
     if factor == 1 or root is None:
         return local
     ends = {x.grad_fn for x in inputs if x is not None}
-    return local if _reaches_shards(root, layout, ends) else enter(local, factor)
+    return local if _reaches_shards(root, layout, ends) else scale_grad(local, factor)
 
 
 def _factor(layout: Layout) -> float:
@@ -79,7 +81,7 @@ class _Scaling:
             return None
         if torch.is_grad_enabled():
             # The gradient uses the same plain tensors, again for this rank's part.
-            grad = entered(grad, self._layout, of_results)
+            grad = scale_leaving_gradients(grad, self._layout, of_results)
         return scaled_back(grad, _factor(self._layout)) if i in self._edges else grad
 
 
@@ -101,7 +103,7 @@ def _reaches_shards(root: Any, layout: Layout, ends: set[Any]) -> bool:
             if is_whole:
                 replaced.use_locally(node.variable)
             uses[node] = not is_whole
-        elif is_entered(node):
+        elif is_scale_grad(node):
             uses[node] = True
         elif graph.WHOLE in node.metadata:
             uses[node] = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pydist.gradients import engine, graph, local_uses, replaced, swap, watch
+from pydist.gradients import engine, graph, local_uses, replaced, step_check, swap
 from pydist.gradients.leaf import leaf_of
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import mark_rows
@@ -25,7 +25,7 @@ def reducer_of(mesh: Mesh) -> Reducer:
 
 def _make(mesh: Mesh) -> Reducer:
     engine.install()
-    watch.install()
+    step_check.install()
     swap.install()
     reducer = Reducer(mesh)
     mesh.session.at_backward.append(reducer.expect_end_of_backward)
@@ -46,7 +46,7 @@ def use_as_parameter(tensor: Tensor, mesh: Mesh) -> None:
     if mesh.size == 1 or isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
         return
     if torch.is_grad_enabled():
-        replaced.note(tensor, reducer_of(mesh))
+        replaced.note_use(tensor, reducer_of(mesh))
 
 
 def lead_to(
@@ -68,6 +68,6 @@ def lead_to(
             graph.mark_whole(tensor)
         else:
             local_uses.mark_shard(tensor, shard_in)
-        graph.mark(tensor, mesh, graph.Histories(wholes, shards))
+        graph.mark_mesh(tensor, mesh, graph.Histories(wholes, shards))
     if mesh.data_size > 1:
         mark_rows(tensor, sizes)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _HINT = "give it to pydist.parallelize, on all ranks, as a module or a part of one"
 
 
-def agree(
+def compare_newcomers(
     world: Transport,
     newcomers: Sequence[Leaf],
     lanes: Sequence[Lane],

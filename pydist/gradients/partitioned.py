@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
 
 
-class Family:
+class GradientSet:
     """Partitioned gradients that one backward has made, in the same order on all ranks."""
 
     def __init__(self, transport: Transport) -> None:
@@ -91,12 +91,12 @@ class PartitionedGradient(Tensor):
     raised. The next backward reduces it."""
     arriving: bool
     """Whether a backward that raised has left a part of it in flight."""
-    family: Family
+    family: GradientSet
     member: int
     """Its index in the family."""
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, piece: Tensor, family: Family) -> PartitionedGradient:
+    def __new__(cls, parameter: Tensor, piece: Tensor, family: GradientSet) -> PartitionedGradient:
         """Makes the placeholder for the gradient of `parameter`."""
         made: PartitionedGradient = Tensor._make_wrapper_subclass(
             cls,

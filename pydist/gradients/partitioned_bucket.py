@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pydist.comm.consensus import any_rank
 from pydist.gradients.bucket import Bucket, Remnant, fits, pending_gradient
-from pydist.gradients.partitioned import Family, PartitionedGradient
+from pydist.gradients.partitioned import GradientSet, PartitionedGradient
 from pydist.gradients.rows import in_order_of, memory_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ALIGNMENT = 16
 
 
-class Part(NamedTuple):
+class ParameterPartition(NamedTuple):
     """Parts into which a parameter is divided, in elements of its memory."""
 
     start: int
@@ -62,7 +62,7 @@ class PartitionedBucket(Bucket):
         self._own: Tensor | None = None
         self._released: set[int] = set()
 
-    def parts(self) -> Iterator[tuple[Leaf, Part]]:
+    def parts(self) -> Iterator[tuple[Leaf, ParameterPartition]]:
         """Yields each parameter and its parts."""
         first = 0
         for leaf in self.leaves:
@@ -70,7 +70,7 @@ class PartitionedBucket(Bucket):
             cuts = [min(max(p, first), last) - first for p in self._points]
             rank = self.transport.rank
             counts = [b - a for a, b in itertools.pairwise(cuts)]
-            yield leaf, Part(cuts[rank], cuts[rank + 1], counts, first)
+            yield leaf, ParameterPartition(cuts[rank], cuts[rank + 1], counts, first)
             first = last
 
     def start(self) -> None:
@@ -106,7 +106,7 @@ class PartitionedBucket(Bucket):
         """Returns whether this rank has or had the gradient; see `Bucket.has_gradient`."""
         return leaf.key in self._released or super().has_gradient(leaf)
 
-    def finish(self, family: Family, exists: Callable[[Leaf], bool]) -> None:
+    def finish(self, family: GradientSet, exists: Callable[[Leaf], bool]) -> None:
         """Replaces the gradients by placeholders for the mean."""
         assert self._own is not None
         for leaf, part in self.parts():
@@ -129,7 +129,7 @@ class PartitionedBucket(Bucket):
 
     def interrupt(self) -> None:
         """Puts earlier gradients back, which the caller may clear; see `Bucket.interrupt`."""
-        family = Family(self.transport)
+        family = GradientSet(self.transport)
         for leaf, part in self.parts():
             parameter = leaf.parameter()
             if parameter is None:
@@ -160,7 +160,7 @@ class PartitionedBucket(Bucket):
             return Remnant.SENT
         return Remnant.NONE if grad.pending is None else Remnant.HERE
 
-    def resume(self, family: Family, remnants: Mapping[Leaf, Remnant]) -> None:
+    def resume(self, family: GradientSet, remnants: Mapping[Leaf, Remnant]) -> None:
         """Adds the mean of an interrupted message to the gradients; see `Bucket.resume`."""
         if self._work is None:
             return
@@ -221,7 +221,7 @@ class PartitionedBucket(Bucket):
                 if grad.pending is not None:
                     parameter.grad += grad.pending
 
-    def _place(self, part: Part) -> slice:
+    def _place(self, part: ParameterPartition) -> slice:
         """Returns the position of a parameter's part in this rank's interval."""
         start = max(part.offset + part.start - self._lo, 0)
         return slice(start, start + part.stop - part.start)

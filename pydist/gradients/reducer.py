@@ -17,9 +17,10 @@ from pydist.exchange.adjoints import mean_ranks
 from pydist.exchange.consistency import consistency_of
 from pydist.exchange.exchanger import in_memory
 from pydist.exchange.own_slice import own_slice
-from pydist.gradients import graph, watch
+from pydist.gradients import graph, step_check
 from pydist.gradients.aliases import Aliases
 from pydist.gradients.bucket import fits
+from pydist.gradients.engine_run import EngineRun
 from pydist.gradients.flags import (
     NEW,
     Flags,
@@ -32,10 +33,9 @@ from pydist.gradients.forms.stateful import SteppedForm
 from pydist.gradients.interrupted import interrupt, settle
 from pydist.gradients.lane import Lane, is_capturing, make_lane
 from pydist.gradients.leaf import Leaf, leaf_of
-from pydist.gradients.newcomers import agree
+from pydist.gradients.newcomers import compare_newcomers
 from pydist.gradients.partitioned import PartitionedGradient
-from pydist.gradients.partitioned_bucket import Part, PartitionedBucket
-from pydist.gradients.run import Run
+from pydist.gradients.partitioned_bucket import ParameterPartition, PartitionedBucket
 from pydist.grid import AXES
 
 if TYPE_CHECKING:
@@ -79,12 +79,12 @@ class Reducer:
         self._newcomers: dict[int, Leaf] = {}  # registered, without a lane yet
         self._flags = Flags()
         self._pauses = 0  # open `no_sync` blocks, of any model
-        self._runs: list[Run] = []  # of the engine, possibly nested
+        self._runs: list[EngineRun] = []  # of the engine, possibly nested
         self.aliases = Aliases()
         """Parts of leaves that sharded calls have used."""
         self._queued = self._interrupted = False
         self._unused: dict[Leaf, Tensor] = {}  # gradients that arrived at frozen parameters
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, ParameterPartition] = {}
         """The parts of each partitioned parameter, by its id. A new dict whenever buckets are
         remade."""
 
@@ -137,7 +137,7 @@ class Reducer:
     def register(self, tensor: Tensor) -> None:
         """Registers a leaf that feeds or follows a sharded call."""
         if not isinstance(tensor, nn.Parameter):
-            watch.note_plain(tensor, self.mesh)
+            step_check.note_plain(tensor, self.mesh)
             return
         known = leaf_of(tensor)
         if known is not None and known.reducer() is self:
@@ -177,7 +177,7 @@ class Reducer:
             if any(self._lane_of[leaf] is lane for leaf in found):
                 self._plan(lane, lane.leaves)
 
-    def part_of(self, parameter: Tensor) -> Part | None:
+    def part_of(self, parameter: Tensor) -> ParameterPartition | None:
         """Returns the parts of a parameter; None if its gradient is not partitioned."""
         # Not by the id alone, which a freed parameter may have had.
         leaf = leaf_of(parameter)
@@ -257,7 +257,7 @@ class Reducer:
         if accumulates and not self._runs:
             self.settle()
         self.aliases.renew(create_graph)
-        self._runs.append(Run(self.mesh, roots, sizes, accumulates=accumulates))
+        self._runs.append(EngineRun(self.mesh, roots, sizes, accumulates=accumulates))
 
     def leave(self, *, interrupted: bool) -> None:
         """Ends the pass that the engine began last.
@@ -499,7 +499,9 @@ class Reducer:
     ) -> None:
         """Adds new members to a lane, and reduces their first gradients. Collective."""
         lanes = list(self.lanes)
-        dropped = agree(self.mesh.world, news, lanes, proposals, unused, self._found_leaves)
+        dropped = compare_newcomers(
+            self.mesh.world, news, lanes, proposals, unused, self._found_leaves
+        )
         self.gather_gradients()  # new buckets may have other parts
         for lane, gone, proposal in zip(lanes, dropped, proposals, strict=True):
             if gone:

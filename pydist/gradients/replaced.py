@@ -34,7 +34,7 @@ def is_noted(tensor: Tensor) -> bool:
     return tensor in _reducers
 
 
-def note(weight: Tensor, reducer: Reducer) -> None:
+def note_use(weight: Tensor, reducer: Reducer) -> None:
     """Records that a plain tensor with a gradient, which is not a parameter, is used as one.
 
     With several sample groups, a leaf gets the mean in every backward pass. A computed tensor gets
@@ -44,7 +44,7 @@ def note(weight: Tensor, reducer: Reducer) -> None:
     Raises:
         NotSupported: the tensor is used on another mesh.
     """
-    known = reducer_of(weight)
+    known = reducer_of_weight(weight)
     if known is not None and known is not reducer:
         raise NotSupported(
             f"a weight of shape {list(weight.shape)}, a plain tensor, on two meshes: give each a "
@@ -74,7 +74,7 @@ def means(inputs: Iterable[Any]) -> Iterator[None]:
             continue
         node: Any = x.grad_fn
         mesh = node.metadata.get(graph.USED_IN)
-        if mesh is not None or reducer_of(x) is not None:
+        if mesh is not None or reducer_of_weight(x) is not None:
             hook = Mean(x, mesh)
             hook.is_local = mesh is not None
             handles.append(graph.register_hook(x, hook))
@@ -85,7 +85,7 @@ def means(inputs: Iterable[Any]) -> Iterator[None]:
             handle.remove()
 
 
-def reducer_of(weight: Tensor) -> Reducer | None:
+def reducer_of_weight(weight: Tensor) -> Reducer | None:
     """Returns the reducer of the mesh on which a plain tensor is used as a parameter."""
     found = _reducers.get(weight)
     return None if found is None else found()
@@ -110,7 +110,7 @@ class Mean:
     __torch_unserializable__ = True  # torch.save leaves it out without a warning
 
     def __init__(self, weight: Tensor, mesh: Mesh | None = None) -> None:
-        """Makes the hook of a weight that was recorded by `note`, or is used on a mesh."""
+        """Makes the hook of a weight that was recorded by `note_use`, or is used on a mesh."""
         self._weight, self._mesh = weakref.ref(weight), mesh  # weak, as the weight holds this hook
         self.is_local = False
 
@@ -119,7 +119,7 @@ class Mean:
         weight = self._weight()
         if weight is None:
             return grad
-        reducer = reducer_of(weight)
+        reducer = reducer_of_weight(weight)
         mesh = self._mesh if reducer is None else reducer.mesh
         if mesh is None:
             return grad

@@ -11,8 +11,8 @@ import safetensors.torch
 from pydist import owner
 from pydist.data.publish import publish
 from pydist.errors import UsageError
-from pydist.train.about import load_trained
 from pydist.train.checkpoint import is_checkpoint
+from pydist.train.metadata import load_trained
 
 
 def export_weights(checkpoint: str | Path, path: str | Path, factory: str = "") -> str:
@@ -22,7 +22,7 @@ def export_weights(checkpoint: str | Path, path: str | Path, factory: str = "") 
     expression of the network and the normalization of its inputs.
 
     Args:
-        checkpoint: see `pydist.train.about.load_trained`.
+        checkpoint: see `pydist.train.metadata.load_trained`.
         path: file ending in .safetensors; written atomically.
         factory: of a network that is not pydist's own, such as "nets.py:make"; see `About.task`.
 
@@ -41,17 +41,17 @@ def export_weights(checkpoint: str | Path, path: str | Path, factory: str = "") 
         raise UsageError(
             f"{name}: its folder is a checkpoint, which it would damage; choose another"
         )
-    about, weights = load_trained(checkpoint)
-    network = about.task(factory).expression(about.manifest)
-    data = about.config.data
+    trained, weights = load_trained(checkpoint)
+    network = trained.task(factory).expression(trained.manifest)
+    data = trained.config.data
     metadata = {
         "format": "pt",
         "network": network,
         "normalize": data.normalize,
         "window": json.dumps(data.window),
-        "intensity": json.dumps([asdict(channel) for channel in about.manifest.intensity]),
-        "class_names": json.dumps(about.manifest.class_names),
-        "target_names": json.dumps(about.manifest.target_names),
+        "intensity": json.dumps([asdict(channel) for channel in trained.manifest.intensity]),
+        "class_names": json.dumps(trained.manifest.class_names),
+        "target_names": json.dumps(trained.manifest.target_names),
     }
     owner.remove_temporaries(name.parent)
     publish(name, safetensors.torch.save(weights, metadata))

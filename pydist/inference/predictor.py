@@ -26,9 +26,9 @@ from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.parallel import parallelize
 from pydist.tensor import ShardedTensor
-from pydist.train.about import load_trained
 from pydist.train.device import choose_device
-from pydist.train.gather import from_first_rank, on_first_rank
+from pydist.train.gather import gather_to_first_rank, scatter_from_first_rank
+from pydist.train.metadata import load_trained
 from pydist.train.tasks.factory import first_of
 
 
@@ -68,7 +68,7 @@ class Predictor:
     Sample groups may predict different volumes.
 
     Args:
-        checkpoint: checkpoint of a segmentation; see `pydist.train.about.load_trained`.
+        checkpoint: checkpoint of a segmentation; see `pydist.train.metadata.load_trained`.
         mesh: the ranks; its spatial axes determine the partition of volumes.
         sliding: sliding windows, each of them partitioned; None predicts the full volume.
         device: "cpu", "cuda", or "auto" for CUDA where possible, as in training.
@@ -91,14 +91,14 @@ class Predictor:
         with together(mesh.world):
             self.device = choose_device(device, mesh.world, "device")
             """The device of this rank."""
-            about, weights = load_trained(checkpoint)
-            task = about.task(factory)
+            metadata, weights = load_trained(checkpoint)
+            task = metadata.task(factory)
             if task.multiple is None:
-                name = about.config.model.name
+                name = metadata.config.model.name
                 raise CheckpointError(
                     f"{checkpoint} holds a {name}, which predicts no classes of voxels"
                 )
-            network = task.network(about.manifest)
+            network = task.network(metadata.manifest)
             try:
                 network.load_state_dict(weights)
             except RuntimeError as error:
@@ -108,12 +108,12 @@ class Predictor:
             if sliding is not None:
                 _check_sliding(sliding, self._multiple)
         self.mesh = mesh
-        self.class_names = about.manifest.class_names
+        self.class_names = metadata.manifest.class_names
         """Names of the classes, in the order of the labels."""
-        self._manifest = about.manifest
+        self._manifest = metadata.manifest
         self._sliding = sliding
-        data = about.config.data
-        self._normalizer = Normalizer(data.normalize, about.manifest, "float32", data.window)
+        data = metadata.config.data
+        self._normalizer = Normalizer(data.normalize, metadata.manifest, "float32", data.window)
         network.eval()
         self.model = parallelize(network.to(self.device), mesh)
 
@@ -182,7 +182,7 @@ class Predictor:
         labels = scores.argmax(1).cpu()
         if not isinstance(labels, ShardedTensor):
             return labels[0].numpy() if self.mesh.sample.rank == 0 else None
-        whole = on_first_rank(labels)
+        whole = gather_to_first_rank(labels)
         return None if whole is None else whole[0].numpy()
 
     def _input(self, image: ArrayLike | None, name: str, device: torch.device) -> ShardedTensor:
@@ -201,7 +201,7 @@ class Predictor:
         shape, mean = json.loads(group.broadcast_bytes(facts))
         layout = layout_for_sample(self.mesh, (1, *shape))
         dtype = getattr(torch, self._manifest.dtype)
-        stored_block = from_first_rank(whole, layout, dtype)[0]
+        stored_block = scatter_from_first_rank(whole, layout, dtype)[0]
         block = torch.empty(stored_block.shape)
         self._normalizer(stored_block.numpy(), 0, mean, block.numpy())
         return ShardedTensor.from_local(block[None].to(device), layout)

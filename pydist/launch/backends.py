@@ -105,7 +105,7 @@ def available() -> list[Backend]:
     return [*found, Backend("gloo")]
 
 
-def choose(name: str = "auto") -> Backend:
+def backend_named(name: str = "auto") -> Backend:
     """Returns the backend of a name.
 
     Args:

@@ -77,7 +77,7 @@ def sweep(folders: tuple[Path, ...] | None = None) -> None:
         with contextlib.suppress(OSError):
             for path in sorted(folder.iterdir()):
                 match = _NAME.fullmatch(path.name)
-                if match is not None and owner.runs(match[1]) is False and _is_mine(path):
+                if match is not None and owner.is_running(match[1]) is False and _is_mine(path):
                     _remove_listed(path)
                     with contextlib.suppress(OSError):
                         owner.remove(path)

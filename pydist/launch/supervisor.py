@@ -22,11 +22,11 @@ from typing import IO, Any
 import pydist
 from pydist.errors import RankLost, UsageError
 from pydist.launch import watch
-from pydist.launch.backends import Backend, choose, cores
+from pydist.launch.backends import Backend, backend_named, cores
+from pydist.launch.launcher_socket import VARIABLE
 from pydist.launch.leftovers import private_directory
-from pydist.launch.lifeline import VARIABLE
-from pydist.launch.noise import StderrFilter
 from pydist.launch.processes import code_of_unreaped, in_words, is_stopped
+from pydist.launch.stderr_filter import StderrFilter
 
 _ABORT_GRACE = 1.0
 """Seconds that MPI has to end the job by itself after a failure, before SIGTERM."""
@@ -87,7 +87,7 @@ def launch(
     if argv[0] != "-m" and not Path(argv[0]).is_file():
         raise UsageError(f"no script '{argv[0]}'")
     with private_directory() as directory:
-        job = _Job(ranks, choose(mpi), directory, patience, watch.limit())
+        job = _RunningJob(ranks, backend_named(mpi), directory, patience, watch.limit())
         return job.run([sys.executable, "-c", _WORKER, *argv])
 
 
@@ -116,7 +116,7 @@ class _Verdict:
     since: float = field(default_factory=time.monotonic)
 
 
-class _Job:
+class _RunningJob:
     def __init__(
         self, size: int, backend: Backend, directory: Path, patience: float, hang_limit: float
     ) -> None:

@@ -26,8 +26,8 @@ from pydist import owner
 from pydist._loader import native
 from pydist.errors import RankLost, UsageError
 from pydist.launch.elsewhere import Elsewhere, Place, Waiting, waiting_at
-from pydist.launch.identity import Identity
-from pydist.launch.lifeline import Lifeline
+from pydist.launch.launcher_env import Identity
+from pydist.launch.launcher_socket import LauncherSocket
 
 VARIABLE = "PYDIST_HANG_LIMIT"
 """Environment variable: seconds without progress after which waiting ranks end the job; 0: off."""
@@ -79,7 +79,7 @@ def start(who: Identity) -> None:
     except OSError as error:
         sys.stderr.write(f"pydist: no watchdog: {error}\n")
         return
-    wire = Lifeline.current
+    wire = LauncherSocket.current
     number, stacks = _write_stacks_on_signal()
     # MPICH's launcher reads the job's exit code from this line, as for MPI_Abort.
     pmi = os.environ.get("PMI_FD", "") if who.launcher == "mpich" else ""
@@ -101,7 +101,7 @@ def start(who: Identity) -> None:
     )
 
 
-def place() -> Place:
+def own_place() -> Place:
     """Returns where this rank runs; ranks whose watchdogs share a page have equal pages."""
     host, pid = socket.gethostname(), os.getpid()
     return Place(host, pid, _pages[-1] if _pages else f"{host} {pid}")

@@ -11,8 +11,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from pydist.launch import failures, forks, identity
-from pydist.launch.lifeline import VARIABLE, Lifeline
+from pydist.launch import failures, forks, launcher_env
+from pydist.launch.launcher_socket import VARIABLE, LauncherSocket
 
 
 def main(argv: list[str]) -> None:
@@ -21,14 +21,14 @@ def main(argv: list[str]) -> None:
     Args:
         argv: the script or "-m" and the module, and its arguments.
     """
-    who = identity.detect()
+    who = launcher_env.detect()
     rank, size = (who.rank, who.size) if who is not None else (0, 1)
-    lifeline = Lifeline(os.environ[VARIABLE], rank) if VARIABLE in os.environ else None
-    if lifeline is None:
+    connection = LauncherSocket(os.environ[VARIABLE], rank) if VARIABLE in os.environ else None
+    if connection is None:
         failures.install(rank, size, abort=_abort)
     else:
-        failures.install(rank, size, claim=lifeline.claim, say=lifeline.say, abort=_abort)
-        forks.at_exit(lifeline.end)  # first in, last out: the program's own may fail
+        failures.install(rank, size, claim=connection.claim, say=connection.say, abort=_abort)
+        forks.at_exit(connection.end)  # first in, last out: the program's own may fail
     for stream in (sys.stdout, sys.stderr):
         # Ranks write complete lines to their pipes, or lines of several ranks would mix.
         if isinstance(stream, io.TextIOWrapper):

@@ -20,10 +20,10 @@ from pydist.ops.views import hides_order
 from pydist.tensor import (
     HANDLERS,
     ShardedTensor,
-    adopt_local,
     implements,
     local_of,
     refusal,
+    replace_shard_,
     view_of,
     wrap,
 )
@@ -148,7 +148,7 @@ def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTenso
     local_of(x).requires_grad_(requires_grad)
     if not requires_grad:
         of_wrapper(torch.Tensor.requires_grad_, x, False)
-    return adopt_local(x, x._local, changed=False)
+    return replace_shard_(x, x._local, changed=False)
 
 
 @implements(_descriptor("requires_grad").__set__)

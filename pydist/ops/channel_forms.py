@@ -6,9 +6,9 @@ import math
 from typing import Literal
 
 from pydist.layout import Layout, Split
-from pydist.ops.placement import BYTE_S, ELEMENT_BYTES, EXCHANGE_S
+from pydist.ops.coarsening import BYTE_S, ELEMENT_BYTES, EXCHANGE_S
 
-Form = Literal["sum", "scatter", "gather"]
+ChannelForm = Literal["sum", "scatter", "gather"]
 """What the ranks of a layer with cut input channels exchange:
 
 - "sum": all-reduce of partial sums. The result is whole; backward exchanges nothing.
@@ -22,13 +22,13 @@ Form = Literal["sum", "scatter", "gather"]
 BETWEEN_S = 8 / 8e9
 
 
-def channel_form(layout: Layout, outputs: tuple[int, ...]) -> Form:
+def channel_form(layout: Layout, outputs: tuple[int, ...]) -> ChannelForm:
     """Chooses the form with the least estimated time of a layer, with backward.
 
     The next layer counts as well, as one with as many outputs: for a whole result it adds up parts
     of dL/dx in backward (all-reduce), for a cut one it exchanges once in each direction. All forms
     compute the same products. With several sample groups the choice assumes one sample, as
-    `choose_layout` does.
+    `coarsen_if_faster` does.
 
     Args:
         layout: of the input, whose dim 1 is cut.
@@ -38,7 +38,7 @@ def channel_form(layout: Layout, outputs: tuple[int, ...]) -> Form:
     return layout.mesh.session.plan(key, lambda: _choose(layout, outputs))
 
 
-def _choose(layout: Layout, outputs: tuple[int, ...]) -> Form:
+def _choose(layout: Layout, outputs: tuple[int, ...]) -> ChannelForm:
     split = layout.splits[1]
     assert split is not None
     parts = split.partition.parts
@@ -46,7 +46,7 @@ def _choose(layout: Layout, outputs: tuple[int, ...]) -> Form:
     moved = (parts - 1) / parts * BYTE_S
     both_ways = 2 * (EXCHANGE_S + of_result * moved)
     between = of_result * BETWEEN_S
-    seconds: dict[Form, float] = {
+    seconds: dict[ChannelForm, float] = {
         "sum": 2 * EXCHANGE_S + 4 * of_result * moved + between,
         "scatter": 2 * both_ways + between / parts,
         "gather": 2 * (EXCHANGE_S + of_input * moved) + both_ways + between / parts,

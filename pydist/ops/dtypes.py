@@ -14,7 +14,7 @@ from pydist.errors import UsageError
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def require_same(function: Callable[..., Any], x: Tensor, *parameters: Tensor | None) -> None:
+def require_same_dtype(function: Callable[..., Any], x: Tensor, *parameters: Tensor | None) -> None:
     """Raises `UsageError` unless all parameters have the dtype of `x`."""
     for each in parameters:
         if each is not None and each.dtype != x.dtype:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pydist.exchange.adjoints import gather_box, with_true_gradient
+from pydist.exchange.adjoints import average_grad, gather_box
 from pydist.exchange.exchanger import Exchanger
 from pydist.layout import Layout
 from pydist.partition import Box
@@ -37,5 +37,5 @@ class BoxGatherer:
             self._exchangers[channels_last] = Exchanger(
                 mesh.sample, layout.boxes, needed, mesh.session.timers, channels_last
             )
-        held = with_true_gradient(local, mesh, layout.unused_axes)
+        held = average_grad(local, mesh, layout.unused_axes)
         return gather_box(held, self._exchangers[channels_last], mesh)

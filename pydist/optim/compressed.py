@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from pydist.comm.consensus import together
 from pydist.errors import UsageError
 from pydist.gradients.forms.local import LocalForm
-from pydist.gradients.forms.stateful import Kept, StatefulForm, SteppedForm
+from pydist.gradients.forms.stateful import LeafState, StatefulForm, SteppedForm
 from pydist.mesh import Mesh
-from pydist.parallel import Entry, entry_of
+from pydist.parallel import EntryHook, entry_hook_of
 from pydist.watchdog import SPAN, phase
 
 
@@ -28,7 +28,7 @@ def set_loss_scale(model: nn.Module, scale: float) -> None:
         model: the parallelized model.
         scale: the scale, the same on all ranks.
     """
-    for form in _forms(entry_of(model)):
+    for form in _forms(entry_hook_of(model)):
         if isinstance(form, StatefulForm):
             form.scale = float(scale)
 
@@ -44,7 +44,7 @@ def gradient_state(model: nn.Module) -> dict[str, Any]:
         "steps", "groups", and "parameters" by name. What each sample group has not sent has the
         groups as dim 0. An empty dict on other ranks, and for forms without state.
     """
-    entry = entry_of(model)
+    entry = entry_hook_of(model)
     with phase("gradient_state(), to be called on all ranks", SPAN):
         for form in _forms(entry):
             return _gathered(form, entry.mesh)
@@ -68,7 +68,7 @@ def load_gradient_state(model: nn.Module, state: Mapping[str, Any], steps: int =
     Raises:
         UsageError: it is the state of another form or model; on all ranks.
     """
-    entry = entry_of(model)
+    entry = entry_hook_of(model)
     groups = entry.mesh.data_size
     forms = _forms(entry)
     if not forms:
@@ -114,7 +114,7 @@ def average_parameters(
     Returns:
         Whether it has averaged, the same on all ranks.
     """
-    entry = entry_of(model)
+    entry = entry_hook_of(model)
     averaged = False
     for form in entry.forms:
         if not isinstance(form, LocalForm) or not (form.is_due or (always and form.differs)):
@@ -147,7 +147,7 @@ def _averaged(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
     return found
 
 
-def _forms(entry: Entry) -> list[SteppedForm]:
+def _forms(entry: EntryHook) -> list[SteppedForm]:
     return [form for form in entry.forms if isinstance(form, SteppedForm)]
 
 
@@ -173,12 +173,12 @@ def _gathered(form: SteppedForm, mesh: Mesh) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _parameters(form: StatefulForm, mesh: Mesh) -> dict[str, Kept]:
+def _parameters(form: StatefulForm, mesh: Mesh) -> dict[str, LeafState]:
     """Gathers the owners' states on rank 0, parameter by parameter."""
     names = list(form.shapes)
     exists = torch.tensor([name in form.state for name in names], dtype=torch.int32)
     mesh.world.all_reduce(exists, "max")
-    found: dict[str, Kept] = {}
+    found: dict[str, LeafState] = {}
     for name, has_state in zip(names, exists.tolist(), strict=True):
         if not has_state:
             continue

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from pydist.errors import UsageError
 from pydist.exchange.own_slice import own_slice
 
-Group = dict[str, Any]
+ParameterGroup = dict[str, Any]
 Sums = Callable[[Sequence[Tensor], Tensor], Tensor]
 """Adds the sums of squares [2, P] of P parameters over the ranks that hold parts of them."""
 
@@ -47,7 +47,7 @@ class LayerwiseOptimizer(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        defaults: Group,
+        defaults: ParameterGroup,
         exclude: Callable[[Tensor], bool] | None,
         *,
         adapt: bool = True,
@@ -68,7 +68,7 @@ class LayerwiseOptimizer(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParameterGroup) -> None:
         """Adds a group of parameters; excluded ones become a group of their own."""
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
@@ -139,7 +139,7 @@ class LayerwiseOptimizer(Optimizer):
             self._move(group, parameters, directions, ratios)
         return loss
 
-    def ratios(self, group: Group, weights: Tensor, lengths: Tensor) -> Tensor:
+    def ratios(self, group: ParameterGroup, weights: Tensor, lengths: Tensor) -> Tensor:
         """Returns trust ratios [P], from norms of parameters and of their directions.
 
         Args:
@@ -166,11 +166,11 @@ class LayerwiseOptimizer(Optimizer):
             self.recorded |= {id(p): row for p, row in zip(parameters, rows, strict=True)}
 
     @abstractmethod
-    def _directions(self, group: Group, parameters: list[Tensor]) -> list[Tensor]:
+    def _directions(self, group: ParameterGroup, parameters: list[Tensor]) -> list[Tensor]:
         """Returns the tensors whose norms are compared with the norms of the parameters."""
 
     @abstractmethod
-    def _ratio(self, group: Group, weights: Tensor, lengths: Tensor) -> Tensor:
+    def _ratio(self, group: ParameterGroup, weights: Tensor, lengths: Tensor) -> Tensor:
         """Returns the trust ratios [P] of parameters where both norms are above 0.
 
         Args:
@@ -182,7 +182,7 @@ class LayerwiseOptimizer(Optimizer):
     @abstractmethod
     def _move(
         self,
-        group: Group,
+        group: ParameterGroup,
         parameters: list[Tensor],
         directions: list[Tensor],
         ratios: Tensor | None,
@@ -257,16 +257,16 @@ class LARS(LayerwiseOptimizer):
         }  # fmt: skip
         super().__init__(params, defaults, exclude, adapt=adapt)
 
-    def _directions(self, group: Group, parameters: list[Tensor]) -> list[Tensor]:
+    def _directions(self, group: ParameterGroup, parameters: list[Tensor]) -> list[Tensor]:
         return [p.grad for p in parameters if p.grad is not None]
 
-    def _ratio(self, group: Group, weights: Tensor, lengths: Tensor) -> Tensor:
+    def _ratio(self, group: ParameterGroup, weights: Tensor, lengths: Tensor) -> Tensor:
         scale = lengths + group["weight_decay"] * weights + group["eps"]
         return group["trust_coefficient"] * weights / scale
 
     def _move(
         self,
-        group: Group,
+        group: ParameterGroup,
         parameters: list[Tensor],
         directions: list[Tensor],
         ratios: Tensor | None,
@@ -326,7 +326,7 @@ class LAMB(LayerwiseOptimizer):
         }  # fmt: skip
         super().__init__(params, defaults, exclude)
 
-    def _directions(self, group: Group, parameters: list[Tensor]) -> list[Tensor]:
+    def _directions(self, group: ParameterGroup, parameters: list[Tensor]) -> list[Tensor]:
         grads = [p.grad for p in parameters if p.grad is not None]
         names = ("exp_avg", "exp_avg_sq")
         states = [self._state_of(p, names) for p in parameters]
@@ -347,13 +347,13 @@ class LAMB(LayerwiseOptimizer):
             torch._foreach_add_(found, parameters, alpha=group["weight_decay"])
         return list(found)
 
-    def _ratio(self, group: Group, weights: Tensor, lengths: Tensor) -> Tensor:
+    def _ratio(self, group: ParameterGroup, weights: Tensor, lengths: Tensor) -> Tensor:
         found = weights / lengths
         return found.clamp(max=1.0) if group["clip"] else found
 
     def _move(
         self,
-        group: Group,
+        group: ParameterGroup,
         parameters: list[Tensor],
         directions: list[Tensor],
         ratios: Tensor | None,

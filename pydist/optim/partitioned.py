@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
-from pydist.gradients.partitioned_bucket import Part
+from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.gradients.reducer import Reducer
 from pydist.gradients.rows import in_memory_order_of, memory_of
 from pydist.mesh import Mesh
 from pydist.optim.layerwise import LAMB, LARS, LayerwiseOptimizer
-from pydist.optim.whole_state import State, gather_state
-from pydist.parallel import entry_of
+from pydist.optim.whole_state import ParameterState, gather_state
+from pydist.parallel import entry_hook_of
 from pydist.slices.steps import ELEMENTWISE
 from pydist.watchdog import SPAN, phase
 
@@ -68,7 +68,7 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
     """
     if use not in get_args(Use):
         raise UsageError(f"use={use!r}; possible are {', '.join(get_args(Use))}")
-    entry = entry_of(model)
+    entry = entry_hook_of(model)
     if use == "never" or entry.mesh.size == 1:
         return optimizer
     if use == "auto":
@@ -88,7 +88,7 @@ def gather_gradients(model: nn.Module) -> None:
     Needed only with a partitioned optimizer (see `sharded`), to read gradients between `backward()`
     and `step()`; otherwise it does nothing.
     """
-    entry_of(model).reducer.gather_gradients()
+    entry_hook_of(model).reducer.gather_gradients()
 
 
 class ShardedOptimizer(Optimizer):
@@ -112,11 +112,13 @@ class ShardedOptimizer(Optimizer):
         obstacle = _obstacle(optimizer)
         if obstacle is not None:
             raise UsageError(f"{type(optimizer).__name__} can't be partitioned: {obstacle}")
-        self._entry = entry_of(model)
+        self._entry = entry_hook_of(model)
         self._inner = optimizer
         self._parts: dict[Tensor, Tensor] = {}
-        self._layout: dict[int, Part] = {}
-        self._source: Mapping[int, Part] | None = None  # the reducer's parts, for `_layout`
+        self._layout: dict[int, ParameterPartition] = {}
+        self._source: Mapping[int, ParameterPartition] | None = (
+            None  # the reducer's parts, for `_layout`
+        )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         optimizer.param_groups = self.param_groups
         self._reducer.scatter(self._parameters())
@@ -265,13 +267,13 @@ class ShardedOptimizer(Optimizer):
             self._take(self._whole_state())
         return self._reducer
 
-    def _take(self, whole: dict[Tensor, State]) -> None:
+    def _take(self, whole: dict[Tensor, ParameterState]) -> None:
         """Makes this rank's parts, as the reducer assigns them, with their state."""
         self._source = self._reducer.parts
         parts = {id(p): self._reducer.part_of(p) for p in self._parameters()}
         self._layout = {key: part for key, part in parts.items() if part is not None}
         self._parts = {}
-        state: defaultdict[Tensor, State] = defaultdict(dict)
+        state: defaultdict[Tensor, ParameterState] = defaultdict(dict)
         for parameter in self._parameters():
             part = self._layout.get(id(parameter))
             if part is None:
@@ -286,7 +288,7 @@ class ShardedOptimizer(Optimizer):
                 }
         self.state = self._inner.state = state
 
-    def _whole_state(self) -> dict[Tensor, State]:
+    def _whole_state(self) -> dict[Tensor, ParameterState]:
         """Returns the full state by parameter, on every rank. Collective."""
         return gather_state(
             self._mesh.world, self._parameters(), self._parts, self._layout, self.state
@@ -380,7 +382,7 @@ def _obstacle(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _own(value: Any, parameter: Tensor, part: Part | None) -> Any:
+def _own(value: Any, parameter: Tensor, part: ParameterPartition | None) -> Any:
     """Returns this rank's part of a value of the full state (moments, a count of steps)."""
     if not isinstance(value, Tensor):
         return value

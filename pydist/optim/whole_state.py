@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from pydist.errors import NotSupported
-from pydist.gradients.partitioned_bucket import Part
+from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.gradients.rows import shaped_like
 
 if TYPE_CHECKING:
     from pydist.comm import Transport
 
-State: TypeAlias = "dict[str, Any]"
+ParameterState: TypeAlias = "dict[str, Any]"
 """The state of one parameter, such as moments, by name."""
 
 
@@ -24,9 +24,9 @@ def gather_state(
     world: Transport,
     parameters: Sequence[Tensor],
     owned: Mapping[Tensor, Tensor],
-    parts: Mapping[int, Part],
-    state: Mapping[Tensor, State],
-) -> dict[Tensor, State]:
+    parts: Mapping[int, ParameterPartition],
+    state: Mapping[Tensor, ParameterState],
+) -> dict[Tensor, ParameterState]:
     """Gathers the full state by parameter, on every rank. Collective.
 
     Args:
@@ -45,7 +45,7 @@ def gather_state(
         for p in parameters
     ]
     everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
-    whole: dict[Tensor, State] = {}
+    whole: dict[Tensor, ParameterState] = {}
     for index, parameter in enumerate(parameters):
         part = parts.get(id(parameter))
         if part is None:
@@ -64,7 +64,7 @@ def gather_state(
     return whole
 
 
-def _describe(state: State, part: Tensor) -> dict[str, tuple[str, str, Any]]:
+def _describe(state: ParameterState, part: Tensor) -> dict[str, tuple[str, str, Any]]:
     """Describes a rank's state of one parameter, with the values that are not parts."""
     described = {}
     for name, value in state.items():
@@ -94,7 +94,7 @@ def _decode(kind: str, dtype: str, value: Any, parameter: Tensor) -> Any:
 
 
 def _gather(
-    world: Transport, parameter: Tensor, part: Part, own: Tensor | None, dtype: str
+    world: Transport, parameter: Tensor, part: ParameterPartition, own: Tensor | None, dtype: str
 ) -> Tensor:
     row = torch.empty(parameter.numel(), dtype=getattr(torch, dtype), device=parameter.device)
     mine = row[:0] if own is None else own

@@ -29,7 +29,7 @@ MAIN_STREAM = 1
 
 
 @dataclass(slots=True)
-class Mark:
+class StreamMark:
     """Point that the work of a stream has reached, and the anchor before it."""
 
     event: Any
@@ -42,7 +42,7 @@ class DeviceSpan:
     """Span that has not ended, or whose events the device has not reached yet."""
 
     outer: DeviceSpan | None
-    start: Mark | None
+    start: StreamMark | None
     part: str
     layer: str
     backward: bool = False
@@ -65,7 +65,7 @@ class DeviceClock:
         self.spans: list[Span] = []
         self._device = device
         self._open: DeviceSpan | None = None
-        self._unread: deque[tuple[DeviceSpan, Mark, Mark]] = deque()
+        self._unread: deque[tuple[DeviceSpan, StreamMark, StreamMark]] = deque()
         self._streams: list[int] = []
         # Times are relative to the anchor before: a float32 of milliseconds has limited precision.
         self._anchors: list[Any] = []
@@ -115,12 +115,12 @@ class DeviceClock:
             self._device.pop()
             self._open = self._open.outer
 
-    def mark(self, stream: int | None = None) -> Mark | None:
+    def mark(self, stream: int | None = None) -> StreamMark | None:
         """Records a point in the work of a stream, by default the current one."""
         recorded = self._device.record(stream)
-        return None if recorded is None else Mark(*recorded, len(self._anchors) - 1)
+        return None if recorded is None else StreamMark(*recorded, len(self._anchors) - 1)
 
-    def flight(self, layer: str, start: Mark | None, stream: int | None) -> None:
+    def flight(self, layer: str, start: StreamMark | None, stream: int | None) -> None:
         """Records a halo in flight from `start` until the work of `stream` so far is done.
 
         Args:
@@ -170,7 +170,7 @@ class DeviceClock:
             self._device.free(start.event)
             self._device.free(stop.event)
 
-    def _keep(self, span: DeviceSpan, start: Mark, stop: Mark) -> None:
+    def _keep(self, span: DeviceSpan, start: StreamMark, stop: StreamMark) -> None:
         began, ended = self._time(start), self._time(stop)
         own = 0.0 if span.part == IN_FLIGHT else ended - began - span.nested
         outer = span.outer
@@ -184,7 +184,7 @@ class DeviceClock:
             self._streams.append(stream)
         return MAIN_STREAM + self._streams.index(stream)
 
-    def _time(self, mark: Mark) -> float:
+    def _time(self, mark: StreamMark) -> float:
         anchor = self._anchors[mark.anchor]
         return self._anchor_time(mark.anchor) + self._device.seconds(anchor, mark.event)
 

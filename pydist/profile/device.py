@@ -93,7 +93,7 @@ class CudaDevice:
         torch.cuda.nvtx.range_pop()
 
 
-def device_of(tensors: Iterable[torch.Tensor]) -> Device | None:
+def profiled_device(tensors: Iterable[torch.Tensor]) -> Device | None:
     """Returns the device of a rank's tensors if it is asynchronous to the host; else `None`."""
     found = next((t.device for t in tensors if t.is_cuda), None)
     return None if found is None else CudaDevice(found)

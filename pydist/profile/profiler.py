@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from pydist.errors import UsageError
 from pydist.profile.clock import DeviceClock
-from pydist.profile.device import device_of
+from pydist.profile.device import profiled_device
 from pydist.profile.gathering import RankSpans, Timeline, gather_spans
 from pydist.profile.layers import LayerHooks
 from pydist.profile.recorder import SpanRecorder
@@ -80,7 +80,7 @@ class Profiler:
         self._world.barrier()
         self._layers = LayerHooks(self.model, self.mesh.session.timers)
         self._optimizers = _OptimizerHooks(self.mesh)
-        device = device_of(chain(self.model.parameters(), self.model.buffers()))
+        device = profiled_device(chain(self.model.parameters(), self.model.buffers()))
         self._clock = None if device is None else DeviceClock(device)
         self._recorder = SpanRecorder(self._clock)
         self.mesh.session.timers.recorder = self._recorder

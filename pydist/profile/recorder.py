@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import NamedTuple
 
-from pydist.profile.clock import DeviceClock, DeviceSpan, Mark
+from pydist.profile.clock import DeviceClock, DeviceSpan, StreamMark
 from pydist.profile.spans import HALO_WAIT, IN_FLIGHT, Span, in_backward
 from pydist.timers import Arriving
 
@@ -15,13 +15,13 @@ class Flight(NamedTuple):
 
     layer: str
     posted: float
-    mark: Mark | None
+    mark: StreamMark | None
 
 
 class SpanRecorder:
     """Recorder that keeps spans in the order of their ends, nested ones before their outer one.
 
-    See `pydist.timers.Recorder` for the methods.
+    See `pydist.timers.SpanSink` for the methods.
 
     Args:
         clock: records the same spans on the rank's device; `None` for the host.

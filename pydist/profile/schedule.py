@@ -59,7 +59,7 @@ class Bar(NamedTuple):
         return self.stop - self.start
 
 
-class _Pass(NamedTuple):
+class _TimedPass(NamedTuple):
     kind: str
     stage: int
     micro_batch: int
@@ -189,7 +189,7 @@ def _draw(axes: Axes, title: str, rows: Sequence[Sequence[Bar]], picture: float)
     axes.set_title(told + (f", {transfers:.0%} transfers" if transfers else ""), loc="left")
 
 
-def _typical(ranks: Sequence[RankSpans]) -> list[list[_Pass]]:
+def _typical(ranks: Sequence[RankSpans]) -> list[list[_TimedPass]]:
     """Returns the passes of each rank in the step of median duration."""
     bounds = ranks[0].bounds
     steps = sorted(range(ranks[0].steps), key=lambda step: bounds[step + 1] - bounds[step])
@@ -199,7 +199,7 @@ def _typical(ranks: Sequence[RankSpans]) -> list[list[_Pass]]:
     return found
 
 
-def _of_rank(rank: RankSpans, step: int) -> Iterator[_Pass]:
+def _of_rank(rank: RankSpans, step: int) -> Iterator[_TimedPass]:
     begin, end = rank.bounds[step : step + 2]
     inside = [span for span in rank.spans if begin <= span.start and span.stop <= end]
     waits = sorted((s.start, s.stop) for s in inside if s.part == TRANSFER)
@@ -207,15 +207,15 @@ def _of_rank(rank: RankSpans, step: int) -> Iterator[_Pass]:
         yield _pass_of(span, [w for w in waits if span.start <= w[0] and w[1] <= span.stop])
 
 
-def _pass_of(span: Span, waits: list[tuple[float, float]]) -> _Pass:
+def _pass_of(span: Span, waits: list[tuple[float, float]]) -> _TimedPass:
     match = _LABEL.fullmatch(span.layer)
     assert match is not None
     kind, *numbers = match.groups()
     micro_batch, stage, group = map(int, numbers)
-    return _Pass(kind, stage, micro_batch, group, span.start, span.stop, waits)
+    return _TimedPass(kind, stage, micro_batch, group, span.start, span.stop, waits)
 
 
-def _bars(row: Sequence[_Pass], ends: dict[_Key | None, float]) -> Iterator[Bar]:
+def _bars(row: Sequence[_TimedPass], ends: dict[_Key | None, float]) -> Iterator[Bar]:
     """Yields the bars of a rank's passes: their work, and their waiting in two kinds."""
     for each in row:
         pass_ = each.stage, each.micro_batch

@@ -91,7 +91,7 @@ def part_of(whole: Tensor, layout: Layout) -> Tensor:
     return whole[index].clone()
 
 
-def note(x: ShardedTensor, what: str) -> None:
+def note_call(x: ShardedTensor, what: str) -> None:
     """Names a collective call, for the error if one rank alone makes it."""
     group = x.mesh.sample
     group.ledger.note(group, (what,), waits=True)
@@ -102,7 +102,9 @@ def _gather_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: An
     for name, weight in sharded_in(module):
         key = prefix + name
         if isinstance(state.get(key), ShardedTensor) and state[key] is not weight:
-            note(weight, f"state_dict() with the sharded weight {key!r}, to be called on all ranks")
+            note_call(
+                weight, f"state_dict() with the sharded weight {key!r}, to be called on all ranks"
+            )
             state[key] = gathered(state[key])
 
 

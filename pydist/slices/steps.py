@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
 
 from pydist.errors import NotSupported
 from pydist.exchange.own_slice import is_sharded_weight, own_slice
-from pydist.slices.state import gathered, note
+from pydist.slices.state import gathered, note_call
 from pydist.tensor import ShardedTensor, local_of, wrap
 from pydist.tensor.operands import redistribute
 
@@ -224,7 +224,7 @@ def _gather_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             for name, value in values.items():
                 if isinstance(value, ShardedTensor):
                     if is_first:
-                        note(value, "state_dict() of an optimizer of sharded weights")
+                        note_call(value, "state_dict() of an optimizer of sharded weights")
                         is_first = False
                     found[key][name] = gathered(value)
     return {**state_dict, "state": found}

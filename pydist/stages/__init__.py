@@ -1,7 +1,7 @@
 """Divides a network's calls into stages over ranks, and sends micro-batches through them."""
 
 from pydist.stages.pipelines import Pipeline, pipeline
-from pydist.stages.plan import Plan
+from pydist.stages.plan import StagePlan
 from pydist.stages.ranks import Stages, init_stages
 
-__all__ = ["Pipeline", "Plan", "Stages", "init_stages", "pipeline"]
+__all__ = ["Pipeline", "StagePlan", "Stages", "init_stages", "pipeline"]

@@ -164,7 +164,7 @@ class Calls(ABC):
 
     def sharing(self, x: StageTensor) -> list[StageTensor]:
         """Returns the other tensors that share the memory of `x`."""
-        return [each for each in self._sharing[memory_of(x.meta)] if each is not x]
+        return [each for each in self._sharing[memory_id(x.meta)] if each is not x]
 
     def handle(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Returns the result of a call on stage tensors.
@@ -286,11 +286,11 @@ class Calls(ABC):
             x.now_needs_grad()
         x.owner, x.stages = 0, set()
         x.number, self._tensors = self._tensors, self._tensors + 1
-        self._sharing.setdefault(memory_of(meta), weakref.WeakSet()).add(x)
+        self._sharing.setdefault(memory_id(meta), weakref.WeakSet()).add(x)
         return x
 
 
-def memory_of(meta: Tensor) -> int:
+def memory_id(meta: Tensor) -> int:
     """Identifies the memory that a meta tensor and its views share, as long as one is alive."""
     return int(meta.untyped_storage()._cdata)
 

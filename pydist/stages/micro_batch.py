@@ -20,13 +20,13 @@ from pydist.exchange.left_weights import Left, root_of
 from pydist.gradients.rows import is_dense
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.ops.pointwise.keyed import draws_of
-from pydist.stages.calls import Call, Calls, Key, memory_of
+from pydist.stages.calls import Call, Calls, Key, memory_id
 from pydist.stages.generators import one_at_a_time
 from pydist.stages.left_layers import run_leaving
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, tensors_of
 from pydist.stages.statistics import BatchStatistics
-from pydist.stages.transfer import Mark, Route, Transfer, Transfers, origin_of
+from pydist.stages.transfer import PassMark, Route, StageTransfer, Transfers, origin_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.aliasing import as_result
 from pydist.tensor.stage import StageTensor
@@ -57,7 +57,7 @@ class _Sent(NamedTuple):
         edge: where its gradient enters the graph.
     """
 
-    transfer: Transfer
+    transfer: StageTransfer
     edge: GradientEdge
 
 
@@ -65,11 +65,11 @@ class _Sent(NamedTuple):
 class _Received:
     """A tensor that was received, by its gradient: the graph alone keeps the tensor."""
 
-    transfer: Transfer
+    transfer: StageTransfer
     grad: Tensor | None = None
 
 
-class _Arrival(torch.autograd.Function):
+class _ReceivedResult(torch.autograd.Function):
     """Received tensor that is neither a leaf nor a view, so that it may be changed."""
 
     @staticmethod
@@ -112,7 +112,7 @@ class MicroBatch(Calls):
         repeats: MicroBatch | None = None,
         *,
         index: int = 0,
-        mark: Mark,
+        mark: PassMark,
         relays: bool,
         lends: bool,
         keeps: bool,
@@ -130,7 +130,7 @@ class MicroBatch(Calls):
         """Collects the statistics of norms, which change running ones after the batch."""
         self.of_groups = 1.0
         """Its samples, divided by the samples of all groups' micro-batches."""
-        self._lent = set[int]()  # memory that others need unchanged, by `memory_of`
+        self._lent = set[int]()  # memory that others need unchanged, by `memory_id`
         self._stage, self.index = 0, index
         self._ended = False  # the network; what follows is the criterion
         self._drawn = Counter[str]()
@@ -146,13 +146,13 @@ class MicroBatch(Calls):
         """Whether the graph was freed."""
         self.shown: Tensor | None = None
         """On the last stage, this micro-batch's part of the loss, without a graph."""
-        self.owed: list[Transfer] = [] if repeats is None else repeats.owed
+        self.owed: list[StageTransfer] = [] if repeats is None else repeats.owed
         """Transfers whose gradients have not been received, in order."""
         self.left: Left | None = None
         """Gradients of weights that the backward pass leaves, if it leaves any."""
         self._sent: list[_Sent] = []
         self._received: list[_Received] = []
-        self._messages: list[tuple[Transfer, Tensor | None]] = []  # all, in order
+        self._messages: list[tuple[StageTransfer, Tensor | None]] = []  # all, in order
         self._known = iter(()) if repeats is None else iter(repeats._messages)
         self._repeats = repeats is not None
 
@@ -179,7 +179,7 @@ class MicroBatch(Calls):
             x = self.enter(value)
             x.stages = set(range(self._stages.count))
             if self._lends:
-                self._lent.add(memory_of(x.meta))
+                self._lent.add(memory_id(x.meta))
             return x
 
         return mapped(entered, values)
@@ -262,7 +262,7 @@ class MicroBatch(Calls):
         Raises:
             NotSupported: it has views, which would not follow the copy.
         """
-        memory = memory_of(x.meta)
+        memory = memory_id(x.meta)
         if memory not in self._lent:
             return
         if any(each.value is not None for each in self.sharing(x)):
@@ -355,7 +355,7 @@ class MicroBatch(Calls):
             elif target == self.own:
                 x.value = self._receive(route, call, x.meta)
                 if route.is_local or self._lends:
-                    self._lent.add(memory_of(x.meta))
+                    self._lent.add(memory_id(x.meta))
             x.stages.add(target)
 
     def _send(self, value: Tensor, route: Route, call: str) -> None:
@@ -367,7 +367,7 @@ class MicroBatch(Calls):
             transfer = self._transfers.send(value, route, call, self._mark)
             if self._keeps:
                 self._messages.append((transfer, None))
-        if transfer.kind.needs_grad:
+        if transfer.spec.needs_grad:
             self._sent.append(_Sent(transfer, get_gradient_edge(self.of_batch(local))))
             if not self._repeats:
                 self.owed.append(transfer)
@@ -392,12 +392,12 @@ class MicroBatch(Calls):
                 local = _in_order_of(local, meta)
             if self._keeps:
                 self._messages.append((transfer, local.detach()))
-        if transfer.kind.needs_grad:
+        if transfer.spec.needs_grad:
             received = _Received(transfer)
             self._received.append(received)
             with torch.enable_grad():
                 start = torch.empty(0, requires_grad=True)
-                arrived = _Arrival.apply(start, local.detach(), received)
+                arrived = _ReceivedResult.apply(start, local.detach(), received)
             return self._transfers.sharded(transfer, arrived, self._origin)
         return self._transfers.sharded(transfer, local, self._origin)
 

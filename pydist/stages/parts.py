@@ -19,7 +19,7 @@ from pydist.tensor.distribute import distribute_tensor
 _CHECKED = 4096
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """Micro-batch that a stage receives.
 
     Attributes:
@@ -39,9 +39,9 @@ class Part(NamedTuple):
     target: Any
 
 
-def parts_of(
+def split_batch(
     inputs: Any, target: Any, count: int, mesh: Mesh, *, weighs: bool, draws: bool
-) -> Iterator[Part]:
+) -> Iterator[BatchPart]:
     """Yields the micro-batches of a batch. Collective over the groups of a mesh.
 
     Args:
@@ -74,7 +74,7 @@ def parts_of(
             weight = of_groups / sum(sizes.counts)
         cut = _Cut(mesh, samples, a, b, None if begins is None else begins + a)
         found = mapped(cut.sharded, arguments), mapped(cut, target)
-        yield Part(i, share, (b - a) / of_groups, weight, *found)
+        yield BatchPart(i, share, (b - a) / of_groups, weight, *found)
 
 
 class _Cut:
@@ -128,7 +128,7 @@ def on_mesh(x: Tensor, mesh: Mesh, first_sample: int | None = None) -> Tensor:
     return distribute_tensor(x, mesh, None if x.dim() == 5 else {}, first_sample=first_sample)
 
 
-def checksum_of(values: Any) -> int:
+def batch_checksum(values: Any) -> int:
     """Returns a checksum of the first elements of all plain tensors on the host, one each 4 KiB.
 
     It tells batches of different samples apart; sharded tensors differ between stages.

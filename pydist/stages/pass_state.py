@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from pydist.parallel import entry_of
+from pydist.parallel import entry_hook_of
 from pydist.stages.attributes import Attributes
 from pydist.stages.generators import Generators
 from pydist.stages.micro_batch import MicroBatch
@@ -56,7 +56,7 @@ class PassState:
         if isinstance(criterion, nn.Module):
             modules += criterion.modules()
         first, device = self._first.get(running.index), device_of(self._stages.mesh)
-        entry_of(self._model).continues = bool(self._first)
+        entry_hook_of(self._model).continues = bool(self._first)
         try:
             if first is None:
                 counters = {i: b.clone() for i, b in self._counters.items()} if self._first else {}
@@ -86,7 +86,7 @@ class PassState:
                 with copied_buffers(modules, values):
                     yield
         finally:
-            entry_of(self._model).continues = False
+            entry_hook_of(self._model).continues = False
 
 
 class _Start(NamedTuple):

@@ -17,18 +17,18 @@ from pydist.comm.consensus import require_same, together
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.left_weights import LeftWeights
 from pydist.gradients.forms.settings import Gradients, settings_of
-from pydist.parallel import broadcast_state, entry_of, parallelize
+from pydist.parallel import broadcast_state, entry_hook_of, parallelize
 from pydist.stages.micro_batch import MicroBatch
-from pydist.stages.parts import Part, checksum_of, parts_of
+from pydist.stages.parts import BatchPart, batch_checksum, split_batch
 from pydist.stages.pass_state import PassState
-from pydist.stages.plan import Plan, make_plan, plan_of_json, plan_to_json
+from pydist.stages.plan import StagePlan, make_plan, plan_of_json, plan_to_json
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.record import record
 from pydist.stages.schedule import Pass, Schedule
 from pydist.stages.shapes import Shapes
-from pydist.stages.state import State
+from pydist.stages.state import StagedState
 from pydist.stages.statistics import BatchStatistics
-from pydist.stages.transfer import Mark, Transfers
+from pydist.stages.transfer import PassMark, Transfers
 from pydist.stages.uses import Uses
 from pydist.structure import facts_of
 from pydist.tensor import ShardedTensor, local_of
@@ -155,23 +155,23 @@ def pipeline(
     broadcast_state(model, stages.world)
     parallelize(model, stages.mesh, batch_norm, group_weight, sharded_weights, form)
     elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.meshes_of(n, p)]
-    entry_of(model).release(elsewhere)
+    entry_hook_of(model).release(elsewhere)
     made = Pipeline(
         model, stages, plan, uses, micro_batches, orders, skips,
         recompute=recompute, collects=collects,
     )  # fmt: skip
-    model.register_forward_pre_hook(_Enter(made), with_kwargs=True)
+    model.register_forward_pre_hook(_PipelineHook(made), with_kwargs=True)
     return made
 
 
-class _Enter:
+class _PipelineHook:
     """The hook at the network's entry; a copy of the network, such as an average, has none."""
 
     def __init__(self, made: Pipeline | None) -> None:
         self._made = made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Enter:
-        return _Enter(None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PipelineHook:
+        return _PipelineHook(None)
 
     __reduce_ex__ = refuse_pickling
 
@@ -179,7 +179,7 @@ class _Enter:
         running = None if self._made is None else self._made.running
         if running is None:
             return None
-        return running.adopt((args, kwargs), entry_of(module).batches.running)
+        return running.adopt((args, kwargs), entry_hook_of(module).batches.running)
 
 
 class Pipeline:
@@ -196,7 +196,7 @@ class Pipeline:
         self,
         model: nn.Module,
         stages: Stages,
-        plan: Plan,
+        plan: StagePlan,
         uses: Uses,
         micro_batches: int,
         schedule: Schedule,
@@ -209,7 +209,7 @@ class Pipeline:
         self._micro_batches, self._schedule = micro_batches, schedule
         self._relays, self._recomputes = skips == "relay", recompute
         self._transfers, self._shapes = Transfers(stages), Shapes()
-        self._state = State(model, stages, uses)
+        self._state = StagedState(model, stages, uses)
         self._statistics = BatchStatistics(stages) if collects else None
         self.running: MicroBatch | None = None
         """The micro-batch whose forward pass runs."""
@@ -255,9 +255,9 @@ class Pipeline:
                 "pipe.step after an exception in a step with schedule='zero-bubble': other ranks "
                 "may still wait for its gradients; possible with gpipe, 1f1b and gems"
             )
-        weighs = entry_of(self.model).batches.weighs
+        weighs = entry_hook_of(self.model).batches.weighs
         count, draws = micro_batches or self._micro_batches, self.model.training
-        found = parts_of(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
+        found = split_batch(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
         parts = list(found)
         passes = self._schedule.passes(len(parts))[self.stages.index]
         before = self._state.shared_gradients()
@@ -270,7 +270,7 @@ class Pipeline:
         return self._everywhere(losses, len(parts))
 
     def _run(
-        self, passes: Sequence[Pass], parts: Sequence[Part], criterion: Callable[..., Any]
+        self, passes: Sequence[Pass], parts: Sequence[BatchPart], criterion: Callable[..., Any]
     ) -> tuple[list[Tensor], list[float]]:
         """Runs passes of this rank's mesh.
 
@@ -291,7 +291,7 @@ class Pipeline:
                         running.forget()
                     continue
                 if kind == "weight":
-                    with entry_of(self.model).no_sync():
+                    with entry_hook_of(self.model).no_sync():
                         alive.pop((stage, m)).finish_weights()
                     continue
                 running = alive.pop((stage, m))
@@ -300,12 +300,12 @@ class Pipeline:
                 # The last one of each stage reduces: that of another stage may need no gradient.
                 is_last = all(later[:2] != (kind, stage) for later in passes[i + 1 :])
                 is_last &= not self._schedule.splits
-                with nullcontext() if is_last else entry_of(self.model).no_sync():
+                with nullcontext() if is_last else entry_hook_of(self.model).no_sync():
                     running.backward()
                 if self._schedule.splits:
                     alive[stage, m] = running
         if self._schedule.splits:
-            entry_of(self.model).reduce()
+            entry_hook_of(self.model).reduce()
         return losses, factors
 
     def __call__(self, *inputs: Any) -> Any:
@@ -372,7 +372,7 @@ class Pipeline:
     def _over(self, batch: Any, micro_batches: int) -> Iterator[None]:
         """Runs the passes over a batch in the `with` block."""
         self._number, self._next = self._next, self._next + micro_batches
-        self._batch = checksum_of(batch)
+        self._batch = batch_checksum(batch)
         self._state_of.begin_batch()
         self._made.clear()
         self._transfers.forget()
@@ -392,7 +392,7 @@ class Pipeline:
 
     def _forward_of(
         self,
-        part: Part,
+        part: BatchPart,
         stage: int,
         criterion: Callable[..., Any],
         *,
@@ -438,18 +438,18 @@ class Pipeline:
         return out
 
     def _micro_batch(
-        self, stage: int, part: Part | None = None, repeats: MicroBatch | None = None
+        self, stage: int, part: BatchPart | None = None, repeats: MicroBatch | None = None
     ) -> MicroBatch:
         """Returns a stage's pass over a part of a batch in training, or over a batch."""
         index = 0 if part is None else part.number
         mode = f"{self.model.training} {torch.is_grad_enabled()}"
-        mark = Mark(self._number + index + 1, self._batch, 0).after(mode)
+        mark = PassMark(self._number + index + 1, self._batch, 0).after(mode)
         made = MicroBatch(
             self.stages, stage, self._schedule.placed(index), self.plan.starts, self._transfers,
             self._shapes, repeats, index=index, mark=mark, relays=self._relays, lends=self._lends,
             keeps=self._recomputes,
         )  # fmt: skip
-        entry = entry_of(self.model)
+        entry = entry_hook_of(self.model)
         made.wrapped = None if entry.statistics == "rank" else entry.of_batch
         if part is not None:
             made.statistics, made.of_groups = self._statistics, part.of_groups

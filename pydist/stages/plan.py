@@ -11,7 +11,7 @@ from torch import nn
 
 from pydist.errors import UsageError
 from pydist.stages.calls import Key
-from pydist.stages.record import Record
+from pydist.stages.record import RecordedPass
 from pydist.stages.schedule import Schedule
 from pydist.stages.uses import Uses
 
@@ -24,7 +24,7 @@ the costs of the parts that end where the next one begins, by their first call."
 
 
 @dataclass
-class Plan:
+class StagePlan:
     """Plan that says where the stages of a network begin.
 
     Attributes:
@@ -36,7 +36,7 @@ class Plan:
     starts: list[Key]
     rows: list[tuple[int, float, float, float]] = field(default_factory=list)
 
-    def uses(self, found: Record, model: nn.Module, schedule: Schedule) -> Uses:
+    def uses(self, found: RecordedPass, model: nn.Module, schedule: Schedule) -> Uses:
         """Returns which meshes use each parameter and buffer, by a recorded pass.
 
         Args:
@@ -70,12 +70,12 @@ BALANCES = ("time", "memory")
 
 
 def make_plan(
-    found: Record,
+    found: RecordedPass,
     ranks: Sequence[int],
     balance: str = "time",
     cuts: Sequence[str] | None = None,
     alive: Sequence[int] | None = None,
-) -> Plan:
+) -> StagePlan:
     """Cuts a recorded forward pass into stages.
 
     Args:
@@ -110,10 +110,10 @@ def make_plan(
         ms = 1e3 * sum(c.seconds for c in found.costs[a:b])
         mib = memory_of_part(found, a, b) / 2**20
         rows.append((b - a, ms, mib, float(found.sent[a]) / 2**20 if a else 0.0))
-    return Plan([found.costs[i].key for i in at], rows)
+    return StagePlan([found.costs[i].key for i in at], rows)
 
 
-def _at_modules(found: Record, cuts: Sequence[str], stages: int) -> list[int]:
+def _at_modules(found: RecordedPass, cuts: Sequence[str], stages: int) -> list[int]:
     if len(cuts) != stages - 1:
         raise UsageError(f"cuts={list(cuts)}: {stages} stages have {stages - 1} cuts")
     at: list[int] = []
@@ -137,7 +137,7 @@ def _at_modules(found: Record, cuts: Sequence[str], stages: int) -> list[int]:
     return at
 
 
-def times(found: Record, ranks: int) -> PartCosts:
+def times(found: RecordedPass, ranks: int) -> PartCosts:
     """Returns the seconds of parts of a pass on a stage of some ranks for a sample."""
     ends = np.concatenate([[0.0], np.cumsum([cost.seconds for cost in found.costs])])
 
@@ -149,7 +149,7 @@ def times(found: Record, ranks: int) -> PartCosts:
     return columns
 
 
-def memories(found: Record, ranks: int, alive: int = 1) -> PartCosts:
+def memories(found: RecordedPass, ranks: int, alive: int = 1) -> PartCosts:
     """Returns the bytes that parts of a pass need on each rank of a stage.
 
     Args:
@@ -174,7 +174,7 @@ def memories(found: Record, ranks: int, alive: int = 1) -> PartCosts:
     return columns
 
 
-def memory_of_part(found: Record, start: int, stop: int) -> int:
+def memory_of_part(found: RecordedPass, start: int, stop: int) -> int:
     """Returns the bytes that a micro-batch needs in some calls of a pass, on all ranks.
 
     Args:
@@ -186,7 +186,7 @@ def memory_of_part(found: Record, start: int, stop: int) -> int:
     return sum(saved.values()) + max(cost.gradients for cost in found.costs[start:stop])
 
 
-def _balanced(found: Record, costs: Sequence[PartCosts]) -> list[int]:
+def _balanced(found: RecordedPass, costs: Sequence[PartCosts]) -> list[int]:
     if 1 + int(found.legal.sum()) < len(costs):
         raise UsageError(
             f"{len(costs)} stages of a network whose forward pass can be cut at "
@@ -250,12 +250,12 @@ def _search(
     return float(value[-1]), found[::-1]
 
 
-def plan_to_json(plan: Plan) -> list[Any]:
+def plan_to_json(plan: StagePlan) -> list[Any]:
     """Returns a plan as JSON, for other ranks."""
     return [plan.starts, plan.rows]
 
 
-def plan_of_json(content: Sequence[Any]) -> Plan:
+def plan_of_json(content: Sequence[Any]) -> StagePlan:
     """Returns the plan of `plan_to_json`."""
     starts, rows = content
-    return Plan([Key(*each) for each in starts], [tuple(row) for row in rows])
+    return StagePlan([Key(*each) for each in starts], [tuple(row) for row in rows])

@@ -28,7 +28,7 @@ from pydist.comm import LocalTransport
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.stages.attributes import Attributes
-from pydist.stages.calls import Call, Calls, Key, memory_of
+from pydist.stages.calls import Call, Calls, Key, memory_id
 from pydist.stages.generators import Generators
 from pydist.stages.parts import on_mesh
 from pydist.stages.shapes import Shapes, replaced, tensors_of
@@ -54,7 +54,7 @@ class Cost(NamedTuple):
 
 
 @dataclass
-class Record:
+class RecordedPass:
     """Record that describes the calls of a forward pass.
 
     Attributes:
@@ -129,7 +129,7 @@ class _Sources(TorchFunctionMode):
         return result
 
 
-class _Recorder(Calls):
+class _PassRecorder(Calls):
     """Forward pass that runs on one rank and records its calls."""
 
     def __init__(self, device: torch.device, mesh: Mesh, sources: _Sources) -> None:
@@ -138,7 +138,7 @@ class _Recorder(Calls):
         self.costs: list[Cost] = []
         self._mesh = mesh
         self._lives: dict[int, _Life] = {}  # by the number of the tensor
-        self._memories: dict[int, int] = {}  # in use, by `memory_of`: another number for each
+        self._memories: dict[int, int] = {}  # in use, by `memory_id`: another number for each
         self._changed = set[int]()
         self._updates: dict[int, list[int]] = {}  # calls with the same running statistics
         self._saved: list[dict[int, int]] = []
@@ -234,11 +234,11 @@ class _Recorder(Calls):
 
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
         now = len(self.costs)
-        shared = {memory_of(x.meta) for x in call.inputs}
+        shared = {memory_id(x.meta) for x in call.inputs}
         for x in results:
-            if memory_of(x.meta) not in shared:  # new, perhaps at the address of freed memory
-                self._memories[memory_of(x.meta)] = x.number
-            memory = self._memories.setdefault(memory_of(x.meta), x.number)
+            if memory_id(x.meta) not in shared:  # new, perhaps at the address of freed memory
+                self._memories[memory_id(x.meta)] = x.number
+            memory = self._memories.setdefault(memory_id(x.meta), x.number)
             self._lives[x.number] = _Life(x.meta.nbytes, now, now, memory)
         self._saved.append(self._saved_by(call))
         self.costs.append(Cost(call.key, self._seconds, self._gradients_of(call)))
@@ -252,7 +252,7 @@ class _Recorder(Calls):
             saved = self._backward.saved
         found: dict[int, int] = {}
         for x in saved:
-            memory = self._memories.get(memory_of(x)) if x.is_meta else None
+            memory = self._memories.get(memory_id(x)) if x.is_meta else None
             if memory is None:  # a copy, or indices, which the call alone needs
                 memory, self._tensors = self._tensors, self._tensors + 1
                 found[memory] = x.untyped_storage().nbytes()
@@ -264,14 +264,14 @@ class _Recorder(Calls):
         """Returns the bytes of the gradients of a call's results and arguments; 0 for views."""
         if self._backward is not None and not self._backward.seconds:
             return 0
-        results = {memory_of(x): x for x in tensors_of(call.meta)}
-        given = {memory_of(x.meta): x.meta for x in call.inputs if x.made}
+        results = {memory_id(x): x for x in tensors_of(call.meta)}
+        given = {memory_id(x.meta): x.meta for x in call.inputs if x.made}
         if not call.changed and results.keys() <= given.keys():
             return 0
         metas = [*results.values(), *given.values()]
         return sum(x.nbytes for x in metas if x.is_floating_point())
 
-    def record(self) -> Record:
+    def record(self) -> RecordedPass:
         """Returns the recorded pass."""
         calls = len(self.costs)
         inside = np.asarray(self._inside, dtype=bool)
@@ -287,7 +287,7 @@ class _Recorder(Calls):
                 legal[first + 1 : last + 1] = False
         for calls_of in self._updates.values():
             legal[calls_of[0] + 1 : calls_of[-1] + 1] = False
-        return Record(self.costs, sent, legal, inside, self._saved, self._operands)
+        return RecordedPass(self.costs, sent, legal, inside, self._saved, self._operands)
 
 
 def _checkpointed_parts() -> list[FrameType]:
@@ -310,7 +310,7 @@ def _local(x: Tensor) -> Tensor:
     return local_of(x) if isinstance(x, ShardedTensor) else x
 
 
-def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
+def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> RecordedPass:
     """Records a forward pass, and the backward pass of each call by itself, on this rank alone.
 
     Costs are the least of several passes. Only the gradients of one call are in memory at a time.
@@ -329,7 +329,7 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
     first = next((x for x in leaves(inputs) if isinstance(x, Tensor)), None)
     if first is None:
         raise UsageError("sample: expected the network's arguments, with a tensor among them")
-    found: list[Record] = []
+    found: list[RecordedPass] = []
     mesh = Mesh(LocalTransport())
     modules, versions = list(model.modules()), [p._version for p in model.parameters()]
     with (
@@ -338,7 +338,7 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Record:
     ):  # fmt: skip
         for _ in range(repeats):
             sources = _Sources(model)
-            recorder = _Recorder(first.device, mesh, sources)
+            recorder = _PassRecorder(first.device, mesh, sources)
             arguments = recorder.adopt(tuple(inputs))
             with sources:
                 model(*arguments)

@@ -20,7 +20,7 @@ from pydist.stages.uses import Uses
 from pydist.tensor import ShardedTensor, local_of
 
 
-class State:
+class StagedState:
     """State that a network in stages has, with methods that are collective over the job.
 
     Args:

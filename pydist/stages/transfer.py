@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pydist.errors import UsageError
-from pydist.exchange.formats import is_channels_last
+from pydist.exchange.memory_formats import is_channels_last
 from pydist.layout import Layout, Split
 from pydist.partition import Box, Partition
 from pydist.stages.ranks import MOST_STAGES, MeshRanks, Stages, device_of
@@ -53,7 +53,7 @@ class Route(NamedTuple):
         return 2 * (MOST_STAGES * self.source + self.target) + direction
 
 
-class Mark(NamedTuple):
+class PassMark(NamedTuple):
     """What the stages must have in common when a tensor goes from one to another.
 
     Attributes:
@@ -67,7 +67,7 @@ class Mark(NamedTuple):
     batch: int
     calls: int
 
-    def after(self, call: str) -> Mark:
+    def after(self, call: str) -> PassMark:
         """Returns the mark after a call."""
         return self._replace(calls=crc32(call.encode(), self.calls))
 
@@ -76,18 +76,18 @@ class Mark(NamedTuple):
         return b"".join(each.to_bytes(8, "little") for each in self)
 
     @staticmethod
-    def from_bytes(message: bytes) -> Mark:
+    def from_bytes(message: bytes) -> PassMark:
         """Returns the mark that a message describes."""
         numbers = (message[i : i + 8] for i in range(0, MARK_BYTES, 8))
-        return Mark(*(int.from_bytes(each, "little") for each in numbers))
+        return PassMark(*(int.from_bytes(each, "little") for each in numbers))
 
 
 MARK_BYTES = 24
-Kept = defaultdict[int, deque[Any]]
+Queues = defaultdict[int, deque[Any]]
 """What is on its way between stages of one mesh, by the tag of its messages."""
 
 
-class Kind(NamedTuple):
+class TensorSpec(NamedTuple):
     """What a receiver must know of a tensor.
 
     Attributes:
@@ -107,52 +107,56 @@ class Kind(NamedTuple):
     channels_last: bool
 
     def to_bytes(self) -> bytes:
-        """Returns the kind as a message."""
+        """Returns the spec as a message."""
         splits = self.splits and [s and [s.axes, list(s.partition.points)] for s in self.splits]
         dtype = str(self.dtype).removeprefix("torch.")
         rest = self.needs_grad, self.channels_last
         return json.dumps([self.call, self.shape, dtype, splits, *rest]).encode()
 
     @staticmethod
-    def from_bytes(message: bytes) -> Kind:
-        """Returns the kind that a message describes."""
+    def from_bytes(message: bytes) -> TensorSpec:
+        """Returns the spec that a message describes."""
         call, shape, dtype, splits, needs_grad, channels_last = json.loads(message)
         found = None
         if splits is not None:
             found = tuple(s and Split(tuple(s[0]), Partition(s[1])) for s in splits)
-        return Kind(call, tuple(shape), getattr(torch, dtype), found, needs_grad, channels_last)
+        return TensorSpec(
+            call, tuple(shape), getattr(torch, dtype), found, needs_grad, channels_last
+        )
 
 
-class Transfer:
+class StageTransfer:
     """Messages that bring one tensor from this rank to another stage, or from there.
 
     Args:
         stages: the stages.
         route: the stage that has the tensor and the one that needs it.
-        kind: the tensor.
+        spec: of the tensor.
         kept: tensors and gradients on their way between stages of this mesh.
         owed: gradients of passes that raised, which may still come; see `Transfers.drop`.
     """
 
-    def __init__(self, stages: Stages, route: Route, kind: Kind, kept: Kept, owed: Kept) -> None:
-        self._stages, self.route, self.kind = stages, route, kind
+    def __init__(
+        self, stages: Stages, route: Route, spec: TensorSpec, kept: Queues, owed: Queues
+    ) -> None:
+        self._stages, self.route, self.spec = stages, route, spec
         self._owed = owed[route.tag(BACKWARD)]
         self._kept = [kept[route.tag(direction)] for direction in (FORWARD, BACKWARD)]
-        self.splits = kind.splits
+        self.splits = spec.splits
         if route.is_local:
             return
         sender, receiver = stages.meshes[route.sender], stages.meshes[route.receiver]
         # Several ranks of a stage may have different formats.
-        self._keeps_format = keeps_format(sender, receiver, kind.splits)
-        if kind.splits is None:
+        self._keeps_format = keeps_format(sender, receiver, spec.splits)
+        if spec.splits is None:
             # Each rank has all of it. It travels as a row, as a box has 1 to 8 dims.
-            whole = Box([0], [math.prod(kind.shape)])
+            whole = Box([0], [math.prod(spec.shape)])
             self._boxes = [whole] * sender.sample_size, [whole] * receiver.sample_size
         else:
-            self.splits = receiver.splits_like(sender, kind.shape, kind.splits)
+            self.splits = receiver.splits_like(sender, spec.shape, spec.splits)
             self._boxes = (
-                sender.boxes(kind.shape, kind.splits),
-                receiver.boxes(kind.shape, self.splits),
+                sender.boxes(spec.shape, spec.splits),
+                receiver.boxes(spec.shape, self.splits),
             )
 
     def send(self, local: Tensor) -> None:
@@ -160,14 +164,14 @@ class Transfer:
         if self.route.is_local:
             self._kept[FORWARD].append(local)
         else:
-            self._send(local, FORWARD, self.kind.channels_last)
+            self._send(local, FORWARD, self.spec.channels_last)
 
     def receive(self) -> Tensor:
         """Returns this rank's shard, from the source."""
         if self.route.is_local:
             kept: Tensor = self._kept[FORWARD].popleft()
             return kept
-        return self._receive(FORWARD, self.kind.channels_last)
+        return self._receive(FORWARD, self.spec.channels_last)
 
     def send_gradient(self, grad: Tensor | None, number: int) -> None:
         """Sends the gradient of this rank's shard to the source.
@@ -180,7 +184,7 @@ class Transfer:
             self._kept[BACKWARD].append(grad)
             return
         mine, source = self._stages.mesh, self._stages.meshes[self.route.sender]
-        if self.kind.splits is None:
+        if self.spec.splits is None:
             grad = self._averaged(grad)
         channels_last = grad is not None and self._keeps_format and is_channels_last(grad)
         found = torch.tensor([number, grad is not None, channels_last])
@@ -201,7 +205,7 @@ class Transfer:
         if not exists:
             return None
         if grad is None:
-            grad = torch.zeros(self.kind.shape, dtype=self.kind.dtype, device=device_of(mine))
+            grad = torch.zeros(self.spec.shape, dtype=self.spec.dtype, device=device_of(mine))
         mean = (grad / mine.sample_size).contiguous()  # before the sum, which may overflow
         mine.sample.all_reduce(mean)
         return mean
@@ -257,7 +261,7 @@ class Transfer:
         mine, end = self._stages.mesh, self._boxes[1 - direction]
         tag, peers = self.route.tag(direction), self._stages.meshes[self._ends(direction)[0]]
         box = end[mine.sample_index]
-        made: dict[str, Any] = {"dtype": self.kind.dtype, "device": device_of(mine)}
+        made: dict[str, Any] = {"dtype": self.spec.dtype, "device": device_of(mine)}
         shape = list(box.shape)
         if channels_last:
             local = torch.empty([shape[0], *shape[2:], shape[1]], **made).movedim(-1, 1)
@@ -274,7 +278,7 @@ class Transfer:
             self._stages.world.recv(block, peer, tag)
             index = (slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, box.lo, strict=True))
             local[tuple(index)] = block
-        return local if self.splits is not None else local.view(self.kind.shape)
+        return local if self.splits is not None else local.view(self.spec.shape)
 
     def _ends(self, direction: int) -> tuple[int, int]:
         ends = self.route.sender, self.route.receiver
@@ -296,17 +300,17 @@ class Transfer:
 
 
 class Transfers:
-    """Transfers that connect stages of this rank's mesh with others, by the kind of tensor."""
+    """Transfers that connect stages of this rank's mesh with others, by the spec of the tensor."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
-        self._known: dict[tuple[Route, Kind], Transfer] = {}
-        self._kept: Kept = defaultdict(deque)
-        self._headers: Kept = defaultdict(deque)
-        self._owed: Kept = defaultdict(deque)
+        self._known: dict[tuple[Route, TensorSpec], StageTransfer] = {}
+        self._kept: Queues = defaultdict(deque)
+        self._headers: Queues = defaultdict(deque)
+        self._owed: Queues = defaultdict(deque)
         self._dropped = set[int]()
 
-    def send(self, value: Tensor, route: Route, call: str, mark: Mark) -> Transfer:
+    def send(self, value: Tensor, route: Route, call: str, mark: PassMark) -> StageTransfer:
         """Sends a sharded or plain tensor to another stage, for a call of a forward pass.
 
         Args:
@@ -323,13 +327,13 @@ class Transfers:
         needs_grad = local.requires_grad
         sender, receiver = self._stages.own, self._stages.meshes[route.receiver]
         in_format = keeps_format(sender, receiver, splits) and is_channels_last(local)
-        kind = Kind(call, tuple(value.shape), value.dtype, splits, needs_grad, in_format)
-        transfer = self._find(route, kind)
+        spec = TensorSpec(call, tuple(value.shape), value.dtype, splits, needs_grad, in_format)
+        transfer = self._find(route, spec)
         tag = route.tag(FORWARD)
         if route.is_local:
-            self._headers[tag].append((mark, kind))
+            self._headers[tag].append((mark, spec))
         else:
-            mine, message = self._stages.mesh, mark.to_bytes() + kind.to_bytes()
+            mine, message = self._stages.mesh, mark.to_bytes() + spec.to_bytes()
             for index in range(receiver.sample_size):
                 if index % mine.sample_size == mine.sample_index:
                     rank = receiver.rank(mine.data_index, index)
@@ -338,8 +342,8 @@ class Transfers:
         return transfer
 
     def receive(
-        self, route: Route, call: str, mark: Mark, shape: tuple[int, ...]
-    ) -> tuple[Transfer, Tensor]:
+        self, route: Route, call: str, mark: PassMark, shape: tuple[int, ...]
+    ) -> tuple[StageTransfer, Tensor]:
         """Receives a tensor from another stage; returns this rank's shard.
 
         Args:
@@ -358,22 +362,25 @@ class Transfers:
                 f"{route.target} needs a tensor for {call} that stage {route.source} has not made"
             )
         if route.is_local:
-            theirs, kind = self._headers[tag].popleft()
+            theirs, spec = self._headers[tag].popleft()
         else:
             mine, sender = self._stages.mesh, self._stages.meshes[route.sender]
             rank = sender.rank(mine.data_index, mine.sample_index % sender.sample_size)
             while True:
                 with mine.session.timers.measure("transfer"):
                     message = self._stages.receive_bytes(rank, tag)
-                theirs, kind = Mark.from_bytes(message), Kind.from_bytes(message[MARK_BYTES:])
+                theirs, spec = (
+                    PassMark.from_bytes(message),
+                    TensorSpec.from_bytes(message[MARK_BYTES:]),
+                )
                 if theirs.number not in self._dropped:
                     break
-                self._find(route, kind).receive()
+                self._find(route, spec).receive()
         here, there = f"stage {route.target}", f"stage {route.source}"
-        if (kind.call, theirs.number) != (call, mark.number):
+        if (spec.call, theirs.number) != (call, mark.number):
             raise UsageError(
                 f"the stages make different calls: {here} needs a tensor for {call} in forward "
-                f"pass {mark.number}, and {there} sends one for {kind.call} in forward pass "
+                f"pass {mark.number}, and {there} sends one for {spec.call} in forward pass "
                 f"{theirs.number}"
             )
         if theirs.calls != mark.calls:
@@ -382,17 +389,17 @@ class Transfers:
                 "have made other ones on tensors of the network, or one trains and one evaluates; "
                 "what one rank alone prints or measures in a forward pass is such a call"
             )
-        if (kind.shape, theirs.batch) != (shape, mark.batch):
+        if (spec.shape, theirs.batch) != (shape, mark.batch):
             raise UsageError(
                 f"the stages have different batches: for {call} {here} expects a tensor of shape "
-                f"{list(shape)}, and {there} has {list(kind.shape)}, or their values differ; give "
+                f"{list(shape)}, and {there} has {list(spec.shape)}, or their values differ; give "
                 "all ranks of one data index the same inputs and targets"
             )
-        transfer = self._find(route, kind)
+        transfer = self._find(route, spec)
         with self._stages.mesh.session.timers.measure("transfer"):
             return transfer, transfer.receive()
 
-    def sharded(self, transfer: Transfer, local: Tensor, origin: Any) -> Tensor:
+    def sharded(self, transfer: StageTransfer, local: Tensor, origin: Any) -> Tensor:
         """Returns a received shard as a tensor of this stage.
 
         Args:
@@ -402,12 +409,12 @@ class Transfers:
         """
         if transfer.splits is None:
             return local
-        layout = Layout(self._stages.mesh, transfer.kind.shape, transfer.splits)
-        if origin is None or transfer.kind.shape[:1] != (origin.sizes.own,):
+        layout = Layout(self._stages.mesh, transfer.spec.shape, transfer.splits)
+        if origin is None or transfer.spec.shape[:1] != (origin.sizes.own,):
             return ShardedTensor.of_shard(local, layout)
         return ShardedTensor(local, layout, origin)
 
-    def drop(self, first: int, last: int, owed: Sequence[tuple[int, Transfer]]) -> None:
+    def drop(self, first: int, last: int, owed: Sequence[tuple[int, StageTransfer]]) -> None:
         """Lets messages of these forward passes be dropped, after one of them has raised.
 
         Args:
@@ -424,11 +431,11 @@ class Transfers:
         for each in (*self._kept.values(), *self._headers.values()):
             each.clear()
 
-    def _find(self, route: Route, kind: Kind) -> Transfer:
-        found = self._known.get((route, kind))
+    def _find(self, route: Route, spec: TensorSpec) -> StageTransfer:
+        found = self._known.get((route, spec))
         if found is None:
-            found = Transfer(self._stages, route, kind, self._kept, self._owed)
-            self._known[route, kind] = found
+            found = StageTransfer(self._stages, route, spec, self._kept, self._owed)
+            self._known[route, spec] = found
         return found
 
 

@@ -18,9 +18,9 @@ from pydist.tensor.sharded import (
     HANDLERS,
     Origin,
     ShardedTensor,
-    adopt_local,
     implements,
     local_of,
+    replace_shard_,
     source_among,
     view_of,
     wrap,
@@ -28,6 +28,6 @@ from pydist.tensor.sharded import (
 )
 
 __all__ = [
-    "HANDLERS", "Origin", "ShardedTensor", "adopt_local", "implements",
-    "local_of", "module_path", "refusal", "source_among", "view_of", "wrap", "wrap_new",
+    "HANDLERS", "Origin", "ShardedTensor", "implements", "local_of",
+    "module_path", "refusal", "replace_shard_", "source_among", "view_of", "wrap", "wrap_new",
 ]  # fmt: skip

@@ -1,9 +1,9 @@
 """Tracking of views that are copies here: tensors that share storage in torch, and stale ones.
 
 Where torch returns a view, blocks may have to move between ranks, and the result is a copy. The
-tensor and its copies then share one `Storage`. An in-place change of one of them makes the others
-stale, and the use of a stale tensor is refused. Layouts determine the copies, and the order of
-calls the stale tensors, so all ranks refuse the same use.
+tensor and its copies then share one `SharedStorage`. An in-place change of one of them makes the
+others stale, and the use of a stale tensor is refused. Layouts determine the copies, and the order
+of calls the stale tensors, so all ranks refuse the same use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydist.tensor.refusals import module_path, source_line
 if TYPE_CHECKING:
     from pydist.layout import Layout
 
-Part = tuple["View", tuple[tuple[int, int], ...]]
+ViewPart = tuple["View", tuple[tuple[int, int], ...]]
 """A box of a tensor, named by the tensor's view: [first, last) along each of its dims."""
 
 
@@ -38,7 +38,7 @@ class View(NamedTuple):
     """
 
     memory: Memory
-    part: Part | None = None
+    part: ViewPart | None = None
     cut: tuple[View, Sequence[Any]] | None = None
     is_expanded: bool = False
 
@@ -56,7 +56,7 @@ class Memory:
 
     __slots__ = ("born", "is_base", "key", "plain", "storage")
 
-    def __init__(self, storage: Storage | None = None) -> None:
+    def __init__(self, storage: SharedStorage | None = None) -> None:
         self.storage = storage
         self.plain: tuple[weakref.ref[Tensor], Layout] | None = None
         self.born = storage.clock if storage else 0
@@ -66,7 +66,7 @@ class Memory:
     def copied(self, shard: Tensor) -> Memory:
         """Returns the memory of a copy of `shard`, which has this memory."""
         if self.storage is None:
-            self.storage = Storage()
+            self.storage = SharedStorage()
             self.is_base = True
             self.storage.watch(self.key, shard)
         return Memory(self.storage)
@@ -102,7 +102,7 @@ class _Change(NamedTuple):
     how: str
 
 
-class Storage:
+class SharedStorage:
     """One storage of torch that is several memories on this rank.
 
     Attributes:
@@ -111,7 +111,7 @@ class Storage:
 
     def __init__(self) -> None:
         self.clock = 0
-        self._changes: dict[tuple[object, Part | None], _Change] = {}
+        self._changes: dict[tuple[object, ViewPart | None], _Change] = {}
         self._probes: dict[object, _Probe] = {}
 
     def watch(self, key: object, shard: Tensor) -> None:
@@ -125,14 +125,14 @@ class Storage:
             self._look(key)
             del self._probes[key]
 
-    def record(self, key: object, part: Part | None, how: str) -> None:
+    def record(self, key: object, part: ViewPart | None, how: str) -> None:
         """Records an in-place change of a part of one memory, all of it if the part is `None`."""
         self.clock += 1
         self._changes[key, part] = _Change(self.clock, how)
         for probe in self._probes.values():
             probe.moved()  # resets it: earlier changes were seen when the tensor was read
 
-    def take_change(self, key: object, part: Part | None) -> Callable[[], None]:
+    def take_change(self, key: object, part: ViewPart | None) -> Callable[[], None]:
         """Forgets the last change of a part of a memory; the returned function restores it."""
         change = self._changes.pop((key, part), None)
 
@@ -142,7 +142,7 @@ class Storage:
 
         return restore
 
-    def change_after(self, memory: Memory, part: Part | None) -> str:
+    def change_after(self, memory: Memory, part: ViewPart | None) -> str:
         """Describes a change of another memory that overlaps a part of this one; "" if none."""
         for key in list(self._probes):
             self._look(key)
@@ -156,7 +156,7 @@ class Storage:
             self.record(key, None, "through to_local()")
 
 
-def _disjoint(one: Part | None, other: Part | None) -> bool:
+def _disjoint(one: ViewPart | None, other: ViewPart | None) -> bool:
     if one is None or other is None or one[0] is not other[0]:
         return False
     return any(a >= d or c >= b for (a, b), (c, d) in zip(one[1], other[1], strict=True))
@@ -198,7 +198,7 @@ def record_change(x: Aliased) -> None:
         storage.record(view.memory.key, view.part, how)
 
 
-class _Entry(Function):
+class _Detached(Function):
     """Identity whose result shares memory but is not a view for autograd: it may be changed."""
 
     @staticmethod
@@ -211,14 +211,14 @@ class _Entry(Function):
         return grad
 
 
-def entry_of_plain(part: Tensor, plain: Tensor) -> Tensor:
+def detached_part(part: Tensor, plain: Tensor) -> Tensor:
     """Returns this rank's part of a plain tensor as the shard of a sharded tensor.
 
     It may be changed in place, unless `plain` is a leaf that requires a gradient, as in torch.
     """
     if part is plain or not part.requires_grad or not torch.is_grad_enabled() or _is_leaf(plain):
         return part
-    entry: Tensor = _Entry.apply(part)
+    entry: Tensor = _Detached.apply(part)
     return entry
 
 
@@ -230,7 +230,7 @@ def as_result(view: Tensor) -> Tensor:
     """
     if not view.requires_grad or not torch.is_grad_enabled():
         return view
-    result: Tensor = _Entry.apply(view)
+    result: Tensor = _Detached.apply(view)
     return result
 
 
@@ -250,7 +250,7 @@ def to_change(x: Aliased, shard: Tensor, others: Iterable[Any] = ()) -> Tensor:
     if x._view is not None and any(isinstance(o, Tensor) and o.requires_grad for o in others):
         return shard
     with torch.enable_grad():  # keeps the existing graph also where the change needs none
-        entry: Tensor = _Entry.apply(shard)
+        entry: Tensor = _Detached.apply(shard)
     torch.autograd.graph.increment_version(shard)  # as the change does on other ranks
     return entry
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from pydist.errors import UsageError
-from pydist.exchange.adjoints import enter, with_true_gradient
+from pydist.exchange.adjoints import average_grad, scale_grad
 from pydist.exchange.consistency import consistency_of
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.exchange.redistribution import redistributed
 from pydist.gradients.members import follow, reducer_of, use_as_parameter
 from pydist.layout import Layout
 from pydist.mesh import Mesh
-from pydist.tensor.aliasing import entry_of_plain, is_partly_changed
+from pydist.tensor.aliasing import detached_part, is_partly_changed
 from pydist.tensor.sharded import ShardedTensor, local_of, wrap
 
 
@@ -40,12 +40,12 @@ def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
     """
     prove_equal(tensor, layout, "cut")
     follow(tensor, layout.mesh)
-    part = with_true_gradient(tensor, layout.mesh, layout.used_axes)
+    part = average_grad(tensor, layout.mesh, layout.used_axes)
     box = layout.box
     if tuple(box.shape) != tuple(tensor.shape):
         part = part[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
-    entered = enter(part, layout.mesh.sample_size / layout.replicas, as_view=True)
-    return entry_of_plain(entered, tensor)
+    entered = scale_grad(part, layout.mesh.sample_size / layout.replicas, as_view=True)
+    return detached_part(entered, tensor)
 
 
 @overload
@@ -141,7 +141,7 @@ def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor
     factor = target.replicas / layout.replicas
 
     def made(local: Tensor) -> Tensor:
-        return enter(with_true_gradient(local, mesh, more), factor)
+        return scale_grad(average_grad(local, mesh, more), factor)
 
     return _part(local, None, made, mesh) if factor != 1 else made(local)
 
@@ -156,8 +156,8 @@ def _slice_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor:
     follow(own, mesh)
     factor = target.replicas / layout.replicas
     if x._layout.boxes == target.boxes:
-        return _part(own, None, lambda own: enter(own, factor), mesh) if factor != 1 else own
-    return enter(redistributed(own, x._layout, target, is_averaged=True), factor)
+        return _part(own, None, lambda own: scale_grad(own, factor), mesh) if factor != 1 else own
+    return scale_grad(redistributed(own, x._layout, target, is_averaged=True), factor)
 
 
 def _entered(x: Tensor, index: tuple[slice, ...] | None, layout: Layout) -> Tensor:
@@ -168,8 +168,8 @@ def _entered(x: Tensor, index: tuple[slice, ...] | None, layout: Layout) -> Tens
     def made(x: Tensor) -> Tensor:
         follow(x, mesh)
         is_parameter = x.is_leaf and isinstance(x, nn.Parameter)
-        part = x if is_parameter else with_true_gradient(x, mesh, layout.used_axes)
-        return enter(part if index is None else part[index], factor)
+        part = x if is_parameter else average_grad(x, mesh, layout.used_axes)
+        return scale_grad(part if index is None else part[index], factor)
 
     return _part(x, index, made, mesh) if factor != 1 else made(x)
 

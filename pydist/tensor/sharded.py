@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pydist.comm.interface.ledger import CAUSE
 from pydist.errors import NotSupported, UsageError
-from pydist.exchange.adjoints import with_true_gradient
+from pydist.exchange.adjoints import average_grad
 from pydist.exchange.history import (
     NO_HISTORY,
     caused_by,
@@ -21,15 +21,15 @@ from pydist.exchange.history import (
 )
 from pydist.exchange.own_slice import is_sharded_weight, set_axes_of_copies
 from pydist.exchange.redistribution import redistributed
-from pydist.gradients.local_uses import entered
+from pydist.gradients.local_uses import scale_leaving_gradients
 from pydist.gradients.members import follow, lead_to
 from pydist.grid import AXES, SAMPLE_AXES
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import Layout
 from pydist.tensor.aliasing import (
-    Part,
     View,
+    ViewPart,
     record_change,
     refuse_stale,
     shares_memory,
@@ -43,11 +43,11 @@ from pydist.tensor.wrapper import (
     GET_DEVICE,
     GET_DTYPE,
     GET_REQUIRES_GRAD,
+    guard_gradient,
     of_wrapper,
     plain,
     plain_operands,
     refuse_foreign_graph,
-    set_tripwire,
 )
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class ShardedTensor(torch.Tensor):
         wrapper._shard, wrapper._layout, wrapper._origin = local, layout, origin
         wrapper._deferred = None
         if requires_grad:
-            set_tripwire(wrapper)
+            guard_gradient(wrapper)
             if origin.sizes.in_features:
                 mark_batch(local, origin.sizes)
         return wrapper
@@ -157,7 +157,7 @@ class ShardedTensor(torch.Tensor):
                 f"{layout.mesh.rank} holds {layout.local_shape} of {layout.shape}"
             )
         follow(local, layout.mesh)
-        local = entered(local, layout)
+        local = scale_leaving_gradients(local, layout)
         return cls.of_shard(local, layout, first_sample, statistics)
 
     @classmethod
@@ -246,7 +246,7 @@ class ShardedTensor(torch.Tensor):
         with caused_by(self._history):
             whole = redistributed(local, layout, layout.whole())
         if whole is local:
-            whole = with_true_gradient(whole, self.mesh, SAMPLE_AXES)
+            whole = average_grad(whole, self.mesh, SAMPLE_AXES)
         lead_to(whole, self.mesh, self._history, self._origin.sizes)
         return whole
 
@@ -394,9 +394,9 @@ def _reenter(x: ShardedTensor) -> None:
     """Treats a shard that a program has changed in place like an argument of `from_local`."""
     shard = x._shard
     follow(shard, x.mesh)
-    local = entered(shard, x._layout)
+    local = scale_leaving_gradients(shard, x._layout)
     x._shown = (local.grad_fn,)
-    adopt_local(x, local, changed=False)
+    replace_shard_(x, local, changed=False)
 
 
 def view_of(
@@ -404,7 +404,7 @@ def view_of(
     local: Tensor,
     layout: Layout,
     is_copy: bool = False,
-    part: Part | None = None,
+    part: ViewPart | None = None,
     index: Sequence[Any] | None = None,
     is_expanded: bool = False,
 ) -> ShardedTensor:
@@ -434,7 +434,7 @@ def view_of(
     return y
 
 
-def adopt_local(x: ShardedTensor, local: Tensor, changed: bool = True) -> ShardedTensor:
+def replace_shard_(x: ShardedTensor, local: Tensor, changed: bool = True) -> ShardedTensor:
     """Makes `local`, the result of a call in place, the shard of `x`.
 
     Args:
@@ -451,5 +451,5 @@ def adopt_local(x: ShardedTensor, local: Tensor, changed: bool = True) -> Sharde
         torch.autograd.graph.increment_version(x)
     if local.requires_grad and not of_wrapper(GET_REQUIRES_GRAD, x):
         of_wrapper(torch.Tensor.requires_grad_, x)
-        set_tripwire(x)
+        guard_gradient(x)
     return x

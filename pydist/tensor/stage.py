@@ -12,7 +12,7 @@ from pydist.errors import NotSupported
 from pydist.tensor.wrapper import GET_GRAD_FN, GET_REQUIRES_GRAD, of_wrapper
 
 
-class Calls(Protocol):
+class CallHandler(Protocol):
     """Interface that executes the calls of one forward pass.
 
     Attributes:
@@ -42,7 +42,7 @@ class StageTensor(torch.Tensor):
         stages: the stages that hold its present value.
     """
 
-    calls: Calls
+    calls: CallHandler
     number: int
     meta: Tensor
     value: Tensor | None
@@ -53,7 +53,7 @@ class StageTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, calls: Calls, meta: Tensor, value: Tensor | None, device: torch.device
+        cls, calls: CallHandler, meta: Tensor, value: Tensor | None, device: torch.device
     ) -> StageTensor:
         """Wraps a value, or what is known of the value of another stage."""
         wrapper = torch.Tensor._make_wrapper_subclass(

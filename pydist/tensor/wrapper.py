@@ -48,7 +48,7 @@ def refuse_foreign_graph(x: Tensor) -> None:
         )
 
 
-def _tripwire(_: Tensor) -> Tensor:
+def _refuse_gradient(_: Tensor) -> Tensor:
     raise NotSupported(
         "a gradient arrived at a ShardedTensor itself instead of its shard: an autograd.Function "
         "was applied to a sharded tensor; apply it to x.to_local()"
@@ -56,12 +56,12 @@ def _tripwire(_: Tensor) -> Tensor:
 
 
 # One for all wrappers: registering a hook on each takes longer than making the wrapper.
-_TRIPWIRES = OrderedDict({0: _tripwire})
+_GUARDS = OrderedDict({0: _refuse_gradient})
 
 
-def set_tripwire(wrapper: Tensor) -> None:
+def guard_gradient(wrapper: Tensor) -> None:
     """Makes a gradient that arrives at the wrapper raise."""
-    of_wrapper(_SET_HOOKS, wrapper, _TRIPWIRES)
+    of_wrapper(_SET_HOOKS, wrapper, _GUARDS)
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from pydist.optim import (
     load_gradient_state,
     set_loss_scale,
 )
-from pydist.parallel import entry_of
+from pydist.parallel import entry_hook_of
 
 
 class Averaged:
@@ -54,7 +54,7 @@ class Averaged:
     def sent(self) -> dict[str, int]:
         """Returns the bytes that this rank has sent for gradients, by the kind of group."""
         total: dict[str, int] = {}
-        for form in entry_of(self._model).forms:
+        for form in entry_hook_of(self._model).forms:
             for kind, count in form.sent().items():
                 total[kind] = total.get(kind, 0) + count
         return total

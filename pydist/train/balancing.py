@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pydist.comm import Transport
     from pydist.train.config import Config
     from pydist.train.log import Event
-    from pydist.train.state import State
+    from pydist.train.state import RunState
 
 _LEAST_GAIN = 0.02
 """Fraction of the time that another round must promise to save."""
@@ -110,7 +110,7 @@ def measure(
     measured: list[tuple[float, float]] = []
 
     @contextmanager
-    def measuring(_: State) -> Iterator[StepListener]:
+    def measuring(_: RunState) -> Iterator[StepListener]:
         def listen(event: Event) -> None:
             measured.append((event["seconds"] - waited(event["parts"]), event["seconds"]))
 

@@ -3,7 +3,7 @@
 A checkpoint is a folder ``step-000120`` with
 
 - ``NAME.safetensors`` for each part of the state (model, optimizer, ...): its tensors;
-- ``state.json``: everything else, as `pydist.train.tree` writes it;
+- ``state.json``: everything else, as `pydist.train.nested_state` writes it;
 - ``manifest.json``: format version, step, and length and CRC-32C of every file.
 
 It is written as ``step-000120.tmp-...``, synced to the disk and renamed, so that a folder with the
@@ -31,7 +31,7 @@ from pydist import owner
 from pydist._loader import native
 from pydist.errors import CheckpointError, DiskError
 from pydist.parsing import parse_json
-from pydist.train import tree
+from pydist.train import nested_state
 
 FORMAT = "pydist-checkpoint"
 VERSION = 1
@@ -67,7 +67,7 @@ def write(folder: Path, step: int, parts: Mapping[str, object], keep: int = 2) -
         folder: folder of the run's checkpoints; created if missing.
         step: training steps done. An existing checkpoint of the same step is kept: a run that
             resumes from it and stops immediately has nothing to add.
-        parts: state by name (letters, digits, ``_``, ``-``), for `pydist.train.tree.split`.
+        parts: state by name (letters, digits, ``_``, ``-``), for `nested_state.flatten_state`.
         keep: number of complete checkpoints to keep, at least 1.
 
     Returns:
@@ -119,7 +119,9 @@ def read(path: Path) -> dict[str, Any]:
         }
         skeletons = parse_json(files[_STATE])
         parts: dict[str, Any] = {
-            part: tree.join(skeleton, safetensors.torch.load(files[f"{part}.safetensors"]))
+            part: nested_state.unflatten_state(
+                skeleton, safetensors.torch.load(files[f"{part}.safetensors"])
+            )
             for part, skeleton in skeletons.items()
         }
     except _NOT_AS_WRITTEN as error:
@@ -129,12 +131,12 @@ def read(path: Path) -> dict[str, Any]:
 
 def _encode(parts: Mapping[str, object]) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
-    skeletons: dict[str, tree.Json] = {}
+    skeletons: dict[str, nested_state.Json] = {}
     for part, state in parts.items():
         tensors: dict[str, Tensor]
-        skeletons[part], tensors = tree.split(state)
+        skeletons[part], tensors = nested_state.flatten_state(state)
         files[f"{part}.safetensors"] = safetensors.torch.save(tensors)
-    files[_STATE] = tree.dumps(skeletons)
+    files[_STATE] = nested_state.dumps(skeletons)
     return files
 
 

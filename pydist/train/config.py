@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from pydist.errors import UsageError
 from pydist.registry import MODELS, Registry, transport_names
+from pydist.train.batch_schedules import BatchScheduleConfig
 from pydist.train.gradients import GradientsConfig
 from pydist.train.optimizers import (
     AdamConfig,
@@ -25,7 +26,6 @@ from pydist.train.optimizers import (
     OptimizerConfig,
     SgdConfig,
 )  # fmt: skip
-from pydist.train.schedules import BatchScheduleConfig
 from pydist.train.settings import (
     LARGEST,
     Chosen,

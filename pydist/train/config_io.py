@@ -61,10 +61,10 @@ def loads(text: str, source: str) -> Config:
         raise UsageError(f"{source} is not valid TOML: nested too deeply") from None
     except ValueError as error:  # base of tomllib's error, and raised for too many digits
         raise UsageError(f"{source} is not valid TOML: {error}") from error
-    return check(tables, source)
+    return from_tables(tables, source)
 
 
-def check(tables: dict[str, Any], source: str) -> Config:
+def from_tables(tables: dict[str, Any], source: str) -> Config:
     """Converts nested dicts to a `Config`; `source` names them in errors (see `load`)."""
     for table, registry in CHOSEN.items():
         given = tables.get(table)
@@ -86,7 +86,7 @@ def check(tables: dict[str, Any], source: str) -> Config:
             )
     try:
         config.data.check()
-        ranks.check(config)
+        ranks.check_settings(config)
         config.optimizer.check()
         config.model.loss(config.train)
     except UsageError as error:
@@ -95,7 +95,7 @@ def check(tables: dict[str, Any], source: str) -> Config:
 
 
 def value(text: str) -> Any:
-    """Returns a value given in TOML, or text that is none, to be refused by `check`."""
+    """Returns a value given in TOML, or text that is none, to be refused by `from_tables`."""
     try:
         return tomllib.loads(f"given = {text}")["given"]
     except ValueError:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pydist._loader import native
-from pydist.comm.transports.nccl.place import present
+from pydist.comm.transports.nccl.device_assignment import present
 from pydist.errors import UsageError
 from pydist.runtime import why_no_devices
 

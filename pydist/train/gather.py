@@ -14,7 +14,7 @@ from pydist.partition import Box
 from pydist.tensor import ShardedTensor
 
 
-def on_first_rank(x: ShardedTensor) -> Tensor | None:
+def gather_to_first_rank(x: ShardedTensor) -> Tensor | None:
     """Gathers the full tensor on each sample group's first rank; None on others. Collective."""
     group, layout = x.mesh.sample, x.layout
     local = x.to_local().detach().contiguous()
@@ -35,7 +35,7 @@ def on_first_rank(x: ShardedTensor) -> Tensor | None:
     return whole
 
 
-def from_first_rank(whole: Tensor | None, layout: Layout, dtype: torch.dtype) -> Tensor:
+def scatter_from_first_rank(whole: Tensor | None, layout: Layout, dtype: torch.dtype) -> Tensor:
     """Scatters a tensor from the first rank of the sample group; returns the block. Collective.
 
     Args:

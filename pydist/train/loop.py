@@ -17,12 +17,12 @@ from pydist.backend.autotuner import Autotuner, autotuner_of
 from pydist.comm.consensus import any_rank, together
 from pydist.data.publish import publish
 from pydist.errors import DataError, DiskError, PydistError, Stopped
-from pydist.train.clock import StepClock
+from pydist.train.cuda_graph import GraphedStep
 from pydist.train.folder import TUNING_FILE
 from pydist.train.gradients import name_of
-from pydist.train.graph import GraphedStep
 from pydist.train.signals import StopRequest
 from pydist.train.step import TrainStep
+from pydist.train.step_clock import StepClock
 from pydist.watchdog import BLOCKED, phase
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from pydist.data.lock import FolderLock
     from pydist.train.config import CheckpointConfig, TrainConfig
     from pydist.train.log import EventLog
-    from pydist.train.noise import Figures
+    from pydist.train.noise import SquaredNorms
     from pydist.train.rebalancing import Rebalancing
-    from pydist.train.state import State
+    from pydist.train.state import RunState
     from pydist.train.tasks import Task, Validation
 
 
@@ -60,7 +60,7 @@ class Trainer:
 
     def __init__(
         self,
-        state: State,
+        state: RunState,
         task: Task,
         validation_loader: Loader | None,
         log: EventLog,
@@ -247,7 +247,7 @@ class Trainer:
         self._sent = total
         return found
 
-    def _adapt(self, batch: Batch, figures: Figures | None) -> None:
+    def _adapt(self, batch: Batch, figures: SquaredNorms | None) -> None:
         """Adds a measurement of the noise scale, and changes the batch if it is time to."""
         state, adaptive = self.state, self.state.adaptive
         if adaptive is None:

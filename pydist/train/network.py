@@ -19,7 +19,7 @@ from pydist.backend.autotuner import autotuner_of
 from pydist.errors import UsageError
 from pydist.gradients import Dense
 from pydist.optim import sharded
-from pydist.parallel import entry_of, parallelize
+from pydist.parallel import entry_hook_of, parallelize
 from pydist.stages import pipeline
 from pydist.train.averaged import Averaged
 from pydist.train.device import autocast, memory_format
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pydist.gradients.forms.settings import Gradients
     from pydist.mesh import Mesh
     from pydist.optim.partitioned import Use
-    from pydist.stages import Plan
+    from pydist.stages import StagePlan
     from pydist.train.config import Config
     from pydist.train.job import Job
     from pydist.train.tasks import Task
@@ -156,7 +156,7 @@ class MeshNetwork:
     @contextmanager
     def _part(self, batch: Batch) -> Iterator[None]:
         """Runs one of several passes of a step in the `with` block."""
-        entry = entry_of(self.model)
+        entry = entry_hook_of(self.model)
         entry.continues = batch.part > 0  # random numbers go by the sample's place in the step
         try:
             with nullcontext() if batch.is_last else entry.no_sync():
@@ -324,7 +324,9 @@ class StagedNetwork:
             self._ahead -= 1
 
 
-def place(model: nn.Module, job: Job, task: Task, loader: Loader, config: Config) -> Network:
+def place_network(
+    model: nn.Module, job: Job, task: Task, loader: Loader, config: Config
+) -> Network:
     """Places a plain network on the ranks of a job. Collective.
 
     Args:
@@ -354,7 +356,7 @@ def place(model: nn.Module, job: Job, task: Task, loader: Loader, config: Config
     return StagedNetwork(model, job, _sample(loader, task, config), config, gradients)
 
 
-def _described(plan: Plan) -> str:
+def _described(plan: StagePlan) -> str:
     """Returns the cuts of a plan and the stages' shares of the time, on one line."""
     total = sum(row[1] for row in plan.rows) or 1.0
     shares = ", ".join(f"{row[1] / total:.0%}" for row in plan.rows)

@@ -16,10 +16,10 @@ from pydist.optim.noise_scale import NoiseScale
 if TYPE_CHECKING:
     from pydist.data.loader import Batch, Loader
     from pydist.mesh import Mesh
-    from pydist.train.schedules import BatchScheduleConfig
+    from pydist.train.batch_schedules import BatchScheduleConfig
 
 
-Figures = tuple[float, float, int]
+SquaredNorms = tuple[float, float, int]
 
 
 class GradientSquares:
@@ -43,7 +43,7 @@ class GradientSquares:
                 self._by_axes.setdefault(axes_of_copies(own), []).append(own)
         self._before: list[Tensor] = []
         self._sums = torch.zeros(3, dtype=torch.float64)  # of parts, their number, of the step
-        self.figures: Figures = (0.0, 0.0, 0)
+        self.figures: SquaredNorms = (0.0, 0.0, 0)
         """The mean of the parts' squared norms, the squared norm of the step, and the number of
         parts, for `NoiseScale.add`; equal on all ranks."""
         self._own = 0  # samples of this rank's group

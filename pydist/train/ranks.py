@@ -24,7 +24,7 @@ _OF_EACH = ("spatial", "channel")
 """Settings that a list of stages gives for each."""
 
 
-def check(config: Config) -> None:
+def check_settings(config: Config) -> None:
     """Checks that the settings of mesh, stages and gradients suit each other.
 
     Raises:

@@ -25,7 +25,6 @@ from pydist.errors import CheckpointError, Stopped, UsageError
 from pydist.optim import SampleLR, schedule
 from pydist.optim.layerwise import LayerwiseOptimizer
 from pydist.train import checkpoint, config_io, report
-from pydist.train.about import About
 from pydist.train.datasets import make_loader, open_datasets, store_budgets
 from pydist.train.device import (
     facts_of_run,
@@ -44,11 +43,12 @@ from pydist.train.job import Job
 from pydist.train.layer_log import LayerLog
 from pydist.train.log import EventLog, Listener, done_at, losses
 from pydist.train.loop import Trainer
-from pydist.train.network import place
+from pydist.train.metadata import CheckpointMetadata
+from pydist.train.network import place_network
 from pydist.train.noise import AdaptiveBatch
 from pydist.train.ranks import meshes_of
 from pydist.train.rebalancing import Rebalancing
-from pydist.train.state import State, seed_everything
+from pydist.train.state import RunState, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
 from pydist.watchdog import phase
 
@@ -240,7 +240,7 @@ def make_state(
     data: ShardDataset,
     loader: Loader,
     prepare: Callable[[torch.nn.Module], None] | None = None,
-) -> State:
+) -> RunState:
     """Creates the initial state of a run, on the loader's device. Collective.
 
     Args:
@@ -263,7 +263,7 @@ def make_state(
     device = loader.device
     model.to(device)
     in_format(model, memory_format(config.train, device))
-    network = place(model, job, task, loader, config)
+    network = place_network(model, job, task, loader, config)
     if config.train.tuning is not None:
         with together(job.world, "reading the tuning file"):
             autotuner_of(job.mesh).pin(config.train.tuning, network.own_tuning)
@@ -276,14 +276,22 @@ def make_state(
     )
     scheduler = _schedule(settings, optimizer, len(loader.dataset), scaled)
     scaler = GradScaler(device.type, enabled=config.train.amp == "fp16")
-    about = About(config, data.manifest).dump()
+    metadata = CheckpointMetadata(config, data.manifest).dump()
     planned = config.train.batch_schedule
     adaptive = AdaptiveBatch(planned, loader) if planned.noise_scale else None
     every, layers = getattr(config.optimizer, "log_every", 0), None
     if every and isinstance(made, LayerwiseOptimizer):
         layers = LayerLog(made, model, job, every)
-    return State(
-        job, network, optimizer, scheduler, scaler, loader, about, layers=layers, adaptive=adaptive
+    return RunState(
+        job,
+        network,
+        optimizer,
+        scheduler,
+        scaler,
+        loader,
+        metadata,
+        layers=layers,
+        adaptive=adaptive,
     )
 
 
@@ -307,7 +315,7 @@ def _schedule(
     )
 
 
-def _resume(config: Config, state: State, resume: Resume) -> None:
+def _resume(config: Config, state: RunState, resume: Resume) -> None:
     """Resumes from the last checkpoint; `resume` is as in the configuration."""
     folder = config.output.folder / CHECKPOINTS
     job = state.job
@@ -325,7 +333,7 @@ def _resume(config: Config, state: State, resume: Resume) -> None:
         state.load(folder / latest)
 
 
-def _done_before(path: Path, state: State) -> tuple[bool, bool]:
+def _done_before(path: Path, state: RunState) -> tuple[bool, bool]:
     """Returns `log.done_at` of the step from which the run resumes. Collective."""
     job = state.job
     if state.step == 0:

@@ -32,9 +32,9 @@ from pydist.optim.fused import match_parameter_formats
 from pydist.slices import state_on_rank_0
 from pydist.slices.steps import shard_state
 from pydist.train import checkpoint
-from pydist.train.about import differences
 from pydist.train.job import Job
 from pydist.train.layer_log import LayerLog
+from pydist.train.metadata import differences
 from pydist.train.network import Network
 from pydist.train.noise import AdaptiveBatch
 from pydist.watchdog import phase
@@ -46,7 +46,7 @@ _DOES_NOT_MATCH = (
 
 
 @dataclass
-class State:
+class RunState:
     """State that determines how a run continues."""
 
     job: Job
@@ -56,8 +56,8 @@ class State:
     scaler: GradScaler
     loader: Loader
     """The training batches; the sampler determines the next one."""
-    about: Mapping[str, str]
-    """The information for prediction besides the weights; see `pydist.train.about`."""
+    metadata: Mapping[str, str]
+    """The information for prediction besides the weights; see `pydist.train.metadata`."""
     step: int = 0
     """Number of optimizer steps done."""
     layers: LayerLog | None = None
@@ -143,7 +143,7 @@ class State:
         The optimizer's settings are part of the saved state, and would silently overwrite this
         run's.
         """
-        found = differences(parts.get("about", {}), self.about)
+        found = differences(parts.get("about", {}), self.metadata)
         for name, mine in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
             found = found or _kinds(name, parts.get(name), mine.state_dict())
         if self.scaler.is_enabled() and not parts.get("scaler"):
@@ -166,7 +166,7 @@ class State:
             "sampler": self.loader.state_dict(),
             "mesh": {"forwards": self.mesh.session.forwards},
             "tuning": self.network.tuning(),
-            "about": dict(self.about),
+            "about": dict(self.metadata),
             "random": _random_state(),
         }
 

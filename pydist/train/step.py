@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.parallel import entry_of
+from pydist.parallel import entry_hook_of
 from pydist.train.device import autocast
-from pydist.train.noise import Figures, GradientSquares
+from pydist.train.noise import GradientSquares, SquaredNorms
 
 if TYPE_CHECKING:
     from pydist.data.loader import Batch
     from pydist.train.config import TrainConfig
-    from pydist.train.state import State
+    from pydist.train.state import RunState
     from pydist.train.tasks import Task
     from pydist.train.tasks.base import Criterion
 
@@ -30,7 +30,7 @@ class TrainStep:
         config: precision and clipping.
     """
 
-    def __init__(self, state: State, task: Task, config: TrainConfig) -> None:
+    def __init__(self, state: RunState, task: Task, config: TrainConfig) -> None:
         self.state, self.task, self.config = state, task, config
         self.mesh = state.mesh
         self.device = state.loader.device
@@ -61,7 +61,7 @@ class TrainStep:
         """
         return self._over(passes, None)
 
-    def measured(self, passes: Iterable[Batch]) -> tuple[Tensor, Figures]:
+    def measured(self, passes: Iterable[Batch]) -> tuple[Tensor, SquaredNorms]:
         """Performs the step as `accumulated`, and measures the norms of its parts' gradients.
 
         The gradients of all passes are reduced after the last one.
@@ -81,14 +81,14 @@ class TrainStep:
             criterion = self.task.criterion(passes)
         for batch in passes:
             criterion = criterion or self.task.criterion([batch])
-            with nullcontext() if squares is None else entry_of(self.state.model).no_sync():
+            with nullcontext() if squares is None else entry_hook_of(self.state.model).no_sync():
                 loss = self._backward(batch, batch.loss_scale, criterion)
             if squares is not None:
                 squares.add_pass(batch)
             if batch.count:  # the mean over no samples is NaN
                 total += loss.double() * batch.count
         if squares is not None:
-            entry_of(self.state.model).reduce()
+            entry_hook_of(self.state.model).reduce()
             squares.finish(self.state.scaler.get_scale())
         self._update()
         return total

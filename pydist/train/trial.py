@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
     from pydist.stages import Stages
     from pydist.train.config import Config
-    from pydist.train.state import State
+    from pydist.train.state import RunState
 
 StepListener = Callable[[Event], None]
 """Receives the event "step" of each step, with the parts of this rank's time."""
@@ -36,7 +36,7 @@ def take_steps(
     config: Config,
     ranks: Mesh | Stages,
     steps: int,
-    measured: Callable[[State], AbstractContextManager[StepListener]],
+    measured: Callable[[RunState], AbstractContextManager[StepListener]],
 ) -> None:
     """Trains for some steps without writing anything. Collective.
 

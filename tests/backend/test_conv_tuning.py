@@ -19,11 +19,11 @@ from pydist.backend import autotuner, conv_kernels, conv_tuning, records
 from pydist.backend.autotuner import autotuner_of
 from pydist.backend.conv import FORWARD, candidates
 from pydist.backend.conv_kernels import CONVERT, Candidate, ConvKernels, by_rule, pick
-from pydist.backend.conv_tuning import ConvSubject, part_of
+from pydist.backend.conv_tuning import ConvSubject, measured_part
 from pydist.backend.problem import ROLES, ConvProblem
 from pydist.comm import LocalTransport
 from pydist.errors import UsageError
-from pydist.exchange.formats import is_channels_last
+from pydist.exchange.memory_formats import is_channels_last
 from pydist.ops.convolution import conv, conv_transpose
 from pydist.ops.convolution.local_conv import ConvChooser
 from support.equivalence import layout_at, on_ranks, randn, shard
@@ -220,7 +220,7 @@ def test_every_candidate_is_measured_for_real():
 def test_a_large_convolution_is_measured_on_a_part(edge):
     """The part has the same candidates."""
     whole = problem(edge, edge, 16)
-    part = part_of(whole)
+    part = measured_part(whole)
     if edge == 24:
         assert part == whole
         return

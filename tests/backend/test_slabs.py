@@ -53,7 +53,7 @@ def test_the_library_adds_what_the_native_kernel_adds(problem):
     for name in ("plain", "library"):
         result = target.clone()
         where = problem.first_lo, problem.target_lo
-        slabs.run(name, problem, first, second, result, *where)
+        slabs.run_slab(name, problem, first, second, result, *where)
         found.append(result)
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-12)
 
@@ -105,13 +105,13 @@ def chosen(monkeypatch, tmp_path) -> list[SlabProblem]:
 def calls(monkeypatch) -> list[tuple[str, str]]:
     """Returns the list of (kernel, role) of the slabs added from now on."""
     made: list[tuple[str, str]] = []
-    run = slabs.run
+    run = slabs.run_slab
 
     def recorded(name, problem, *args):
         made.append((name, problem.role))
         run(name, problem, *args)
 
-    monkeypatch.setattr("pydist.ops.convolution.slab_kernels.run", recorded)
+    monkeypatch.setattr("pydist.ops.convolution.slab_kernels.run_slab", recorded)
     return made
 
 

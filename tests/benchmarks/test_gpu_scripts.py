@@ -129,11 +129,11 @@ def test_overlap(run, capsys):
 
 
 def test_a_rank_that_is_alone_chooses_kernels_by_itself(run, monkeypatch, tmp_path):
-    from alone import Alone, choosing_alone
+    from lone_rank import LoneRank, choosing_alone
 
     monkeypatch.setattr(conv_tuning, "_MEASURED_FLOPS", 0)
     monkeypatch.setattr(conv_tuning, "_SECONDS", 0.0)
-    mesh = Mesh(Alone(1, 3), 1, (3, 1, 1))
+    mesh = Mesh(LoneRank(1, 3), 1, (3, 1, 1))
     model = parallelize(nn.Sequential(nn.Conv3d(2, 4, 3, padding=1)), mesh)
     layout = layout_for_sample(mesh, (1, 2, 12, 6, 6))
     x = ShardedTensor.from_local(torch.randn(layout.local_shape), layout)

@@ -12,7 +12,7 @@ from pydist.check import check, format_report, load_factory
 from pydist.check.report import Report
 from pydist.cli.main import main
 from pydist.errors import UsageError
-from pydist.stages.transfer import Transfer
+from pydist.stages.transfer import StageTransfer
 from pydist.tensor import HANDLERS, local_of, wrap
 
 FACTORIES = """
@@ -137,8 +137,8 @@ def test_micro_batches_of_one_stage():
 
 
 def test_a_wrong_transfer_between_stages_is_found(monkeypatch):
-    right = Transfer.receive_gradient
-    monkeypatch.setattr(Transfer, "receive_gradient", lambda *given: right(*given) * 1.01)
+    right = StageTransfer.receive_gradient
+    monkeypatch.setattr(StageTransfer, "receive_gradient", lambda *given: right(*given) * 1.01)
     report = check(network, (2, 12, 8, 8), (1, 1, 1), stages=2)
     assert not report.ok
     assert "gradient of 0.weight" in report.failures

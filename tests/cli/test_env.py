@@ -8,7 +8,7 @@ import pytest
 
 import pydist
 from pydist.cli import env, main
-from pydist.comm.transports.nccl import place
+from pydist.comm.transports.nccl import device_assignment
 from pydist.launch import Backend
 
 
@@ -49,8 +49,8 @@ def test_what_auto_takes(
     lacks: str, devices: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(env, "available", lambda: [Backend("gloo")])
-    monkeypatch.setattr(place, "missing", lambda: lacks)
-    monkeypatch.setattr(place, "device_missing", lambda: lacks)
+    monkeypatch.setattr(device_assignment, "missing", lambda: lacks)
+    monkeypatch.setattr(device_assignment, "device_missing", lambda: lacks)
     monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
     assert list(env._automatic()) == [("auto", "launcher gloo"), *(("", text) for text in expected)]
 

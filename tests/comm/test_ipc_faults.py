@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pydist.comm import Transport, run_local
-from pydist.comm.transports.ipc.place import Tried, agree, reachable
+from pydist.comm.transports.ipc.peer_memory import MappedPeers, find_peers, reachable
 from pydist.errors import DataError, NotSupported, PydistError, RankFailed, RankLost, UsageError
 from support.jobs.children import child_environment
 from support.stand_ins.recorder import RecordedIpc, Recorder
@@ -162,12 +162,12 @@ def test_a_device_that_never_rests_is_waited_for_with_a_limit(recorder: Recorder
 def test_ranks_of_one_process_do_not_map_each_other(recorder: Recorder) -> None:
     def body(host: Transport) -> None:
         with pytest.raises(NotSupported, match=r"'ipc' needs ranks that map .* processes of one"):
-            agree(host, recorder.driver, 0, 1 << 16)
+            find_peers(host, recorder.driver, 0, 1 << 16)
 
     before = recorder.blocks()
     run_local(body, 2)
     assert recorder.blocks() == before
-    (alone,) = run_local(lambda host: agree(host, recorder.driver, 0, 1 << 16), 1)
+    (alone,) = run_local(lambda host: find_peers(host, recorder.driver, 0, 1 << 16), 1)
     assert not alone.near
     alone.memory.release()
 
@@ -176,21 +176,23 @@ def test_a_rank_that_cant_share_memory_is_named_on_all(recorder: Recorder) -> No
     def body(host: Transport) -> None:
         device = 7 * host.rank  # the recorder has one device
         with pytest.raises(NotSupported, match=r"rank 1 on .*: cuDeviceGet failed: .*; use 'nccl'"):
-            agree(host, recorder.driver, device, 1 << 16)
+            find_peers(host, recorder.driver, device, 1 << 16)
 
     run_local(body, 2)
 
 
 def test_ranks_reach_whom_they_map_and_who_maps_them() -> None:
     tried = [
-        Tried("a", [1, 2]),
-        Tried("a", [0]),
-        Tried("a", [], "the memory of rank 0: so"),
-        Tried("b", []),
+        MappedPeers("a", [1, 2]),
+        MappedPeers("a", [0]),
+        MappedPeers("a", [], "the memory of rank 0: so"),
+        MappedPeers("b", []),
     ]
     assert [reachable(tried, rank) for rank in range(4)] == [{1}, {0}, set(), set()]
     with pytest.raises(NotSupported) as caught:
-        reachable([Tried("a", [1]), Tried("a", [], "the memory of rank 0: cuX failed: Y")], 0)
+        reachable(
+            [MappedPeers("a", [1]), MappedPeers("a", [], "the memory of rank 0: cuX failed: Y")], 0
+        )
     assert str(caught.value) == (
         "transport 'ipc' needs ranks that map the memory of each other's devices: rank 1 on a: the"
         " memory of rank 0: cuX failed: Y; use 'nccl'"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pydist import _native as native
-from pydist.comm.transports.nccl import place as nccl_place
+from pydist.comm.transports.nccl import device_assignment as nccl_place
 from pydist.errors import NotSupported, PydistError
 
 ROOT = Path(__file__).parents[2]

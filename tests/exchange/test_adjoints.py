@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from pydist import Layout, Mesh, Partition, ShardedTensor, Split
 from pydist.exchange.adjoints import (
-    enter,
+    all_reduce_sum,
+    average_grad,
     gather_box,
     mean_ranks,
-    sum_ranks,
-    with_true_gradient,
+    scale_grad,
 )
 from pydist.exchange.exchanger import Exchanger
 from pydist.grid import SPATIAL_AXES
@@ -171,7 +171,7 @@ def test_sum_over_ranks(axes):
     def make(mesh):
         in_sample = mesh.grid.size([a for a in axes if a != "data"])
         x = randn(3, 2, seed=mesh.rank)
-        return Map(lambda x: sum_ranks(x, mesh, axes), x, 1, in_sample)
+        return Map(lambda x: all_reduce_sum(x, mesh, axes), x, 1, in_sample)
 
     check(make, (2, 1, 2), data=2)
 
@@ -182,7 +182,7 @@ def test_sum_over_ranks(axes):
 @pytest.mark.parametrize("factor", [0.5, 1, 4])
 def test_entering_multiplies_the_gradient(factor):
     def make(mesh):
-        return Map(lambda x: enter(x, factor), randn(3, seed=mesh.rank), factor, 1)
+        return Map(lambda x: scale_grad(x, factor), randn(3, seed=mesh.rank), factor, 1)
 
     check(make, (2, 1, 1))
 
@@ -194,9 +194,7 @@ def test_entering_multiplies_the_gradient(factor):
 def test_the_true_gradient_is_the_mean(axes):
     def body(mesh):
         x = randn(3).requires_grad_()
-        (grad,) = torch.autograd.grad(
-            with_true_gradient(x, mesh, axes), x, randn(3, seed=mesh.rank)
-        )
+        (grad,) = torch.autograd.grad(average_grad(x, mesh, axes), x, randn(3, seed=mesh.rank))
         peers = mesh.group(axes).all_gather(torch.tensor([mesh.rank])).flatten().tolist()
         expected = torch.stack([randn(3, seed=r) for r in peers]).mean(0)
         torch.testing.assert_close(grad, expected, rtol=1e-13, atol=1e-13)
@@ -231,12 +229,12 @@ def test_parameters_wait_for_the_reducer(at_end):
 
 
 EXCHANGES = {
-    "sum_ranks": lambda x, mesh: sum_ranks(x, mesh, ("depth",)),
+    "all_reduce_sum": lambda x, mesh: all_reduce_sum(x, mesh, ("depth",)),
     "gather_box": lambda x, mesh: ShardedTensor.from_local(
         x, Layout(mesh, (8,), [Split(("depth",), Partition([0, 4, 8]))])
     ).full_tensor(),
     "mean_ranks": lambda x, mesh: mean_ranks(x, mesh, ("depth",)),
-    "with_true_gradient": lambda x, mesh: with_true_gradient(x, mesh, ("depth",)),
+    "average_grad": lambda x, mesh: average_grad(x, mesh, ("depth",)),
 }
 
 

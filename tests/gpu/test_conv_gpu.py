@@ -12,7 +12,7 @@ from pydist.backend.autotuner import autotuner_of
 from pydist.backend.conv import in_format
 from pydist.backend.problem import ROLES
 from pydist.backend.slab_problem import SlabProblem
-from pydist.backend.slabs import run
+from pydist.backend.slabs import run_slab
 from pydist.comm import LocalTransport
 
 KERNELS = {
@@ -72,7 +72,7 @@ def on_device(problem: SlabProblem, operands):
 
 
 def add(name: str, problem: SlabProblem, operands):
-    run(name, problem, *operands, problem.first_lo, problem.target_lo)
+    run_slab(name, problem, *operands, problem.first_lo, problem.target_lo)
     return operands[2]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydist.comm.transports.nccl.place import device_missing
+from pydist.comm.transports.nccl.device_assignment import device_missing
 from support.transports.device_contract import DeviceContract, two_ranks
 
 pytestmark = two_ranks(device_missing(), mpi=("openmpi", "mpich"))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pydist import parallelize
 from pydist.comm import Transport
-from pydist.comm.transports.nccl.place import missing
+from pydist.comm.transports.nccl.device_assignment import missing
 from pydist.gradients import DGC, Hierarchical, Narrow, PowerSGD, Torus
 from pydist.gradients.forms.settings import Gradients
 from pydist.mesh import Mesh

@@ -19,8 +19,8 @@ from pydist.comm import LocalTransport
 from pydist.data import Loader
 from pydist.mesh import Mesh
 from pydist.optim.fused import start_momentum
+from pydist.train.cuda_graph import RECOVERS, WARMUP, GraphedStep
 from pydist.train.device import own_stream
-from pydist.train.graph import RECOVERS, WARMUP, GraphedStep
 from pydist.train.network import MeshNetwork
 from pydist.train.step import TrainStep
 

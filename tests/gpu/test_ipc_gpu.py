@@ -7,7 +7,7 @@ import torch
 from pydist.comm import Transport
 from pydist.comm.transports.ipc.channel import IpcChannel
 from pydist.comm.transports.ipc.transport import IpcTransport
-from pydist.comm.transports.nccl.place import missing
+from pydist.comm.transports.nccl.device_assignment import missing
 from support.transports.device_contract import StreamContract, two_ranks
 
 pytestmark = two_ranks(missing())

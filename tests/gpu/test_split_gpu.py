@@ -11,10 +11,10 @@ from torch import nn
 
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.comm import Transport
-from pydist.comm.transports.nccl.place import missing
+from pydist.comm.transports.nccl.device_assignment import missing
 from pydist.errors import NotSupported
 from pydist.gradients.flags import Flags
-from pydist.gradients.partitioned import Family
+from pydist.gradients.partitioned import GradientSet
 from pydist.mesh import Mesh
 from support.transports.device_contract import no_two_ranks, two_ranks
 
@@ -102,7 +102,7 @@ def test_a_merged_norm_is_captured(devices: Transport) -> None:
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
 def test_norms_of_scattered_gradients_are_found_on_the_device(devices: Transport, order) -> None:
     whole = torch.randn(2, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    family = Family(devices)
+    family = GradientSet(devices)
     family.add(whole[devices.rank].to(devices.device))
     family.add(whole[0, : 3 * devices.rank].to(devices.device))
     for member, expected in enumerate((whole, whole[0, :3])):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pydist.comm import Transport
-from pydist.comm.transports.nccl.place import missing
+from pydist.comm.transports.nccl.device_assignment import missing
 from pydist.mesh import Mesh
 from support.operators.cases import FAMILIES
 from support.operators.runs import cell, on_one_device

@@ -11,7 +11,7 @@ pytest.importorskip("pydantic", reason="a run's configuration needs pydantic")
 import torch
 
 from pydist.comm import Transport
-from pydist.comm.transports.nccl.place import missing
+from pydist.comm.transports.nccl.device_assignment import missing
 from pydist.data import UniverseOptions, generate_universes
 from pydist.mesh import Mesh
 from pydist.train.config import (

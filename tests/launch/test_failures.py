@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pydist.launch.noise import StderrFilter
+from pydist.launch.stderr_filter import StderrFilter
 from support.jobs.children import child_environment
 
 PRELUDE = """

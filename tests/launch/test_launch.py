@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pydist.errors import UsageError
-from pydist.launch import available, backends, choose, launch, processes
+from pydist.launch import available, backend_named, backends, launch, processes
 from support.jobs.children import child_environment
 
 BACKENDS = ("openmpi", "mpich", "gloo")
@@ -36,7 +36,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script as `pydist run` does, in a separate process."""
     script = folder / "script.py"
-    script.write_text("import os, sys, time\nfrom pydist.launch.identity import detect\n"
+    script.write_text("import os, sys, time\nfrom pydist.launch.launcher_env import detect\n"
                       "who = detect()\n" + source)  # fmt: skip
     return subprocess.run(
         [sys.executable, "-m", "pydist.launch", str(n), mpi, str(script), *argv],
@@ -175,15 +175,15 @@ def test_unusable_requests_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="0 ranks"):
         launch(0, ["-m", "x"])
     with pytest.raises(UsageError, match="'lam' is none of auto, openmpi, mpich, gloo"):
-        choose("lam")
+        backend_named("lam")
 
 
 def test_a_missing_mpi_says_what_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_wheel", lambda _: None)
     monkeypatch.setattr(backends, "_site_mpi", lambda: None)
-    assert choose().name == "gloo"
+    assert backend_named().name == "gloo"
     with pytest.raises(UsageError, match=r"'mpich' is not installed; at hand: gloo"):
-        choose("mpich")
+        backend_named("mpich")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from pydist.errors import UsageError
 from pydist.launch import watch
-from pydist.launch.identity import Identity
+from pydist.launch.launcher_env import Identity
 from support.jobs.children import child_environment, wait_until
 
 WHO = Identity("pydist", 1, 2, 1, 2)

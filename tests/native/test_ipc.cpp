@@ -153,9 +153,9 @@ TEST(Ipc, NothingIsWrittenBeforeItsReceiverIsDone) {
 
 TEST(Ipc, LongMessagesGetBlocksOfTheirOwnAndShortOnesShareThem) {
   const Rank rank(0, 2);
-  const IpcPiece small = rank.memory->take_buffer(100, rank.group->stream());
-  const IpcPiece large = rank.memory->take_buffer(3 * kBlock, rank.group->stream());
-  const IpcPiece next = rank.memory->take_buffer(100, rank.group->stream());
+  const IpcAllocation small = rank.memory->take_buffer(100, rank.group->stream());
+  const IpcAllocation large = rank.memory->take_buffer(3 * kBlock, rank.group->stream());
+  const IpcAllocation next = rank.memory->take_buffer(100, rank.group->stream());
   EXPECT_EQ(next.address, small.address + 256);
   EXPECT_EQ(next.place.offset, small.place.offset + 256);
   EXPECT_EQ(large.bytes, 3 * kBlock);
@@ -187,7 +187,7 @@ TEST(Ipc, WhoComesSecondSeesThatTheFirstStartedAnother) {
 
 TEST(Ipc, NotesOfAnotherProcessAreNotTakenForAPeers) {
   IpcOrder own(0, 2), other(1, 2);
-  IpcNotesPlace place = other.place();
+  IpcNotesFile place = other.place();
   EXPECT_TRUE(other.note(0, 5, 1));
   place.key ^= 1;
   own.meet(1, place);

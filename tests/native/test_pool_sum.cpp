@@ -134,7 +134,7 @@ void check_case(unsigned seed) {
   ASSERT_EQ(target_of<kOp>(on_cpu).numbers(), numbers) << "cpu, seed " << seed;
   for (const launch::ThreadOrder order : launch::kThreadOrders) {
     Case emulated = given;
-    ops::dispatch_rectifier(given.slope, [&](auto activation) {
+    ops::dispatch_activation(given.slope, [&](auto activation) {
       ops::with_pool_body<kOp, Storage, activation()>(emulated.problem(), [&](const auto& body) {
         if (body.rows() > 0) {
           launch::emulate_runs(body, launch::run_grid(body.rows(), body.run_length()), order);

@@ -205,7 +205,8 @@ TEST(WatchdogReport, NamesRanksPhasesAndThoseThatNeverCame) {
 
 TEST(WatchdogReport, LeavesIdleThreadsOutAndFindsDebuggers) {
   const std::string idle =
-      "Thread 1 (most recent call first):\n  File \"x/pydist/launch/lifeline.py\", line 6\n\n";
+      "Thread 1 (most recent call first):\n  File \"x/pydist/launch/launcher_socket.py\", line "
+      "6\n\n";
   const std::string busy = "Current thread 2 (most recent call first):\n  File \"user.py\"\n";
   const std::string pool = "  File \"concurrent/futures/thread.py\", line 81 in _worker\n";
   const std::string unused = "Thread 3 (most recent call first):\n" + pool;

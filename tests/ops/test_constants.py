@@ -7,7 +7,7 @@ import torch
 
 from pydist.comm import LocalTransport
 from pydist.errors import NotSupported
-from pydist.gradients.partitioned import Family
+from pydist.gradients.partitioned import GradientSet
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.ops.constants import Constant
@@ -62,7 +62,7 @@ def test_counts_of_a_norm(layout):
 
 def test_norms_of_gradients_travel_where_these_are():
     """This transport accepts host memory only, and its error names the given device."""
-    family = Family(LocalTransport())
+    family = GradientSet(LocalTransport())
     family.add(torch.empty(5, device=META))
     family.add(torch.empty(0, device=META))
     for order in (2.0, float("inf")):

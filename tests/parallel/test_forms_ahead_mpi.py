@@ -11,7 +11,7 @@ import torch
 from pydist import Mesh, parallelize
 from pydist.comm.transports.c10d import C10dTransport
 from pydist.gradients import DGC, Hierarchical, Narrow, PowerSGD, Torus
-from pydist.gradients.forms import places
+from pydist.gradients.forms import topology
 from pydist.gradients.forms.levels import Levels
 from pydist.gradients.members import reducer_of
 from support.training.forms import Parameters, random_gradients
@@ -97,7 +97,7 @@ def equal(a, b):
 def test_all_messages_start_while_backward_runs(world, settings, groups, spatial):
     """With the bits of messages that start after it."""
     mesh = Mesh(world, groups, spatial)
-    with patch.object(places, "own_host", lambda rank: "abbb"[rank]):
+    with patch.object(topology, "own_host", lambda rank: "abbb"[rank]):
         with patch.object(Levels, "runs_ahead", False):
             late, form = train(mesh, settings)
             assert form.seen == [0, 0]
@@ -124,7 +124,7 @@ def test_ranks_may_advance_at_different_times(world, settings, groups, spatial):
             time.sleep(0.05)
         return 0.1 if kind == 2 else 0.0
 
-    with patch.object(places, "own_host", lambda rank: "abbb"[rank]):
+    with patch.object(topology, "own_host", lambda rank: "abbb"[rank]):
         with patch.object(Levels, "runs_ahead", False):
             late, _ = train(mesh, settings, steps=4)
         found, _ = train(mesh, settings, steps=4, seconds=seconds)

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from pydist import Mesh, parallelize
 from pydist.comm.transports.c10d import C10dTransport
 from pydist.gradients import DGC, PostLocal, PowerSGD, Torus
-from pydist.gradients.forms import places
+from pydist.gradients.forms import topology
 from pydist.optim import average_parameters, gradient_state, load_gradient_state
 from support.equivalence import error, randn
 from support.networks.small import loss_of, small
@@ -25,7 +25,7 @@ GRIDS = [(2, (2, 1, 1)), (4, (1, 1, 1))]
 
 @contextmanager
 def hosts(names):
-    with patch.object(places, "own_host", lambda rank: names[rank]):
+    with patch.object(topology, "own_host", lambda rank: names[rank]):
         yield
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pydist.comm import Transport
-from pydist.comm.transports.nccl import place as nccl_place
+from pydist.comm.transports.nccl import device_assignment as nccl_place
 from pydist.errors import NotSupported, UsageError
 from pydist.runtime import connect
 from support.transports.contract import CHECKS, Check

@@ -43,7 +43,7 @@ def devices(monkeypatch) -> defaultdict[str, SimulatedDevice]:
     def mine() -> SimulatedDevice:
         return made[threading.current_thread().name]
 
-    monkeypatch.setattr(profiler, "device_of", lambda tensors: mine())
+    monkeypatch.setattr(profiler, "profiled_device", lambda tensors: mine())
     for name, seconds in LENGTHS.items():
         kernel = getattr(ConvKernels, name)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from pydist import Mesh, layout_for_sample, parallelize, run_local
 from pydist.backend.conv_kernels import ConvKernels
-from pydist.comm.transports.local import run
+from pydist.comm.transports.local import threads
 from pydist.comm.transports.local.latency import Latency
 from support.equivalence import shard
 
@@ -63,7 +63,7 @@ class Ledger(Latency):
 @pytest.fixture
 def ledger(monkeypatch) -> Ledger:
     made = Ledger(LATENCY)
-    monkeypatch.setattr(run, "Latency", lambda seconds: made)
+    monkeypatch.setattr(threads, "Latency", lambda seconds: made)
     return made
 
 

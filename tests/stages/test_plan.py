@@ -21,7 +21,7 @@ from pydist.models import UNet2d
 from pydist.stages import pipeline
 from pydist.stages.calls import Key
 from pydist.stages.plan import make_plan, memory_of_part
-from pydist.stages.record import Cost, Record, record
+from pydist.stages.record import Cost, RecordedPass, record
 from support.equivalence import randn
 from support.staged import DEEP, ONE, on_stages, ranks_of
 
@@ -42,11 +42,13 @@ class Calls(nn.Module):
 CALLS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.sets(st.integers(0, 5), max_size=3))
 
 
-def passes(calls, legal=(), sent=()) -> Record:
+def passes(calls, legal=(), sent=()) -> RecordedPass:
     """Returns a pass of calls: their seconds, gradients and saved memories, of 1 to 6 bytes."""
     costs = [Cost(Key("", i), s, g) for i, (s, g, _) in enumerate(calls)]
     saved = [{memory: memory + 1 for memory in memories} for *_, memories in calls]
-    return Record(costs, np.asarray(sent), np.asarray(legal), np.zeros(len(calls), bool), saved, [])
+    return RecordedPass(
+        costs, np.asarray(sent), np.asarray(legal), np.zeros(len(calls), bool), saved, []
+    )
 
 
 @pytest.mark.parametrize("balance", ["time", "memory"])

@@ -189,7 +189,7 @@ def test_stages_accumulate_over_more_micro_batches(grown, growing):
 def test_settings_that_are_impossible_are_named_in_one_line(tables, message):
     given = {**tables, "train": {"batch": 3, **tables["train"]}}
     with pytest.raises(UsageError, match=message) as caught:
-        config_io.check(given, "run.toml")
+        config_io.from_tables(given, "run.toml")
     assert "\n" not in str(caught.value)
 
 
@@ -199,7 +199,7 @@ def test_stages_take_a_largest_micro_batch():
         "train": {"batch": 4, "batch_schedule": table},
         "mesh": {"stages": 2, "micro_batches": 4},
     }
-    rule = pass_rule(config_io.check(tables, "run.toml"))
+    rule = pass_rule(config_io.from_tables(tables, "run.toml"))
     assert [rule.passes(n, n) for n in (4, 8, 16)] == [4, 4, 8]
 
 

@@ -20,7 +20,7 @@ from pydist.data.loader import Batch
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost
 from pydist.gradients.members import reducer_of
 from pydist.mesh import Mesh
-from pydist.train import captured, checkpoint, graph, loop
+from pydist.train import captured, checkpoint, cuda_graph, loop
 from pydist.train.config import TrainConfig
 from pydist.train.network import MeshNetwork
 from pydist.train.step import TrainStep
@@ -59,9 +59,9 @@ def computed_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Computed)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph", compute)
-    monkeypatch.setattr(graph, "obstacle", lambda step: None)
-    monkeypatch.setattr(graph, "risk", lambda wanted, ranks: None)
-    monkeypatch.setattr(graph, "WARMUP", 1)
+    monkeypatch.setattr(cuda_graph, "obstacle", lambda step: None)
+    monkeypatch.setattr(cuda_graph, "risk", lambda wanted, ranks: None)
+    monkeypatch.setattr(cuda_graph, "WARMUP", 1)
 
 
 REFUSAL = "operation not permitted when stream is capturing"
@@ -88,7 +88,7 @@ def test_a_capture_that_fails_leaves_the_run_as_it_was(
     plain = change(config, output={"folder": tmp_path / "plain"}, train={"cuda_graph": "never"})
     job(LocalTransport(), plain)
     tried = []
-    monkeypatch.setattr(graph.GraphedStep, "_give_up_if", watched(tried))
+    monkeypatch.setattr(cuda_graph.GraphedStep, "_give_up_if", watched(tried))
     job(LocalTransport(), config)
     assert tried == [f"the step can't be captured: {REFUSAL}"], "once, by what came first"
     found, expected = (
@@ -125,15 +125,15 @@ def captured_with(monkeypatch, error: Exception) -> list[str]:
     def refuse(*_):
         raise error
 
-    monkeypatch.setattr(graph, "obstacle", lambda step: None)
-    monkeypatch.setattr(graph, "risk", lambda wanted, ranks: None)
-    monkeypatch.setattr(graph, "CapturedStep", refuse)
+    monkeypatch.setattr(cuda_graph, "obstacle", lambda step: None)
+    monkeypatch.setattr(cuda_graph, "risk", lambda wanted, ranks: None)
+    monkeypatch.setattr(cuda_graph, "CapturedStep", refuse)
     said, taken = [], []
     step = counted(taken)
-    graphed = graph.GraphedStep(step, "auto", said.append)
-    for _ in range(graph.WARMUP + 2):
+    graphed = cuda_graph.GraphedStep(step, "auto", said.append)
+    for _ in range(cuda_graph.WARMUP + 2):
         graphed(SimpleNamespace(global_size=4, loss_scale=1))
-    assert len(taken) == graph.WARMUP + 2
+    assert len(taken) == cuda_graph.WARMUP + 2
     return said
 
 
@@ -152,22 +152,22 @@ def test_what_is_in_the_way_on_one_rank_keeps_all_from_trying(monkeypatch):
         said, taken = [], []
         step = counted(taken)
         step.mesh = Mesh(world)
-        graphed = graph.GraphedStep(step, "auto", said.append)
+        graphed = cuda_graph.GraphedStep(step, "auto", said.append)
         rank = threading.current_thread()
         if world.rank == 1:
             in_the_way.add(rank)
-        for _ in range(graph.WARMUP + 2):
+        for _ in range(cuda_graph.WARMUP + 2):
             graphed(SimpleNamespace(global_size=4, loss_scale=1))
-        assert len(taken) == graph.WARMUP + 2
+        assert len(taken) == cuda_graph.WARMUP + 2
         return said
 
     in_the_way = set()
     monkeypatch.setattr(
-        graph,
+        cuda_graph,
         "obstacle",
         lambda step: "profiled" if threading.current_thread() in in_the_way else None,
     )
-    monkeypatch.setattr(graph, "risk", lambda wanted, ranks: None)
+    monkeypatch.setattr(cuda_graph, "risk", lambda wanted, ranks: None)
     # Rank 1 has the obstacle from the first step on, but checks only before a capture.
     assert run_local(body, 2) == [
         ["no CUDA graph: the step can't be captured on another rank"],
@@ -260,8 +260,8 @@ def test_an_outdated_graph_is_let_go_and_the_count_starts_anew(computed_capture,
     step, batch = small_step()
     replayed, before = [], Computed.gone
     monkeypatch.setattr(captured.CapturedStep, "replay", lambda self, _: replayed.append(self))
-    graphed = graph.GraphedStep(step, "auto", print)
-    for _ in range(graph.WARMUP + 2):
+    graphed = cuda_graph.GraphedStep(step, "auto", print)
+    for _ in range(cuda_graph.WARMUP + 2):
         graphed(batch)
     assert len(replayed) == 2
     changed_storage(step.state)
@@ -279,8 +279,8 @@ def test_ranks_let_go_of_their_graphs_together(computed_capture, monkeypatch):
 
     def body(world):
         step, batch = small_step(world)
-        graphed = graph.GraphedStep(step, "always", print)
-        for _ in range(graph.WARMUP + 2):
+        graphed = cuda_graph.GraphedStep(step, "always", print)
+        for _ in range(cuda_graph.WARMUP + 2):
             graphed(batch)
         assert graphed.captured
         if world.rank == 1:
@@ -306,7 +306,7 @@ def test_a_run_lets_go_of_its_graph_however_it_ends(config, monkeypatch, fails):
     def close(self):
         closed.append(self)
 
-    monkeypatch.setattr(graph.GraphedStep, "close", close)
+    monkeypatch.setattr(cuda_graph.GraphedStep, "close", close)
     config = change(config, train={"steps": 1, "validate_every": 0})
     if not fails:
         job(LocalTransport(), config)
@@ -318,7 +318,7 @@ def test_a_run_lets_go_of_its_graph_however_it_ends(config, monkeypatch, fails):
 
 
 def watched(reasons):
-    give_up = graph.GraphedStep._give_up_if
+    give_up = cuda_graph.GraphedStep._give_up_if
 
     def watch(self, reason):
         if reason is not None:

@@ -42,7 +42,7 @@ def test_any_values_survive_the_way_through_toml(path, lr, batch, groups):
         train=TrainConfig(batch=batch, class_weights=(min(lr, 1e6), 0.0), ignore_label=groups),
     )
     tables = config_io.tomllib.loads(config_io.dumps(config))
-    assert config_io.check(tables, "test") == config
+    assert config_io.from_tables(tables, "test") == config
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_wrong_setting_is_named_by_its_place(tmp_path, text, message):
 
 def test_all_mistakes_are_reported_at_once():
     with pytest.raises(UsageError) as caught:
-        config_io.check({"model": {"width": 1, "x": 2}, "train": {"batch": 0}}, "f.toml")
+        config_io.from_tables({"model": {"width": 1, "x": 2}, "train": {"batch": 0}}, "f.toml")
     assert all(name in str(caught.value) for name in ("model.width", "model.x", "train.batch"))
 
 
@@ -157,7 +157,7 @@ def test_a_path_with_a_zero_character_is_refused(table):
 @pytest.mark.parametrize(("table", "key"), [("data", "path"), ("output", "folder")])
 def test_a_path_that_is_not_utf8_is_refused(table, key):
     with pytest.raises(UsageError, match=rf"{table}\.{key} = 'a\\udcffb': a path that is not"):
-        config_io.check({table: {key: "a\udcffb"}}, "the command line")
+        config_io.from_tables({table: {key: "a\udcffb"}}, "the command line")
 
 
 def test_files_that_are_no_toml_or_not_there_are_refused(tmp_path):

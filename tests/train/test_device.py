@@ -9,14 +9,17 @@ import torch
 
 from pydist import runtime
 from pydist.comm import LocalTransport, run_local
-from pydist.comm.transports.nccl import place
-from pydist.comm.transports.nccl.place import Found
+from pydist.comm.transports.nccl import device_assignment
+from pydist.comm.transports.nccl.device_assignment import FoundDevices
 from pydist.train import device, log
 from support.training.runs import job
 
-FIRST, SECOND = Found("", "n07", 2, "GPU-a", 22705), Found("", "n07", 2, "GPU-b", 22705)
-NONE = Found("torch 2.13 sees no GPU", "n08", 0)
-HIDDEN = Found("pydist was built without CUDA kernels", "n08", 4)
+FIRST, SECOND = (
+    FoundDevices("", "n07", 2, "GPU-a", 22705),
+    FoundDevices("", "n07", 2, "GPU-b", 22705),
+)
+NONE = FoundDevices("torch 2.13 sees no GPU", "n08", 0)
+HIDDEN = FoundDevices("pydist was built without CUDA kernels", "n08", 4)
 
 
 def first_of_two() -> LocalTransport:
@@ -26,15 +29,15 @@ def first_of_two() -> LocalTransport:
     return world
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, found: list[Found]) -> tuple[str, str]:
+def decided(monkeypatch: pytest.MonkeyPatch, found: list[FoundDevices]) -> tuple[str, str]:
     """Returns the transport that "auto" chooses, and why it uses no devices."""
     worlds = {"host": first_of_two(), "nccl": LocalTransport()}
     real = runtime.connect
     monkeypatch.setattr(runtime, "_worlds", {})
     monkeypatch.setattr(runtime, "_declined", [])
     monkeypatch.setattr(runtime, "connect", lambda name: worlds.get(name) or real(name))
-    monkeypatch.setattr(place, "look", lambda host, local_rank: found)
-    monkeypatch.setenv(place.SHARE, "1")
+    monkeypatch.setattr(device_assignment, "find_devices", lambda host, local_rank: found)
+    monkeypatch.setenv(device_assignment.SHARE_VARIABLE, "1")
     world = runtime._join_auto(None)
     return next(name for name, each in worlds.items() if each is world), runtime.why_no_devices()
 
@@ -56,7 +59,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, found: list[Found]) -> tuple[str, s
     ],
 )
 def test_auto_takes_devices_where_every_rank_has_one_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, found: list[Found], transport: str, reason: str
+    monkeypatch: pytest.MonkeyPatch, found: list[FoundDevices], transport: str, reason: str
 ) -> None:
     """Permission to share a device (set in the environment here) does not make "auto" do so."""
     taken, why = decided(monkeypatch, found)

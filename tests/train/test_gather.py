@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pydist import ShardedTensor, layout_for_sample
-from pydist.train.gather import from_first_rank, on_first_rank
+from pydist.train.gather import gather_to_first_rank, scatter_from_first_rank
 from support.equivalence import on_ranks, randint
 
 
@@ -19,12 +19,12 @@ def test_there_and_back(spatial, dtype):
     def rank(mesh):
         layout = layout_for_sample(mesh, whole.shape)
         first = mesh.sample.rank == 0
-        local = from_first_rank(whole if first else None, layout, dtype)
+        local = scatter_from_first_rank(whole if first else None, layout, dtype)
         box = layout.box
         expected = whole[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
         assert torch.equal(local, expected)
         assert local.dtype == dtype
-        back = on_first_rank(ShardedTensor.from_local(local, layout))
+        back = gather_to_first_rank(ShardedTensor.from_local(local, layout))
         assert (back is not None) == first
         assert back is None or torch.equal(back, whole)
 

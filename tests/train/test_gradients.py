@@ -299,7 +299,7 @@ def test_a_table_survives_the_way_through_toml():
     for form in ("bf16", *STATEFUL, *EXACT):
         optimizer = SGD if isinstance(form, DgcConfig) else ""
         table = form if isinstance(form, str) else vars(form)
-        given = config_io.check(
+        given = config_io.from_tables(
             {"train": {"gradients": table}, **config_io.tomllib.loads(optimizer)}, "test"
         )
         assert given.train.gradients == form

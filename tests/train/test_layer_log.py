@@ -92,4 +92,4 @@ def test_other_optimizers_have_no_trust_ratios(config):
     tables = config_io.to_dict(config)
     tables["optimizer"]["log_every"] = 1
     with pytest.raises(Exception, match=r"optimizer\.log_every is not a setting"):
-        config_io.check(tables, "run.toml")
+        config_io.from_tables(tables, "run.toml")

@@ -25,7 +25,7 @@ from pydist.errors import (
     Stopped,
     UsageError,
 )  # fmt: skip
-from pydist.train import about, checkpoint, log, report
+from pydist.train import checkpoint, log, metadata, report
 from pydist.train.config import Config, SharesConfig
 from pydist.train.folder import TUNING_FILE
 from pydist.train.run import Result
@@ -464,7 +464,7 @@ def test_settings_that_do_not_count_for_an_optimizer_may_change(config, first, t
 def test_an_older_checkpoint_shows_its_optimizer_by_the_state(config, monkeypatch):
     message = "the optimizer has .*betas.* there and .*momentum.* here"
     with monkeypatch.context() as patch:
-        patch.setattr(about, "_effective", lambda optimizer: {})
+        patch.setattr(metadata, "_effective", lambda optimizer: {})
         alone(change(config, train={"steps": 1}))
     with pytest.raises(CheckpointError, match=message):
         alone(change(config, optimizer={"name": "sgd"}))

@@ -155,4 +155,4 @@ def test_settings_that_do_not_suit_each_other_are_named_before_anything_starts(
 ):
     wrong = change(config, optimizer=optimizer, mesh=mesh)
     with pytest.raises(UsageError, match=message):
-        config_io.check(config_io.to_dict(wrong), "run.toml")
+        config_io.from_tables(config_io.to_dict(wrong), "run.toml")

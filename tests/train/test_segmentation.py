@@ -14,7 +14,6 @@ from pydist.comm import run_local
 from pydist.data.medical import CTOptions, generate_ct
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.train import checkpoint, log
-from pydist.train.about import load_trained
 from pydist.train.config import (
     Config,
     CosmoFlowConfig,
@@ -23,6 +22,7 @@ from pydist.train.config import (
     TrainConfig,
     UNet3dConfig,
 )
+from pydist.train.metadata import load_trained
 from support.training.runs import change, job
 
 
@@ -196,12 +196,12 @@ def test_a_checkpoint_says_what_its_network_is(segmentation, tmp_path):
     alone(change(segmentation, train={"steps": 1}))
     folder = segmentation.output.folder
     for path in (folder, folder / "ckpt", folder / "ckpt" / "last"):
-        about, weights = load_trained(path)
-        assert about.config.model == segmentation.model
-        assert about.config.data.normalize == "ct"
-        assert str(tmp_path) not in "".join(about.dump().values())
-        assert about.manifest.class_names == ("background", "liver", "tumour")
-        about.task().network(about.manifest).load_state_dict(weights)
+        metadata, weights = load_trained(path)
+        assert metadata.config.model == segmentation.model
+        assert metadata.config.data.normalize == "ct"
+        assert str(tmp_path) not in "".join(metadata.dump().values())
+        assert metadata.manifest.class_names == ("background", "liver", "tumour")
+        metadata.task().network(metadata.manifest).load_state_dict(weights)
     with pytest.raises(CheckpointError, match="no checkpoint here, nor in its folder ckpt"):
         load_trained(tmp_path)
     old = checkpoint.write(tmp_path / "old", 1, {"model": weights})

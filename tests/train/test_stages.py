@@ -26,7 +26,6 @@ from pydist.errors import DataError, PydistError, UsageError
 from pydist.stages import Pipeline
 from pydist.stages.schedule import SCHEDULES
 from pydist.train import checkpoint, config_io, datasets, log
-from pydist.train.about import load_trained
 from pydist.train.config import (
     Config,
     DataConfig,
@@ -38,7 +37,8 @@ from pydist.train.config import (
     UNet3dConfig,
 )
 from pydist.train.folder import TUNING_FILE
-from pydist.train.ranks import check, check_ranks
+from pydist.train.metadata import load_trained
+from pydist.train.ranks import check_ranks, check_settings
 from pydist.train.run import Result
 from support.training.runs import change, in_stages, job, universe_run
 
@@ -305,8 +305,8 @@ def test_one_rank_writes_log_tables_and_picture(volume_run):
         event["event"] for event in log.read(folder / "log.jsonl")
     ]
     assert "stage 1 begins with call" in events(config, "notice")[0]["text"]
-    about, weights = load_trained(folder)
-    about.task().network(about.manifest).load_state_dict(weights)
+    metadata, weights = load_trained(folder)
+    metadata.task().network(metadata.manifest).load_state_dict(weights)
     assert results[0].validation.samples == 3
     in_stages(config)
     assert events(config, "notice")[-1]["text"].startswith("nothing left to do: step 4 of 4")
@@ -386,7 +386,7 @@ def test_a_wrong_order_is_refused(cosmoflow_run):
     for given in ((0, 1, 2), (0, 0)):
         config = change(cosmoflow_run, mesh={"stages": 2, "order": given})
         with pytest.raises(UsageError, match=r"mesh\.order = .* each of 0 to 1 at least once"):
-            check(config)
+            check_settings(config)
         with pytest.raises(UsageError, match="each of 0 to 1 at least once"):
             in_stages(config)
 
@@ -395,7 +395,7 @@ def test_gems_on_other_meshes_is_refused(cosmoflow_run):
     for mesh in ({"stages": 2, "order": (0, 1, 1, 0)}, {"stages": UNEVEN}):
         config = change(cosmoflow_run, mesh={**mesh, "schedule": "gems"})
         with pytest.raises(UsageError, match=r"leave out mesh\.order"):
-            check(config)
+            check_settings(config)
 
 
 def test_another_number_of_ranks_is_refused(cosmoflow_run):

@@ -17,7 +17,7 @@ std::size_t total(const IpcChannel::Messages& messages) {
   return bytes;
 }
 
-IpcPlace moved(IpcPlace place, std::size_t bytes) {
+IpcAddress moved(IpcAddress place, std::size_t bytes) {
   place.offset += bytes;
   return place;
 }

@@ -31,11 +31,11 @@ namespace pydist::comm {
 
 // A rank's offer to a peer of a channel, sent once.
 struct IpcOffer {
-  IpcPlace ready;    // set by the peer when it can receive
-  IpcPlace filled;   // set by the peer when it has sent
-  IpcPlace receive;  // for the peer's messages, one after the other
+  IpcAddress ready;    // set by the peer when it can receive
+  IpcAddress filled;   // set by the peer when it has sent
+  IpcAddress receive;  // for the peer's messages, one after the other
   std::uint64_t sent = 0, sent_bytes = 0, received = 0, received_bytes = 0;  // with that peer
-  IpcNotesPlace notes;        // the order in which this rank starts its exchanges
+  IpcNotesFile notes;         // the order in which this rank starts its exchanges
   std::uint64_t channel = 0;  // the number of this channel in the notes
 };
 
@@ -80,7 +80,7 @@ class IpcChannel {
   std::shared_ptr<IpcGroup> group_;
   std::map<int, Peer> peers_;
   Peer own_;  // messages of this rank to itself, which need no flags
-  IpcPiece flags_, buffer_;
+  IpcAllocation flags_, buffer_;
   std::shared_ptr<Event> done_;
   std::uint32_t number_;  // among the channels of this rank
   bool issued_ = false, captured_ = false;

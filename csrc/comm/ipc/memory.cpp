@@ -20,11 +20,11 @@ IpcArena::IpcArena(std::shared_ptr<const IpcDriver> driver, std::size_t block_by
     : driver_(std::move(driver)), block_bytes_(block_bytes), zeros_(zeros) {}
 
 // A returned piece of that size, else a new one: from a block, or a separate block.
-IpcPiece IpcArena::take(std::size_t bytes, void* stream, bool capturing) {
+IpcAllocation IpcArena::take(std::size_t bytes, void* stream, bool capturing) {
   bytes = aligned(bytes);
   if (!capturing) collect();  // events must not be queried while a graph is captured
   if (const auto found = free_.find(bytes); found != free_.end()) {
-    const IpcPiece piece = found->second;
+    const IpcAllocation piece = found->second;
     free_.erase(found);
     return piece;
   }
@@ -36,14 +36,14 @@ IpcPiece IpcArena::take(std::size_t bytes, void* stream, bool capturing) {
     blocks_.push_back(new_block(block_bytes_, stream));
     used_ = 0;
   }
-  const IpcPiece& block = blocks_.back();
-  const IpcPiece piece{block.address + used_, bytes, {block.place.block, used_}};
+  const IpcAllocation& block = blocks_.back();
+  const IpcAllocation piece{block.address + used_, bytes, {block.place.block, used_}};
   used_ += bytes;
   return piece;
 }
 
-IpcPiece IpcArena::new_block(std::size_t bytes, void* stream) {
-  IpcPiece block{driver_->allocate(bytes), bytes, {}};
+IpcAllocation IpcArena::new_block(std::size_t bytes, void* stream) {
+  IpcAllocation block{driver_->allocate(bytes), bytes, {}};
   try {
     if (zeros_) driver_->clear(block.address, bytes, stream);
     block.place.block = driver_->export_block(block.address);
@@ -54,7 +54,7 @@ IpcPiece IpcArena::new_block(std::size_t bytes, void* stream) {
   return block;
 }
 
-void IpcArena::give_back(const IpcPiece& piece, std::shared_ptr<Event> behind) {
+void IpcArena::give_back(const IpcAllocation& piece, std::shared_ptr<Event> behind) {
   returned_.push_back({piece, std::move(behind)});
 }
 
@@ -68,7 +68,7 @@ void IpcArena::collect() {
 }
 
 void IpcArena::release() {
-  for (const IpcPiece& each : std::exchange(blocks_, {})) driver_->release(each.address);
+  for (const IpcAllocation& each : std::exchange(blocks_, {})) driver_->release(each.address);
   free_.clear();
   returned_.clear();
   used_ = 0;
@@ -81,26 +81,26 @@ IpcMemory::IpcMemory(std::shared_ptr<const CudaDriver> driver, int device, std::
       flags_(driver_, kFlagBlock, true),
       buffers_(driver_, block_bytes, false) {}
 
-IpcPiece IpcMemory::take_flags(std::size_t count, const Stream& stream) {
+IpcAllocation IpcMemory::take_flags(std::size_t count, const Stream& stream) {
   const std::lock_guard lock(mutex_);
   const DeviceContext::Current current(*context_);
   return flags_.take(count * sizeof(Flag), stream.handle(), stream.capturing());
 }
 
-IpcPiece IpcMemory::take_buffer(std::size_t bytes, const Stream& stream) {
+IpcAllocation IpcMemory::take_buffer(std::size_t bytes, const Stream& stream) {
   const std::lock_guard lock(mutex_);
   const DeviceContext::Current current(*context_);
   return buffers_.take(bytes, stream.handle(), stream.capturing());
 }
 
-void IpcMemory::give_back(const IpcPiece& flags, const IpcPiece& buffer,
+void IpcMemory::give_back(const IpcAllocation& flags, const IpcAllocation& buffer,
                           std::shared_ptr<Event> behind) {
   const std::lock_guard lock(mutex_);
   if (flags.bytes > 0) flags_.give_back(flags, behind);
   if (buffer.bytes > 0) buffers_.give_back(buffer, std::move(behind));
 }
 
-std::byte* IpcMemory::mapped(const IpcPlace& place) {
+std::byte* IpcMemory::mapped(const IpcAddress& place) {
   const std::lock_guard lock(mutex_);
   const DeviceContext::Current current(*context_);
   auto found = mapped_.find(place.block);

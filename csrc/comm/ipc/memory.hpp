@@ -17,16 +17,16 @@
 namespace pydist::comm {
 
 // An address in the memory of a rank, for other processes.
-struct IpcPlace {
+struct IpcAddress {
   IpcHandle block;
   std::uint64_t offset = 0;
 };
 
 // A piece of a block.
-struct IpcPiece {
+struct IpcAllocation {
   std::byte* address = nullptr;
   std::size_t bytes = 0;
-  IpcPlace place;
+  IpcAddress place;
 };
 
 // Blocks of one size that pieces are cut from. Returned pieces are reused for their size; a piece
@@ -37,26 +37,26 @@ class IpcArena {
   IpcArena(std::shared_ptr<const IpcDriver> driver, std::size_t block_bytes, bool zeros);
 
   // `bytes` > 0. The context is current; `stream` zeroes new blocks, after its own earlier work.
-  IpcPiece take(std::size_t bytes, void* stream, bool capturing);
+  IpcAllocation take(std::size_t bytes, void* stream, bool capturing);
   // The piece is free when the event `behind` is reached, or now if there is none.
-  void give_back(const IpcPiece& piece, std::shared_ptr<Event> behind);
+  void give_back(const IpcAllocation& piece, std::shared_ptr<Event> behind);
   void release();
 
  private:
   struct Returned {
-    IpcPiece piece;
+    IpcAllocation piece;
     std::shared_ptr<Event> behind;
   };
 
-  IpcPiece new_block(std::size_t bytes, void* stream);
+  IpcAllocation new_block(std::size_t bytes, void* stream);
   void collect();
 
   std::shared_ptr<const IpcDriver> driver_;
   std::size_t block_bytes_;
   bool zeros_;
-  std::deque<IpcPiece> blocks_;  // blocks of a single piece come first
-  std::size_t used_ = 0;         // of the last block
-  std::multimap<std::size_t, IpcPiece> free_;
+  std::deque<IpcAllocation> blocks_;  // blocks of a single piece come first
+  std::size_t used_ = 0;              // of the last block
+  std::multimap<std::size_t, IpcAllocation> free_;
   std::vector<Returned> returned_;
 };
 
@@ -71,12 +71,13 @@ class IpcMemory {
   bool flushes() const { return flushes_; }
 
   // Flags are zero when they are taken, and must be zero when they are returned.
-  IpcPiece take_flags(std::size_t count, const Stream& stream);
-  IpcPiece take_buffer(std::size_t bytes, const Stream& stream);
-  void give_back(const IpcPiece& flags, const IpcPiece& buffer, std::shared_ptr<Event> behind);
+  IpcAllocation take_flags(std::size_t count, const Stream& stream);
+  IpcAllocation take_buffer(std::size_t bytes, const Stream& stream);
+  void give_back(const IpcAllocation& flags, const IpcAllocation& buffer,
+                 std::shared_ptr<Event> behind);
 
   // The address of another rank's place in this process. Each block is mapped once.
-  std::byte* mapped(const IpcPlace& place);
+  std::byte* mapped(const IpcAddress& place);
 
   // At the end: first all ranks unmap others' memory, then each releases its own. The destructor
   // does neither, as others may still write here.

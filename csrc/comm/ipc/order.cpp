@@ -40,7 +40,7 @@ std::pair<int, std::uint64_t*> make_notes(std::size_t bytes) {
   return {-1, nullptr};
 }
 
-const std::uint64_t* open_notes(const IpcNotesPlace& place, std::size_t bytes) {
+const std::uint64_t* open_notes(const IpcNotesFile& place, std::size_t bytes) {
   const std::string path =
       "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.file);
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -65,7 +65,7 @@ void close_file(int file) { close(file); }
 #else
 
 std::pair<int, std::uint64_t*> make_notes(std::size_t) { return {-1, nullptr}; }
-const std::uint64_t* open_notes(const IpcNotesPlace&, std::size_t) { return nullptr; }
+const std::uint64_t* open_notes(const IpcNotesFile&, std::size_t) { return nullptr; }
 void unmap(const std::uint64_t*, std::size_t) {}
 int own_process() { return 0; }
 void close_file(int) {}
@@ -105,7 +105,7 @@ std::uint32_t IpcOrder::new_channel() {
   return ++channels_;
 }
 
-void IpcOrder::meet(int peer, const IpcNotesPlace& place) {
+void IpcOrder::meet(int peer, const IpcNotesFile& place) {
   const std::lock_guard lock(mutex_);
   if (place.file < 0 || notes_ == nullptr || of_peers_.contains(peer)) return;
   const std::uint64_t* notes = open_notes(place, bytes());

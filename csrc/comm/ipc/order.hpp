@@ -14,7 +14,7 @@
 namespace pydist::comm {
 
 // The location of a rank's notes, for other processes.
-struct IpcNotesPlace {
+struct IpcNotesFile {
   std::int32_t process = 0, file = -1;  // -1: no notes
   std::uint64_t key = 0;                // at the beginning of the notes
 };
@@ -30,11 +30,11 @@ class IpcOrder {
   IpcOrder(const IpcOrder&) = delete;
   IpcOrder& operator=(const IpcOrder&) = delete;
 
-  const IpcNotesPlace& place() const { return place_; }
+  const IpcNotesFile& place() const { return place_; }
   // A number for a new channel.
   std::uint32_t new_channel();
   // Maps a peer's notes; notes that can't be read are not compared. Further calls do nothing.
-  void meet(int peer, const IpcNotesPlace& place);
+  void meet(int peer, const IpcNotesFile& place);
   // Notes that this rank starts its channel `own` with a peer. False if the peer is known to have
   // started another channel than `other` (its number for the same channel) at that position.
   bool note(int peer, std::uint32_t own, std::uint32_t other);
@@ -43,7 +43,7 @@ class IpcOrder {
   std::size_t bytes() const;
 
   std::size_t rank_, size_;
-  IpcNotesPlace place_;
+  IpcNotesFile place_;
   std::uint64_t* notes_ = nullptr;  // a key, then a row of kKept for each peer
   std::map<int, const std::uint64_t*> of_peers_;
   std::map<int, std::uint32_t> started_;  // with each peer

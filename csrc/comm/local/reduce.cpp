@@ -56,13 +56,13 @@ struct Plain {
   static Value load(Stored stored) { return stored; }
   static Stored store(Value value) { return value; }
 };
-struct Float16 {
+struct Float16Elements {
   using Stored = std::uint16_t;
   using Value = float;
   static Value load(Stored stored) { return float16_to_float(stored); }
   static Stored store(Value value) { return float_to_float16(value); }
 };
-struct BFloat16 {
+struct BFloat16Elements {
   using Stored = std::uint16_t;
   using Value = float;
   static Value load(Stored stored) { return bfloat16_to_float(stored); }
@@ -137,9 +137,9 @@ void reduce(std::span<const std::byte* const> inputs, std::span<std::byte* const
             std::size_t count, DType dtype, ReduceOp op) {
   switch (dtype) {
     case DType::kFloat16:
-      return reduce_op<Float16>(inputs, outputs, count, op);
+      return reduce_op<Float16Elements>(inputs, outputs, count, op);
     case DType::kBFloat16:
-      return reduce_op<BFloat16>(inputs, outputs, count, op);
+      return reduce_op<BFloat16Elements>(inputs, outputs, count, op);
     case DType::kFloat32:
       return reduce_op<Plain<float>>(inputs, outputs, count, op);
     case DType::kFloat64:

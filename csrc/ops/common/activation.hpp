@@ -48,7 +48,7 @@ PYDIST_HD V slope_gradient(V value, V grad) {
 
 // Calls f(std::integral_constant<Activation, a>) with the activation of a slope.
 template <class F>
-void dispatch_rectifier(double slope, const F& f) {
+void dispatch_activation(double slope, const F& f) {
   switch (activation_of(slope)) {
     case Activation::kRelu:
       return f(std::integral_constant<Activation, Activation::kRelu>{});

@@ -18,15 +18,15 @@ using ops::ConvProblem;
 // 0 <= o * stride + k * dilation + base < in_extent. All reached outputs are one class; the taps of
 // equal (k * dilation) % stride read the same phase of the source.
 Line lower_forward(const ConvDim& dim) {
-  struct Reach {
+  struct TapReach {
     index_t kernel, lo, hi;
   };
-  std::vector<Reach> reaches;
+  std::vector<TapReach> reaches;
   index_t lo = dim.out_extent, hi = 0;
   for (index_t k = 0; k < dim.kernel; ++k) {
     const index_t shift = k * dim.dilation + dim.base;
-    const Reach reach{k, std::max<index_t>(0, ceil_div(-shift, dim.stride)),
-                      std::min(dim.out_extent, ceil_div(dim.in_extent - shift, dim.stride))};
+    const TapReach reach{k, std::max<index_t>(0, ceil_div(-shift, dim.stride)),
+                         std::min(dim.out_extent, ceil_div(dim.in_extent - shift, dim.stride))};
     if (reach.lo >= reach.hi) continue;
     reaches.push_back(reach);
     lo = std::min(lo, reach.lo);
@@ -37,7 +37,7 @@ Line lower_forward(const ConvDim& dim) {
   line.source_step = dim.stride;
   LineClass all{lo, 1, hi - lo, {}};
   std::vector<index_t> remainders;
-  for (const Reach& reach : reaches) {
+  for (const TapReach& reach : reaches) {
     const index_t step = reach.kernel * dim.dilation;
     const index_t remainder = step % dim.stride;
     auto phase = std::ranges::find(remainders, remainder);

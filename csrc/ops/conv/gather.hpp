@@ -23,7 +23,7 @@ namespace pydist::ops {
 // neighbors. Where instead the kernel indices of a weight are adjacent in memory and the channels
 // of the gathered array are not, the kernel index varies fastest (forward and dgrad).
 //
-// The work per element is split: the part that depends only on the position (Place) is computed
+// The work per element is split: the part that depends only on the position (Anchor) is computed
 // once per thread and tile, the part that depends only on the kernel index (Tap) once per block,
 // into a table in shared memory. find() combines them: three bounds checks, and for dgrad three
 // divisions by the stride (Divisor).
@@ -33,14 +33,14 @@ struct ConvGather {
 
   // A position for find(): dgrad, the input index - base; else the output index * stride + base.
   // The offset of the sample and, except for dgrad, of `at`.
-  struct Place {
+  struct Anchor {
     std::int32_t at[kSpatialDims];
     index_t offset;
   };
   struct Position {
     std::int32_t sample, at[kSpatialDims];
   };
-  // A kernel index: its shift of a place, in indices and in elements, and the offset of its
+  // A kernel index: its shift of an anchor, in indices and in elements, and the offset of its
   // weights.
   struct Tap {
     std::int32_t shift[kSpatialDims];
@@ -141,19 +141,19 @@ struct ConvGather {
     return offset;
   }
 
-  PYDIST_HD Place place(const Position& position) const {
-    Place place{{}, position.sample * source().strides[0]};
+  PYDIST_HD Anchor anchor(const Position& position) const {
+    Anchor anchor{{}, position.sample * source().strides[0]};
     for (int dim = 0; dim < kSpatialDims; ++dim) {
       const ConvDim& d = problem.dims[dim];
       if constexpr (kOp == ConvOp::kDgrad) {
-        place.at[dim] = position.at[dim] - static_cast<std::int32_t>(d.base);
+        anchor.at[dim] = position.at[dim] - static_cast<std::int32_t>(d.base);
       } else {
-        place.at[dim] = position.at[dim] * static_cast<std::int32_t>(d.stride) +
-                        static_cast<std::int32_t>(d.base);
-        place.offset += place.at[dim] * source().strides[2 + dim];
+        anchor.at[dim] = position.at[dim] * static_cast<std::int32_t>(d.stride) +
+                         static_cast<std::int32_t>(d.base);
+        anchor.offset += anchor.at[dim] * source().strides[2 + dim];
       }
     }
-    return place;
+    return anchor;
   }
 
   PYDIST_HD Tap tap(std::int32_t i) const {
@@ -170,23 +170,23 @@ struct ConvGather {
     return tap;
   }
 
-  // Whether a place and a tap have an element; `offset` becomes the offset of its channel 0.
-  PYDIST_HD bool find(const Place& place, const Tap& tap, index_t& offset) const {
+  // Whether an anchor and a tap have an element; `offset` becomes the offset of its channel 0.
+  PYDIST_HD bool find(const Anchor& anchor, const Tap& tap, index_t& offset) const {
     bool inside = true;
     if constexpr (kOp == ConvOp::kDgrad) {
-      offset = place.offset;
+      offset = anchor.offset;
       for (int dim = 0; dim < kSpatialDims; ++dim) {
-        const std::int32_t steps = place.at[dim] + tap.shift[dim];
+        const std::int32_t steps = anchor.at[dim] + tap.shift[dim];
         const std::int32_t o = strides[dim].quotient(steps < 0 ? 0 : steps);
         inside = inside && o * strides[dim].divisor == steps && o < problem.dims[dim].out_extent;
         offset += o * source().strides[2 + dim];
       }
     } else {
       for (int dim = 0; dim < kSpatialDims; ++dim) {
-        const auto i = static_cast<std::uint32_t>(place.at[dim] + tap.shift[dim]);
+        const auto i = static_cast<std::uint32_t>(anchor.at[dim] + tap.shift[dim]);
         inside = inside && i < static_cast<std::uint32_t>(problem.dims[dim].in_extent);
       }
-      offset = place.offset + tap.offset;
+      offset = anchor.offset + tap.offset;
     }
     return inside;
   }

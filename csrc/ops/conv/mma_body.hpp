@@ -165,12 +165,12 @@ struct ConvMmaBody {
   PYDIST_HD void begin(index_t block, int thread, Thread& state, Table& table) const {
     for (int i = thread; i < gather.taps; i += kThreads) table.taps[i] = gather.tap(i);
     const Where at = where(block);
-    const auto place = [&](int row) {
+    const auto anchor = [&](int row) {
       const std::int32_t m = at.row + row;
-      return gather.place(gather.position(m < m_extent ? m : 0));
+      return gather.anchor(gather.position(m < m_extent ? m : 0));
     };
     loads.begin(gather, at.group, {at.row, m_extent - at.row}, {at.column, n_extent - at.column},
-                thread, place, state.sources);
+                thread, anchor, state.sources);
     state.first_step = at.first_step;
     launch::keep(state.first_step);
     PYDIST_UNROLLED
@@ -194,7 +194,7 @@ struct ConvMmaBody {
       loads.pairs(gather, table.taps, sources, k, thread, stage.left, copies);
       loads.gradient(gather, sources, k, thread, stage.right, copies);
     } else {
-      loads.places(gather, table.taps, sources, k, thread, stage.left, copies);
+      loads.anchors(gather, table.taps, sources, k, thread, stage.left, copies);
       if constexpr (kOp == ConvOp::kForward) {
         loads.weights_along(gather, table.taps, sources, k, thread, stage.right, copies);
       } else {

@@ -1,8 +1,8 @@
 // Loads the operands of a boundary convolution on tensor cores into shared memory.
 //
 //            left panel                      right panel
-//   forward  places (along: gathered)        weights_along
-//   dgrad    places (along: gathered)        weights_across
+//   forward  anchors (along: gathered)       weights_along
+//   dgrad    anchors (along: gathered)       weights_across
 //   wgrad    pairs (across: gathered)        gradient (across)
 //
 // Elements outside of an array, or beyond the extents, become 0, so that products need no checks.
@@ -47,7 +47,7 @@ inline index_t channel_alignment(const SpatialArray& array, index_t channels, in
 template <ConvOp kOp, class Storage, int kTileRows, int kTileColumns>
 struct MmaLoad {
   using Gather = ConvGather<kOp>;
-  using Place = typename Gather::Place;
+  using Anchor = typename Gather::Anchor;
   using Tap = typename Gather::Tap;
   using Left = MmaPanel<Storage, kTileRows, kOp == ConvOp::kWgrad>;
   using Right = MmaPanel<Storage, kTileColumns, kOp != ConvOp::kForward>;
@@ -55,10 +55,10 @@ struct MmaLoad {
   static constexpr int kSize = sizeof(Storage);
 
   // What a thread keeps in registers through all steps: where both sides of its tile begin, and the
-  // places (forward and dgrad, left) and weights (forward, right) of the rows of its pieces.
+  // anchors (forward and dgrad, left) and weights (forward, right) of the rows of its pieces.
   struct Sources {
     const Storage *left, *right;
-    Place places[Left::kPieces];
+    Anchor anchors[Left::kPieces];
     const Storage* weights[Right::kPieces];
     std::int32_t first_row, rows, columns;  // of the tile; rows and columns to the end of all
   };
@@ -79,10 +79,10 @@ struct MmaLoad {
     return loads;
   }
 
-  // Of the tile of group g whose first row and column are given; `place(row)`: of a row.
-  template <class PlaceOf>
+  // Of the tile of group g whose first row and column are given; `anchor(row)`: of a row.
+  template <class AnchorOf>
   PYDIST_HD void begin(const Gather& gather, std::int32_t g, MmaRange rows, MmaRange columns,
-                       int thread, const PlaceOf& place, Sources& of) const {
+                       int thread, const AnchorOf& anchor, Sources& of) const {
     const ConvProblem& p = gather.problem;
     const SpatialArray& source = gather.source();
     of.first_row = rows.first;
@@ -97,7 +97,7 @@ struct MmaLoad {
                  g * p.out_channels * p.weight.strides[0] +
                  columns.first * p.weight.strides[kOp == ConvOp::kForward ? 0 : 1];
       PYDIST_UNROLLED
-      for (int i = 0; i < Left::kPieces; ++i) of.places[i] = place(row_along(thread, i));
+      for (int i = 0; i < Left::kPieces; ++i) of.anchors[i] = anchor(row_along(thread, i));
     }
     if constexpr (kOp == ConvOp::kForward) {
       PYDIST_UNROLLED
@@ -119,25 +119,26 @@ struct MmaLoad {
     return thread / Left::kChunks + i * (kTileThreads / Left::kChunks);
   }
 
-  // Forward and dgrad, left: rows are places; k is a pair of a kernel index and a channel.
+  // Forward and dgrad, left: rows are anchors; k is a pair of a kernel index and a channel.
   template <class Copies>
-  PYDIST_HD void places(const Gather& gather, const Tap* taps, const Sources& of, MmaRange k,
-                        int thread, Left& panel, Copies&& copies) const {
+  PYDIST_HD void anchors(const Gather& gather, const Tap* taps, const Sources& of, MmaRange k,
+                         int thread, Left& panel, Copies&& copies) const {
     with_read(left, [&]<int kRun, int kBytes>() {
       const index_t stride = stride_of<kBytes>(gather.source().strides[1]);
-      along<kRun>(
-          gather, taps, k, thread,
-          [&](int chunk, int e, bool wanted, const Tap& tap, std::int32_t channel) {
-            PYDIST_UNROLLED
-            for (int i = 0; i < Left::kPieces; ++i) {
-              const int row = row_along(thread, i);
-              index_t offset;
-              const bool inside = gather.find(of.places[i], tap, offset) && wanted && row < of.rows;
-              copy_run<kRun, kBytes>(panel.at(row, chunk), e,
-                                     inside ? of.left + (offset + channel * stride) : of.left,
-                                     stride, inside, copies);
-            }
-          });
+      along<kRun>(gather, taps, k, thread,
+                  [&](int chunk, int e, bool wanted, const Tap& tap, std::int32_t channel) {
+                    PYDIST_UNROLLED
+                    for (int i = 0; i < Left::kPieces; ++i) {
+                      const int row = row_along(thread, i);
+                      index_t offset;
+                      const bool inside =
+                          gather.find(of.anchors[i], tap, offset) && wanted && row < of.rows;
+                      copy_run<kRun, kBytes>(
+                          panel.at(row, chunk), e,
+                          inside ? of.left + (offset + channel * stride) : of.left, stride, inside,
+                          copies);
+                    }
+                  });
     });
   }
 
@@ -188,12 +189,14 @@ struct MmaLoad {
       const index_t stride = stride_of<kBytes>(gather.source().strides[1]);
       across<kRun, kBytes>(
           panel, thread, stride, of.left, copies,
-          [&](int row) { return gather.place(gather.position(row < k.count ? k.first + row : 0)); },
-          [&](const Place& place, int row, int line, index_t& offset) {
+          [&](int row) {
+            return gather.anchor(gather.position(row < k.count ? k.first + row : 0));
+          },
+          [&](const Anchor& anchor, int row, int line, index_t& offset) {
             const bool wanted = row < k.count && line < of.rows;
             const auto pair = gather.pair(line < of.rows ? of.first_row + line : 0);
             const Tap tap = taps[pair.tap];
-            const bool inside = gather.find(place, tap, offset);
+            const bool inside = gather.find(anchor, tap, offset);
             offset += pair.channel * stride;
             return inside && wanted;
           });
@@ -220,7 +223,7 @@ struct MmaLoad {
       const bool wanted = row < k.count;
       const auto position = gather.position(wanted ? k.first + row : 0);
       index_t offset;
-      const bool inside = gather.find(gather.place(position), tap, offset) && wanted && has_pair;
+      const bool inside = gather.find(gather.anchor(position), tap, offset) && wanted && has_pair;
       copies.template copy<16>(to_left.at(row, chunk),
                                inside ? of.left + (offset + pair.channel) : of.left, inside);
       const bool has_both = wanted && has_column;

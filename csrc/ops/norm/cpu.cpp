@@ -41,7 +41,7 @@ class Normalizer {
   using Lines = NormLines<Storage>;
   using T = typename Lines::T;
   using Block = typename Lines::Block;
-  using Work = typename Lines::Work;
+  using TaskBuffers = typename Lines::TaskBuffers;
 
  public:
   explicit Normalizer(const NormProblem& problem)
@@ -51,8 +51,9 @@ class Normalizer {
         activation_(static_cast<int>(problem.activation())) {}
 
   void moments() const {
-    lines_.for_parts(
-        [&](index_t group, index_t part, const Work& work) { moments_of(group, part, work); });
+    lines_.for_parts([&](index_t group, index_t part, const TaskBuffers& buffers) {
+      moments_of(group, part, buffers);
+    });
     merge<true>();
   }
 
@@ -60,12 +61,12 @@ class Normalizer {
   // (fold).
   void grad_sums() const {
     const index_t rows = problem_.shape.rows();
-    lines_.for_parts([&](index_t group, index_t part, const Work& work) {
+    lines_.for_parts([&](index_t group, index_t part, const TaskBuffers& buffers) {
       double* const sums = part_sums(group, part);
       const int count = problem_.learned ? 3 : 2;
       for (int i = 0; i < count; ++i) std::fill_n(sums + i * rows, lines_.width(), 0.0);
-      lines_.spread_values(lines_.first_row(group), work);
-      lines_.for_blocks(group, part, work, [&](const Block& block) {
+      lines_.spread_values(lines_.first_row(group), buffers);
+      lines_.for_blocks(group, part, buffers, [&](const Block& block) {
         isa_.sums[activation_](block);
         lines_.fold(block, block.first, sums);
         lines_.fold(block, block.second, sums + rows);
@@ -97,30 +98,30 @@ class Normalizer {
   // those of the blocks before. Its shift is the mean m_{b-1} of block b - 1: then the canceling
   // part, the sum of n (m_b - m_{b-1})^2, is at most four times the result. The first block is read
   // twice, as its shift is its own mean.
-  void moments_of(index_t group, index_t part, const Work& work) const {
+  void moments_of(index_t group, index_t part, const TaskBuffers& buffers) const {
     double* const means = part_sums(group, part);
     double* const m2s = means + problem_.shape.rows();
     std::fill_n(means, lines_.width(), 0.0);
     std::fill_n(m2s, lines_.width(), 0.0);
     double before = 0;
-    T* const shifts = work.values[0];
-    lines_.for_blocks(group, part, work, [&](const Block& block) {
+    T* const shifts = buffers.values[0];
+    lines_.for_blocks(group, part, buffers, [&](const Block& block) {
       const auto count = static_cast<double>(block.elements / lines_.width());
       if (before == 0) {
         isa_.total(block);
-        std::fill_n(work.sums, lines_.width(), 0.0);
-        lines_.fold(block, block.first, work.sums);
+        std::fill_n(buffers.sums, lines_.width(), 0.0);
+        lines_.fold(block, block.first, buffers.sums);
         for (index_t c = 0; c < lines_.width(); ++c)
-          shifts[c] = static_cast<T>(work.sums[c] / count);
+          shifts[c] = static_cast<T>(buffers.sums[c] / count);
         lines_.repeat(shifts);
       }
       isa_.moments(block);
-      std::fill_n(work.sums, 2 * lines_.width(), 0.0);
-      lines_.fold(block, block.first, work.sums);
-      lines_.fold(block, block.second, work.squares);
+      std::fill_n(buffers.sums, 2 * lines_.width(), 0.0);
+      lines_.fold(block, block.first, buffers.sums);
+      lines_.fold(block, block.second, buffers.squares);
       for (index_t c = 0; c < lines_.width(); ++c) {
         const RowMoments own =
-            ops::shifted_moments(count, shifts[c], work.sums[c], work.squares[c]);
+            ops::shifted_moments(count, shifts[c], buffers.sums[c], buffers.squares[c]);
         RowMoments all{before, means[c], m2s[c]};
         all.merge(own);
         means[c] = all.mean;

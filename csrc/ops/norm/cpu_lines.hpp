@@ -53,7 +53,7 @@ class NormLines {
 
   static constexpr int kValues = 7;
   // The memory of a task: [columns], but [width] for the doubles.
-  struct Work {
+  struct TaskBuffers {
     T* values[kValues];  // mean, factor, offset, a, b, d, slope
     T *first, *second, *third;
     double *sums, *squares;
@@ -64,7 +64,7 @@ class NormLines {
     return shape_.channels_last ? shape_.row(group, 0) : group;
   }
 
-  // Calls f(group, part, work) for the tasks of sums, on threads.
+  // Calls f(group, part, buffers) for the tasks of sums, on threads.
   template <class F>
   void for_parts(const F& f) const {
     const index_t tasks = shape_.rows() / width_ * problem_.parts;
@@ -77,14 +77,14 @@ class NormLines {
   // Calls f(block) for the blocks of a part, in order; if samples share rows (batch norm), sample
   // after sample.
   template <class F>
-  void for_blocks(index_t group, index_t part, const Work& work, const F& f) const {
+  void for_blocks(index_t group, index_t part, const TaskBuffers& buffers, const F& f) const {
     const index_t begin = problem_.part_begin(part) * width_;
     const index_t end = problem_.part_begin(part + 1) * width_;
     // Lines of a row are as far apart as lines of adjacent samples.
     const index_t step = shape_.channels_last ? 1 : shape_.channels;
     const index_t lines = shape_.per_sample ? 1 : shape_.samples;
     for (index_t line = 0; line < lines; ++line) {
-      for_line(group + line * step, begin, end, work, f);
+      for_line(group + line * step, begin, end, buffers, f);
     }
   }
 
@@ -118,7 +118,7 @@ class NormLines {
 
   // Copies the values of `width` rows, from `row` on, into the task's memory, repeated for all
   // columns.
-  void spread_values(index_t row, const Work& work) const {
+  void spread_values(index_t row, const TaskBuffers& buffers) const {
     const index_t rows = shape_.rows();
     const auto fill = [&](const void* given, index_t which, T* columns) {
       if (given == nullptr) return;
@@ -126,10 +126,10 @@ class NormLines {
       repeat(columns);
     };
     for (int i = 0; i < 3; ++i) {
-      fill(problem_.values, i, work.values[i]);
-      fill(problem_.coefficients, i, work.values[3 + i]);
+      fill(problem_.values, i, buffers.values[i]);
+      fill(problem_.coefficients, i, buffers.values[3 + i]);
     }
-    if (problem_.learned) fill(problem_.values, 3, work.values[6]);
+    if (problem_.learned) fill(problem_.values, 3, buffers.values[6]);
   }
 
   // Calls an inner loop for all elements, on threads.
@@ -140,13 +140,13 @@ class NormLines {
     const index_t tasks = lines_ * pieces;
     launch::parallel_for(tasks, grain(tasks), [&](index_t task) {
       const index_t line = task / pieces, piece = task % pieces;
-      const Work work = take(columns_);
+      const TaskBuffers buffers = take(columns_);
       spread_values(shape_.channels_last
                         ? shape_.row(line, 0)
                         : shape_.row(line / shape_.channels, line % shape_.channels),
-                    work);
+                    buffers);
       for_line(line, piece * shape_.positions / pieces * width_,
-               (piece + 1) * shape_.positions / pieces * width_, work,
+               (piece + 1) * shape_.positions / pieces * width_, buffers,
                [&](const Block& block) { kernel(block); });
     });
   }
@@ -154,19 +154,19 @@ class NormLines {
  private:
   static constexpr index_t kAlign = 64 / sizeof(T);
 
-  Work take(index_t columns) const {
+  TaskBuffers take(index_t columns) const {
     static thread_local Scratch scratch;
     const index_t padded = ceil_div(columns, kAlign) * kAlign;
     double* const doubles = scratch.take<double>(10 * padded + 2 * width_);
     T* const memory = reinterpret_cast<T*>(doubles + 2 * width_);
-    Work work{};
-    for (int i = 0; i < kValues; ++i) work.values[i] = memory + i * padded;
-    work.first = memory + kValues * padded;
-    work.second = work.first + padded;
-    work.third = work.second + padded;
-    work.sums = doubles;
-    work.squares = doubles + width_;
-    return work;
+    TaskBuffers buffers{};
+    for (int i = 0; i < kValues; ++i) buffers.values[i] = memory + i * padded;
+    buffers.first = memory + kValues * padded;
+    buffers.second = buffers.first + padded;
+    buffers.third = buffers.second + padded;
+    buffers.sums = doubles;
+    buffers.squares = doubles + width_;
+    return buffers;
   }
 
   // Few columns are full tiles; more columns are full vectors, so that their rows stay short.
@@ -182,7 +182,8 @@ class NormLines {
 
   // Calls f(block) for the elements [begin, end) of a line.
   template <class F>
-  void for_line(index_t line, index_t begin, index_t end, const Work& work, const F& f) const {
+  void for_line(index_t line, index_t begin, index_t end, const TaskBuffers& buffers,
+                const F& f) const {
     const index_t rows = std::max<index_t>(
         {kNormBlock / columns_, std::min(kNormRows, kLongNormBlock / columns_), 1});
     const index_t most = rows * columns_;
@@ -199,17 +200,17 @@ class NormLines {
       block.out = const_cast<Storage*>(at(problem_.out, element));
       block.elements = count;
       block.columns = std::min(columns_, count);
-      block.mean = work.values[0];
-      block.factor = work.values[1];
-      block.offset = work.values[2];
-      block.a = work.values[3];
-      block.b = work.values[4];
-      block.d = work.values[5];
-      block.slopes = work.values[6];
+      block.mean = buffers.values[0];
+      block.factor = buffers.values[1];
+      block.offset = buffers.values[2];
+      block.a = buffers.values[3];
+      block.b = buffers.values[4];
+      block.d = buffers.values[5];
+      block.slopes = buffers.values[6];
       block.slope = static_cast<T>(problem_.slope);
-      block.first = work.first;
-      block.second = work.second;
-      block.third = work.third;
+      block.first = buffers.first;
+      block.second = buffers.second;
+      block.third = buffers.third;
       f(block);
     }
   }

@@ -107,17 +107,17 @@ struct NormSumsBody : RowMerge<kMoments, N> {
   PYDIST_HD index_t steps(index_t) const { return this->merge_steps(block_channels()); }
 
   // The part and the first channel of a block, and the sample with which it starts.
-  struct Place {
+  struct BlockStart {
     index_t part, channel, sample;
   };
-  PYDIST_HD Place place(index_t block) const {
+  PYDIST_HD BlockStart start_of(index_t block) const {
     const index_t group = block / problem.parts;
     return {block % problem.parts, group % channel_blocks() * block_channels(),
             group / channel_blocks()};
   }
 
   PYDIST_HD void begin(index_t block, int thread, Thread& state) const {
-    Place at = place(block);
+    BlockStart at = start_of(block);
     at.channel += thread % lanes * N;
     PYDIST_UNROLLED
     for (int e = 0; e < N; ++e) state.own[e] = {0, 0, 0};
@@ -134,7 +134,7 @@ struct NormSumsBody : RowMerge<kMoments, N> {
   }
 
   PYDIST_HD void end(index_t block, int thread, const Thread& state) const {
-    const Place at = place(block);
+    const BlockStart at = start_of(block);
     const index_t channel = at.channel + thread;
     if (thread >= block_channels() || channel >= problem.shape.channels) return;
     set_sums<kMoments>(problem, at.part, problem.shape.row(at.sample, channel), state.own[0]);
@@ -146,7 +146,7 @@ struct NormSumsBody : RowMerge<kMoments, N> {
   // Sums of x - shift and of its square, where the shift is the thread's first value. Its squared
   // distance from the mean is one of the terms of the result, so the canceling part in
   // shifted_moments is at most that term times the number of the thread's values.
-  PYDIST_HD void moments(const Place& at, index_t samples, index_t begin, index_t end,
+  PYDIST_HD void moments(const BlockStart& at, index_t samples, index_t begin, index_t end,
                          RowMoments (&found)[N]) const {
     const auto* const x = static_cast<const Storage*>(problem.x);
     const index_t step = problem.shape.position_stride();
@@ -175,7 +175,7 @@ struct NormSumsBody : RowMerge<kMoments, N> {
     }
   }
 
-  PYDIST_HD void sums(const Place& at, index_t samples, index_t begin, index_t end,
+  PYDIST_HD void sums(const BlockStart& at, index_t samples, index_t begin, index_t end,
                       RowMoments (&found)[N]) const {
     const index_t step = problem.shape.position_stride(), rows = problem.shape.rows();
     const T* const values =

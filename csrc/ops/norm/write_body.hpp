@@ -186,7 +186,7 @@ void with_norm_write_body(const NormProblem& problem, const F& f) {
 template <class F>
 void dispatch_activation(const NormProblem& problem, const F& f) {
   if (problem.learned) return f(std::integral_constant<Activation, Activation::kPrelu>{});
-  dispatch_rectifier(problem.slope, f);
+  dispatch_activation(problem.slope, f);
 }
 
 }  // namespace pydist::ops

@@ -21,8 +21,8 @@ namespace pydist::bindings {
 namespace {
 
 using namespace py::literals;
+using cpu::PackOp;
 using cpu::PreparedTransfer;
-using cpu::Transfer;
 
 // Memory traffic below which the interpreter lock is not released: another thread that takes it
 // holds it for as long.
@@ -45,31 +45,29 @@ void check_order(const Coords& order, int ndim) {
 }
 
 // The transfer of tensors that are not in host memory.
-void transfer_on_cuda(Transfer transfer, const Borrowed& tensor,
-                      [[maybe_unused]] const TensorView& view,
+void transfer_on_cuda(PackOp op, const Borrowed& tensor, [[maybe_unused]] const TensorView& view,
                       [[maybe_unused]] const ops::Regions& regions,
                       [[maybe_unused]] const TensorView& buffer) {
-  switch (transfer) {
-    case Transfer::kPack:
+  switch (op) {
+    case PackOp::kPack:
       return on_device(tensor, [] {}, PYDIST_ON_CUDA(pack(view, regions, buffer, queue)));
-    case Transfer::kUnpack:
+    case PackOp::kUnpack:
       return on_device(tensor, [] {}, PYDIST_ON_CUDA(unpack(buffer, regions, view, queue)));
-    case Transfer::kUnpackAdd:
+    case PackOp::kUnpackAdd:
       return on_device(tensor, [] {}, PYDIST_ON_CUDA(unpack_add(buffer, regions, view, queue)));
   }
 }
 
 // The class `Regions` of Python: boxes in the order of a buffer, and the plans of the last
 // transfers. An exchange is repeated with tensors of the same layout, so the plans mostly fit.
-class Regions {
+class PlannedRegions {
  public:
-  Regions(const std::vector<Box>& boxes, const std::optional<Coords>& order)
+  PlannedRegions(const std::vector<Box>& boxes, const std::optional<Coords>& order)
       : order_(order), regions_(in_order(boxes, order)) {}
 
   const ops::Regions& boxes() const { return regions_; }
 
-  void transfer(Transfer transfer, const char* name, const Borrowed& tensor,
-                const Borrowed& buffer) {
+  void transfer(PackOp op, const char* name, const Borrowed& tensor, const Borrowed& buffer) {
     TensorView view = tensor.view();
     if (order_ && order_->ndim() == view.ndim()) {
       view.shape = permuted(view.shape, *order_);
@@ -77,15 +75,15 @@ class Regions {
     }
     check_buffer(name, view, buffer.view());
     if (view.device.type != DeviceType::kCpu) {
-      check_view(transfer, name, view);
-      return transfer_on_cuda(transfer, tensor, view, regions_, buffer.view());
+      check_view(op, name, view);
+      return transfer_on_cuda(op, tensor, view, regions_, buffer.view());
     }
     // Shared: another thread may replace it while this one works without the interpreter lock.
-    std::shared_ptr<const PreparedTransfer>& last = last_[static_cast<std::size_t>(transfer)];
+    std::shared_ptr<const PreparedTransfer>& last = last_[static_cast<std::size_t>(op)];
     std::shared_ptr<const PreparedTransfer> prepared = last;
     if (prepared == nullptr || !prepared->fits(view, buffer.view())) {
-      check_view(transfer, name, view);
-      prepared = std::make_shared<PreparedTransfer>(transfer, view, regions_, buffer.view());
+      check_view(op, name, view);
+      prepared = std::make_shared<PreparedTransfer>(op, view, regions_, buffer.view());
       last = prepared;
     }
     std::optional<py::gil_scoped_release> unlocked;
@@ -114,9 +112,9 @@ class Regions {
                       std::to_string(regions_.elements()) + " elements");
   }
 
-  void check_view(Transfer transfer, const char* name, const TensorView& view) const {
+  void check_view(PackOp op, const char* name, const TensorView& view) const {
     regions_.require_inside(view.shape, name);
-    if (transfer != Transfer::kPack) check_writable(name, view);
+    if (op != PackOp::kPack) check_writable(name, view);
   }
 
   std::optional<Coords> order_;
@@ -124,35 +122,36 @@ class Regions {
   std::array<std::shared_ptr<const PreparedTransfer>, 3> last_;
 };
 
-void pack(py::handle src, Regions& regions, py::handle buffer) {
-  regions.transfer(Transfer::kPack, "src", borrow(src, "src"),
+void pack(py::handle src, PlannedRegions& regions, py::handle buffer) {
+  regions.transfer(PackOp::kPack, "src", borrow(src, "src"),
                    borrow(buffer, "buffer", Access::kWrite));
 }
 
-void unpack(py::handle buffer, Regions& regions, py::handle dst) {
-  regions.transfer(Transfer::kUnpack, "dst", borrow(dst, "dst", Access::kWrite),
+void unpack(py::handle buffer, PlannedRegions& regions, py::handle dst) {
+  regions.transfer(PackOp::kUnpack, "dst", borrow(dst, "dst", Access::kWrite),
                    borrow(buffer, "buffer"));
 }
 
-void unpack_add(py::handle buffer, Regions& regions, py::handle dst) {
-  regions.transfer(Transfer::kUnpackAdd, "dst", borrow(dst, "dst", Access::kWrite),
+void unpack_add(py::handle buffer, PlannedRegions& regions, py::handle dst) {
+  regions.transfer(PackOp::kUnpackAdd, "dst", borrow(dst, "dst", Access::kWrite),
                    borrow(buffer, "buffer"));
 }
 
 }  // namespace
 
 void bind_pack(py::module_& module) {
-  py::class_<Regions>(module, "Regions", py::is_final(),
-                      "Boxes in local indices of a view, one after the other in a buffer.\n\n"
-                      "Each box is contiguous in the buffer, in C order of its indices after the\n"
-                      "dims were put in `order`, whatever the strides of the view.")
+  py::class_<PlannedRegions>(
+      module, "Regions", py::is_final(),
+      "Boxes in local indices of a view, one after the other in a buffer.\n\n"
+      "Each box is contiguous in the buffer, in C order of its indices after the\n"
+      "dims were put in `order`, whatever the strides of the view.")
       .def(py::init<const std::vector<Box>&, const std::optional<Coords>&>(), "boxes"_a,
            "order"_a = py::none())
       .def_property_readonly(
-          "elements", [](const Regions& regions) { return regions.boxes().elements(); },
+          "elements", [](const PlannedRegions& regions) { return regions.boxes().elements(); },
           "Elements of all boxes.")
       .def_property_readonly(
-          "count", [](const Regions& regions) { return regions.boxes().count(); },
+          "count", [](const PlannedRegions& regions) { return regions.boxes().count(); },
           "Number of boxes.");
   module.def("pack", &pack, "src"_a, "regions"_a, "buffer"_a,
              "buffer[:regions.elements] = the boxes of `src`, which may have any strides.");

@@ -105,21 +105,21 @@ void add(const TensorView& view, const RunTable& runs, const TensorView& buffer)
 
 }  // namespace
 
-PreparedTransfer::PreparedTransfer(Transfer transfer, const TensorView& view,
-                                   const Regions& regions, const TensorView& buffer)
-    : transfer_(transfer),
+PreparedTransfer::PreparedTransfer(PackOp op, const TensorView& view, const Regions& regions,
+                                   const TensorView& buffer)
+    : op_(op),
       dtype_(view.dtype),
       shape_(view.shape),
       strides_(view.strides),
       alignment_(alignment_of(view, buffer)) {
   const RunOptions options{.segment_bytes = ops::kCpuSegmentBytes,
-                           .fuse = transfer != Transfer::kUnpackAdd,
+                           .fuse = op != PackOp::kUnpackAdd,
                            .buffer = buffer.data};
   const auto prepare = [&](Regions::Group group) {
     groups_.emplace_back(view, regions, group, options);
-    traffic_ += (transfer == Transfer::kUnpackAdd ? 3 : 2) * groups_.back().bytes();
+    traffic_ += (op == PackOp::kUnpackAdd ? 3 : 2) * groups_.back().bytes();
   };
-  if (transfer == Transfer::kPack) {
+  if (op == PackOp::kPack) {
     prepare({0, regions.parts().size()});  // reads may overlap
   } else {
     for (const Regions::Group group : regions.disjoint_groups()) prepare(group);
@@ -133,14 +133,14 @@ bool PreparedTransfer::fits(const TensorView& view, const TensorView& buffer) co
 
 void PreparedTransfer::run(const TensorView& view, const TensorView& buffer) const {
   for (const RunTable& runs : groups_) {
-    switch (transfer_) {
-      case Transfer::kPack:
+    switch (op_) {
+      case PackOp::kPack:
         copy<Direction::kPack>(view, runs, buffer);
         break;
-      case Transfer::kUnpack:
+      case PackOp::kUnpack:
         copy<Direction::kUnpack>(view, runs, buffer);
         break;
-      case Transfer::kUnpackAdd:
+      case PackOp::kUnpackAdd:
         add(view, runs, buffer);
         break;
     }

@@ -12,7 +12,7 @@
 
 namespace pydist::cpu {
 
-enum class Transfer {
+enum class PackOp {
   kPack,       // buffer <- the boxes of the view
   kUnpack,     // the boxes of the view <- buffer; where boxes overlap, the last one stays
   kUnpackAdd,  // the boxes of the view += buffer, box after box where they overlap
@@ -22,7 +22,7 @@ enum class Transfer {
 // their addresses: planning takes as long as moving some 20 KB. Immutable, so threads may share it.
 class PreparedTransfer {
  public:
-  PreparedTransfer(Transfer transfer, const TensorView& view, const ops::Regions& regions,
+  PreparedTransfer(PackOp op, const TensorView& view, const ops::Regions& regions,
                    const TensorView& buffer);
 
   // Whether the plan fits a view and buffer: dtype, shape, strides and alignment.
@@ -34,7 +34,7 @@ class PreparedTransfer {
   void run(const TensorView& view, const TensorView& buffer) const;
 
  private:
-  Transfer transfer_;
+  PackOp op_;
   DType dtype_;
   Coords shape_, strides_;
   std::uintptr_t alignment_;
@@ -44,14 +44,14 @@ class PreparedTransfer {
 
 // The same, planned for a single use.
 inline void pack(const TensorView& src, const ops::Regions& regions, const TensorView& buffer) {
-  PreparedTransfer(Transfer::kPack, src, regions, buffer).run(src, buffer);
+  PreparedTransfer(PackOp::kPack, src, regions, buffer).run(src, buffer);
 }
 inline void unpack(const TensorView& buffer, const ops::Regions& regions, const TensorView& dst) {
-  PreparedTransfer(Transfer::kUnpack, dst, regions, buffer).run(dst, buffer);
+  PreparedTransfer(PackOp::kUnpack, dst, regions, buffer).run(dst, buffer);
 }
 inline void unpack_add(const TensorView& buffer, const ops::Regions& regions,
                        const TensorView& dst) {
-  PreparedTransfer(Transfer::kUnpackAdd, dst, regions, buffer).run(dst, buffer);
+  PreparedTransfer(PackOp::kUnpackAdd, dst, regions, buffer).run(dst, buffer);
 }
 
 }  // namespace pydist::cpu

@@ -77,10 +77,10 @@ class MaxPooler {
         depth_(problem.targets<MaxOp::kForward>(0)),
         height_(problem.targets<MaxOp::kForward>(1)),
         width_(problem.targets<MaxOp::kForward>(2)),
-        together_(out_.strides[1] == 1 && problem.channels > 1),
-        channel_step_(std::min(problem.channels, together_ ? kLanes : kChannelsAtOnce)),
+        channels_adjacent_(out_.strides[1] == 1 && problem.channels > 1),
+        channel_step_(std::min(problem.channels, channels_adjacent_ ? kLanes : kChannelsAtOnce)),
         maxima_(maxima_of<Storage>()) {
-    if (!together_ && !dims_[2].is_adaptive()) plan_width();
+    if (!channels_adjacent_ && !dims_[2].is_adaptive()) plan_width();
   }
 
   void run() const {
@@ -106,7 +106,7 @@ class MaxPooler {
 
   // The memory of a task. The list of taps is valid for all windows with the same part inside the
   // array, `spans`: begin and end of the taps in each dim. All inner windows share it.
-  struct Work {
+  struct TaskBuffers {
     index_t channels;
     T* values;  // the maxima of a line
     Number* numbers;
@@ -143,26 +143,26 @@ class MaxPooler {
   void run_plane(Position at, index_t channels) const {
     static thread_local Scratch scratch;
     static thread_local std::vector<PoolTap> list;
-    const index_t lanes = together_                ? channels
+    const index_t lanes = channels_adjacent_       ? channels
                           : dims_[2].is_adaptive() ? dims_[2].kernel
                                                    : width_.size();
     static_assert(sizeof(T) == sizeof(Number));
     T* const memory = scratch.take<T>(2 * lanes);
-    Work work{channels, memory, reinterpret_cast<Number*>(memory + lanes), list};
+    TaskBuffers buffers{channels, memory, reinterpret_cast<Number*>(memory + lanes), list};
     const Taps depth = dims_[0].taps_of(at.z);
     for (at.y = height_.begin; at.y < height_.end; ++at.y) {
       const Taps height = dims_[1].taps_of(at.y);
       at.x = width_.begin;
-      if (!together_ && !dims_[2].is_adaptive()) {
-        along_width(work, at, depth, height);
+      if (!channels_adjacent_ && !dims_[2].is_adaptive()) {
+        along_width(buffers, at, depth, height);
         continue;
       }
       for (; at.x < width_.end; ++at.x) {
         const Taps width = dims_[2].taps_of(at.x);
-        if (together_) {
-          along_channels(work, at, depth, height, width);
+        if (channels_adjacent_) {
+          along_channels(buffers, at, depth, height, width);
         } else {
-          along_window(work, at, depth, height, width);
+          along_window(buffers, at, depth, height, width);
         }
       }
     }
@@ -186,12 +186,13 @@ class MaxPooler {
   }
 
   // Whether the list of taps is invalid for a part of a window; it is then empty.
-  static bool differs(Work& work, const Taps& depth, const Taps& height, const Taps& width) {
+  static bool differs(TaskBuffers& buffers, const Taps& depth, const Taps& height,
+                      const Taps& width) {
     const index_t spans[6] = {depth.begin, depth.end,   height.begin,
                               height.end,  width.begin, width.end};
-    if (std::equal(spans, spans + 6, work.spans)) return false;
-    std::copy_n(spans, 6, work.spans);
-    work.list.clear();
+    if (std::equal(spans, spans + 6, buffers.spans)) return false;
+    std::copy_n(spans, 6, buffers.spans);
+    buffers.list.clear();
     return true;
   }
 
@@ -202,126 +203,126 @@ class MaxPooler {
 
   // One target, all channels of the task. Long lists are visited in pieces of kTapsAtOnce, so that
   // the sources of a piece stay in the cache; they are not kept for the next window.
-  void along_channels(Work& work, const Position& at, const Taps& depth, const Taps& height,
-                      const Taps& width) const {
+  void along_channels(TaskBuffers& buffers, const Position& at, const Taps& depth,
+                      const Taps& height, const Taps& width) const {
     const bool any =
         depth.begin < depth.end && height.begin < height.end && width.begin < width.end;
     const index_t first = number(depth.begin, height.begin, width.begin);
-    begin_line(work, work.channels, any ? static_cast<Number>(first) : kNone);
-    Line line = line_of(work, origin(at, depth, height, width.first), in_.strides[1]);
-    line.lanes = line.step == 1 ? work.channels : 0;
-    const bool makes = differs(work, depth, height, width);
+    begin_line(buffers, buffers.channels, any ? static_cast<Number>(first) : kNone);
+    Line line = line_of(buffers, origin(at, depth, height, width.first), in_.strides[1]);
+    line.lanes = line.step == 1 ? buffers.channels : 0;
+    const bool makes = differs(buffers, depth, height, width);
     const bool keeps = depth.end * height.end * width.end <= kTapsAtOnce;
     if (makes) {
       for_rows(depth, height, [&](index_t row, index_t offset) {
         for (index_t k = width.begin; k < width.end; ++k) {
           const index_t step = k * dims_[2].dilation * in_.strides[4];
-          work.list.push_back({0, work.channels, row + k, offset + step});
-          if (!keeps && std::ssize(work.list) == kTapsAtOnce) {
-            look(work, line);
-            work.list.clear();
+          buffers.list.push_back({0, buffers.channels, row + k, offset + step});
+          if (!keeps && std::ssize(buffers.list) == kTapsAtOnce) {
+            scan_taps(buffers, line);
+            buffers.list.clear();
           }
         }
       });
     }
-    look(work, line);
-    if (!keeps) work.spans[0] = -1;
-    store(work, at, work.channels, out_.strides[1], taps_.strides[1]);
+    scan_taps(buffers, line);
+    if (!keeps) buffers.spans[0] = -1;
+    store(buffers, at, buffers.channels, out_.strides[1], taps_.strides[1]);
   }
 
   // A line of targets, channel by channel. If all values are -inf, torch takes the first tap, so
   // numbers start with it.
-  void along_width(Work& work, Position at, const Taps& depth, const Taps& height) const {
-    if (differs(work, depth, height, {})) {
+  void along_width(TaskBuffers& buffers, Position at, const Taps& depth, const Taps& height) const {
+    if (differs(buffers, depth, height, {})) {
       for_rows(depth, height, [&](index_t row, index_t offset) {
         for (const PoolTap& tap : width_taps_) {
-          work.list.push_back({tap.begin, tap.end, row + tap.number, offset + tap.from});
+          buffers.list.push_back({tap.begin, tap.end, row + tap.number, offset + tap.from});
         }
       });
     }
     const index_t first = number(depth.begin, height.begin, 0);
-    for (index_t c = 0; c < work.channels; ++c, ++at.channel) {
-      begin_line(work, width_.size(), kNone);
-      if (!work.list.empty()) {
+    for (index_t c = 0; c < buffers.channels; ++c, ++at.channel) {
+      begin_line(buffers, width_.size(), kNone);
+      if (!buffers.list.empty()) {
         // In reverse order, so that each lane keeps its first tap.
         for (auto tap = width_taps_.rbegin(); tap != width_taps_.rend(); ++tap) {
-          std::fill(work.numbers + tap->begin, work.numbers + tap->end,
+          std::fill(buffers.numbers + tap->begin, buffers.numbers + tap->end,
                     static_cast<Number>(first + tap->number));
         }
       }
-      Line line = line_of(work, origin(at, depth, height, 0), dims_[2].stride * in_.strides[4]);
-      look(work, line);
-      store(work, at, width_.size(), out_.strides[4], taps_.strides[4]);
+      Line line = line_of(buffers, origin(at, depth, height, 0), dims_[2].stride * in_.strides[4]);
+      scan_taps(buffers, line);
+      store(buffers, at, width_.size(), out_.strides[4], taps_.strides[4]);
     }
   }
 
   // One target after the other: lanes are the taps of a row of its window.
-  void along_window(Work& work, Position at, const Taps& depth, const Taps& height,
+  void along_window(TaskBuffers& buffers, Position at, const Taps& depth, const Taps& height,
                     const Taps& width) const {
     const index_t lanes = std::max<index_t>(width.end - width.begin, 0);
-    work.list.clear();
+    buffers.list.clear();
     for_rows(depth, height, [&](index_t row, index_t offset) {
-      work.list.push_back({0, lanes, row + width.begin, offset});
+      buffers.list.push_back({0, lanes, row + width.begin, offset});
     });
-    const bool any = lanes > 0 && !work.list.empty();
-    for (index_t c = 0; c < work.channels; ++c, ++at.channel) {
-      begin_line(work, lanes, any ? static_cast<Number>(work.list.front().number) : kNone);
+    const bool any = lanes > 0 && !buffers.list.empty();
+    for (index_t c = 0; c < buffers.channels; ++c, ++at.channel) {
+      begin_line(buffers, lanes, any ? static_cast<Number>(buffers.list.front().number) : kNone);
       Line line =
-          line_of(work, origin(at, depth, height, width.first + width.begin), in_.strides[4]);
+          line_of(buffers, origin(at, depth, height, width.first + width.begin), in_.strides[4]);
       line.lanes = line.step == 1 ? lanes : 0;
-      look(work, line);
+      scan_taps(buffers, line);
       Maximum best{-std::numeric_limits<T>::infinity(), kNone};
       for (index_t j = 0; any && j < lanes; ++j) {
-        const Maximum lane{work.values[j], static_cast<Number>(work.numbers[j] + j)};
+        const Maximum lane{buffers.values[j], static_cast<Number>(buffers.numbers[j] + j)};
         if (best.yields_to(lane)) best = lane;
       }
-      work.values[0] = best.value;
-      work.numbers[0] = best.tap;
-      store(work, at, 1, 1, 1);
+      buffers.values[0] = best.value;
+      buffers.numbers[0] = best.tap;
+      store(buffers, at, 1, 1, 1);
     }
   }
 
-  Line line_of(const Work& work, index_t base, index_t step) const {
+  Line line_of(const TaskBuffers& buffers, index_t base, index_t step) const {
     return {static_cast<const Storage*>(in_.data),
             base,
             step,
             nullptr,
             0,
             0,
-            work.values,
-            work.numbers};
+            buffers.values,
+            buffers.numbers};
   }
 
   // Maxima of a line before any tap.
-  static void begin_line(const Work& work, index_t lanes, Number number) {
-    std::fill_n(work.values, lanes, -std::numeric_limits<T>::infinity());
-    std::fill_n(work.numbers, lanes, number);
+  static void begin_line(const TaskBuffers& buffers, index_t lanes, Number number) {
+    std::fill_n(buffers.values, lanes, -std::numeric_limits<T>::infinity());
+    std::fill_n(buffers.numbers, lanes, number);
   }
 
   // Visits the listed taps, and updates maxima and numbers of the line.
-  void look(const Work& work, Line& line) const {
-    line.taps = work.list.data();
-    line.count = std::ssize(work.list);
+  void scan_taps(const TaskBuffers& buffers, Line& line) const {
+    line.taps = buffers.list.data();
+    line.count = std::ssize(buffers.list);
     maxima_(line);
   }
 
   // Writes a line, or merges it with the present values.
-  void store(const Work& work, const Position& at, index_t lanes, index_t step,
+  void store(const TaskBuffers& buffers, const Position& at, index_t lanes, index_t step,
              index_t tap_step) const {
     Storage* const to = element<Storage>(out_, at);
     Tap* const taps = element<Tap>(taps_, at);
     if (problem_.accumulate) {
       for (index_t j = 0; j < lanes; ++j) {
         const Maximum before{ops::load_as(to[j * step]), taps[j * tap_step]};
-        if (!before.yields_to({work.values[j], work.numbers[j]})) continue;
-        to[j * step] = ops::store_as<Storage>(work.values[j]);
-        taps[j * tap_step] = static_cast<Tap>(work.numbers[j]);
+        if (!before.yields_to({buffers.values[j], buffers.numbers[j]})) continue;
+        to[j * step] = ops::store_as<Storage>(buffers.values[j]);
+        taps[j * tap_step] = static_cast<Tap>(buffers.numbers[j]);
       }
       return;
     }
     const auto copy = [&](index_t by, index_t tap_by) {
-      for (index_t j = 0; j < lanes; ++j) to[j * by] = ops::store_as<Storage>(work.values[j]);
-      for (index_t j = 0; j < lanes; ++j) taps[j * tap_by] = static_cast<Tap>(work.numbers[j]);
+      for (index_t j = 0; j < lanes; ++j) to[j * by] = ops::store_as<Storage>(buffers.values[j]);
+      for (index_t j = 0; j < lanes; ++j) taps[j * tap_by] = static_cast<Tap>(buffers.numbers[j]);
     };
     if (step == 1 && tap_step == 1) {
       copy(1, 1);
@@ -334,7 +335,7 @@ class MaxPooler {
   const SpatialArray &in_, &out_, &taps_;
   const PoolDim (&dims_)[ops::kSpatialDims];
   const Span depth_, height_, width_;  // of targets
-  const bool together_;                // lanes are channels
+  const bool channels_adjacent_;       // lanes are channels
   const index_t channel_step_;         // of a task
   const PoolMaxima<Storage, T, Number> maxima_;
   std::vector<PoolTap> width_taps_;

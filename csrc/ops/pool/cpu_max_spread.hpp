@@ -30,18 +30,18 @@ template <class Storage, class Tap>
 class MaxSpreader {
   using T = ops::accumulator_t<Storage>;
   using SpatialArray = ops::SpatialArray;
-  static constexpr index_t kChannels = 32;       // of a task
-  static constexpr index_t kSums = 512 * 1024;   // elements of separate sums: they fit the L2 cache
-  static constexpr index_t kPlaces = 64 * 1024;  // taps in a look-up table, at most
-  static constexpr index_t kMinPlanes = 4;       // windows at their border are visited twice
+  static constexpr index_t kChannels = 32;      // of a task
+  static constexpr index_t kSums = 512 * 1024;  // elements of separate sums: they fit the L2 cache
+  static constexpr index_t kTapOffsets = 64 * 1024;  // taps in a look-up table, at most
+  static constexpr index_t kMinPlanes = 4;           // windows at their border are visited twice
 
  public:
   explicit MaxSpreader(const ops::MaxProblem& problem)
       : problem_(problem),
         in_(problem.in),
         dims_(problem.dims),
-        together_(in_.strides[1] == 1 && problem.channels > 1),
-        channel_step_(together_ ? std::min(problem.channels, kChannels) : 1) {
+        channels_adjacent_(in_.strides[1] == 1 && problem.channels > 1),
+        channel_step_(channels_adjacent_ ? std::min(problem.channels, kChannels) : 1) {
     volume_ = 1;
     for (const ops::PoolDim& dim : dims_) {
       volume_ *= dim.kernel;
@@ -57,7 +57,8 @@ class MaxSpreader {
       step_y_ = in_.strides[3];
       step_z_ = in_.strides[2];
     }
-    for (index_t tap = 0; tap < volume_ && volume_ <= kPlaces; ++tap) places_.push_back(place(tap));
+    for (index_t tap = 0; tap < volume_ && volume_ <= kTapOffsets; ++tap)
+      tap_offsets_.push_back(tap_offset(tap));
   }
 
   void run() const {
@@ -86,7 +87,7 @@ class MaxSpreader {
 
  private:
   // A tap: its offset from the window's first input, and its indices.
-  struct Place {
+  struct TapOffset {
     index_t offset, z, y, x;
   };
   struct Task {
@@ -94,7 +95,7 @@ class MaxSpreader {
     ops::Span planes;
   };
 
-  Place place(index_t tap) const {
+  TapOffset tap_offset(index_t tap) const {
     const index_t row = tap / dims_[2].kernel;
     const index_t z = row / dims_[1].kernel * dims_[0].dilation;
     const index_t y = row % dims_[1].kernel * dims_[1].dilation;
@@ -132,7 +133,7 @@ class MaxSpreader {
       for (index_t y = 0; y < dims_[1].in_extent; ++y) {
         Storage* const row = to + z * in_.strides[2] + y * in_.strides[3];
         const index_t place = z * step_z_ + y * step_y_;
-        if (!together_) {
+        if (!channels_adjacent_) {
           for (index_t x = 0; x < dims_[2].in_extent; ++x) {
             f(row[x * in_.strides[4]], place + x * step_x_);
           }
@@ -184,7 +185,7 @@ class MaxSpreader {
                                static_cast<const Tap*>(taps.data) + at(taps, z, y), to, first_z,
                                first_y};
         add<false>(task, row, {width.begin, inner.begin}, channel_stride);
-        if (holds && !places_.empty()) {
+        if (holds && !tap_offsets_.empty()) {
           add<true>(task, row, inner, channel_stride);
         } else {
           add<false>(task, row, inner, channel_stride);
@@ -199,7 +200,7 @@ class MaxSpreader {
   void add(const Task& task, const Row<Element> row, ops::Span xs, index_t channel_stride) const {
     const index_t grad_x = problem_.out.strides[4], grad_c = problem_.out.strides[1];
     const index_t taps_x = problem_.taps.strides[4], taps_c = problem_.taps.strides[1];
-    const Place* const places = places_.data();
+    const TapOffset* const offsets = tap_offsets_.data();
     const index_t volume = volume_, channels = task.channels;
     for (index_t x = xs.begin; x < xs.end; ++x) {
       const index_t first = dims_[2].first_of(x);
@@ -209,9 +210,9 @@ class MaxSpreader {
         if (tap >= volume) continue;  // no tap
         index_t to = origin + c * channel_stride;
         if constexpr (kHeld) {
-          to += places[tap].offset;
+          to += offsets[tap].offset;
         } else {
-          const Place where = place(tap);
+          const TapOffset where = tap_offset(tap);
           if (!inside(task, row.z + where.z, row.y + where.y, first + where.x)) continue;
           to += where.offset;
         }
@@ -233,13 +234,13 @@ class MaxSpreader {
   const ops::MaxProblem& problem_;
   const SpatialArray& in_;
   const ops::PoolDim (&dims_)[ops::kSpatialDims];
-  const bool together_;  // channels are adjacent in the target
+  const bool channels_adjacent_;  // channels are adjacent in the target
   const index_t channel_step_;
-  index_t volume_;                    // taps of a window
-  bool overlaps_ = false;             // windows share inputs
-  bool apart_;                        // sums are formed in separate memory
-  index_t step_z_, step_y_, step_x_;  // of the sums, in either memory
-  std::vector<Place> places_;         // by tap; empty if there are too many
+  index_t volume_;                      // taps of a window
+  bool overlaps_ = false;               // windows share inputs
+  bool apart_;                          // sums are formed in separate memory
+  index_t step_z_, step_y_, step_x_;    // of the sums, in either memory
+  std::vector<TapOffset> tap_offsets_;  // by tap; empty if there are too many
 };
 
 }  // namespace pydist::cpu

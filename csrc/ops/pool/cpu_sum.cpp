@@ -52,7 +52,8 @@ class Pooler : PoolPasses<Storage, kOp> {
   using Passes = PoolPasses<Storage, kOp>;
   using Passes::depth_, Passes::height_, Passes::width_, Passes::depth_spans_;
   using Passes::height_spans_, Passes::factors_, Passes::lines_, Passes::stream_;
-  using Passes::kForward, Passes::problem_, Passes::source_, Passes::target_, Passes::together_;
+  using Passes::kForward, Passes::problem_, Passes::source_, Passes::target_,
+      Passes::channels_adjacent_;
   using Passes::line_pitch, Passes::gather, Passes::scatter;
   using typename Passes::T;
   using typename Passes::Task;
@@ -102,7 +103,7 @@ class Pooler : PoolPasses<Storage, kOp> {
   // its planes of sums stay in the L2 cache (kSumsBytes), its buffered lines in L1 (kBufferBytes).
   void choose_steps() {
     const index_t pitch = std::max<index_t>(width_.pitch * static_cast<index_t>(sizeof(T)), 1);
-    if (together_) {
+    if (channels_adjacent_) {
       channel_step_ = std::max(kBufferBytes / pitch / kChannelStep, index_t{1}) * kChannelStep;
       channel_step_ = std::min(channel_step_, problem_.channels);
     }
@@ -174,7 +175,7 @@ class Pooler : PoolPasses<Storage, kOp> {
         sum.span_step = 1;
         sum.factors = factors_[1].data() + height_.begin + task.height.begin;
         sum.target_factor = 1;
-        sum.ahead = kPageBytes / static_cast<index_t>(sizeof(Storage));
+        sum.prefetch = kPageBytes / static_cast<index_t>(sizeof(Storage));
         gather(task, sum, task.sums + (next - first) * plane);
       }
       const PoolSpan slots{planes.begin - first, planes.end - first};

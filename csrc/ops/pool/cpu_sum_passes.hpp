@@ -57,10 +57,10 @@ class PoolPasses {
       : problem_(problem),
         source_(kForward ? problem.in : problem.out),
         target_(kForward ? problem.out : problem.in),
-        together_(problem.channels > 1 && target_.strides[1] == 1),
+        channels_adjacent_(problem.channels > 1 && target_.strides[1] == 1),
         depth_(problem.targets<kOp>(0)),
         height_(problem.targets<kOp>(1)),
-        width_(problem.dims[2], problem.targets<kOp>(2), together_ ? problem.channels : 1),
+        width_(problem.dims[2], problem.targets<kOp>(2), channels_adjacent_ ? problem.channels : 1),
         depth_spans_(spans_of<kOp>(problem.dims[0], depth_)),
         height_spans_(spans_of<kOp>(problem.dims[1], height_)),
         isa_(pool_line_isa<Storage>()),
@@ -200,7 +200,7 @@ class PoolPasses {
   const ops::PoolProblem& problem_;
   const ops::SpatialArray& source_;
   const ops::SpatialArray& target_;
-  const bool together_;             // channels are adjacent in the targets: lines hold many of them
+  const bool channels_adjacent_;    // channels are adjacent in the targets: lines hold many of them
   const ops::Span depth_, height_;  // of targets
   const WidthPlan<kOp> width_;
   const std::vector<PoolSpan> depth_spans_, height_spans_;

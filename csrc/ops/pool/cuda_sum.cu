@@ -25,7 +25,7 @@ template <PoolOp kOp>
 void pool(const PoolProblem& problem, const Queue& queue, const char* what) {
   const DeviceGuard guard(queue.device);
   ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
-    ops::dispatch_rectifier(problem.slope, [&](auto activation) {
+    ops::dispatch_activation(problem.slope, [&](auto activation) {
       ops::with_pool_body<kOp, Storage, activation()>(problem, [&](const auto& body) {
         check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
       });

@@ -22,7 +22,7 @@ struct PoolRows {
   const From* from;
   std::int64_t count, row;
   const T* factors;
-  std::int64_t row_factor, ahead;
+  std::int64_t row_factor, prefetch;
   bool accumulate, stream;
   T slope;
   const To* gate;  // of the first target
@@ -54,8 +54,8 @@ void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
     for (std::int64_t r = 0; r < rows.count; ++r, row += rows.row, factor += rows.row_factor) {
       const Vector scale = *factor - Vector{};
       // The hardware prefetches only along the first row, up to the end of its page.
-      if (kVectors > 1 && rows.ahead > 0 && r > 0) {
-        for (int v = 0; v < kVectors; ++v) __builtin_prefetch(row + rows.ahead + v * kLanes);
+      if (kVectors > 1 && rows.prefetch > 0 && r > 0) {
+        for (int v = 0; v < kVectors; ++v) __builtin_prefetch(row + rows.prefetch + v * kLanes);
       }
       for (int v = 0; v < kVectors; ++v) {
         Vector value = widen<kLanes, T>(row + v * kLanes);
@@ -114,7 +114,7 @@ void sum_lines(const PoolLines<From, To, T>& given) {
         lines.row,
         lines.factors + y * lines.target_factor + span.begin * lines.row_factor,
         lines.row_factor,
-        lines.ahead,
+        lines.prefetch,
         lines.accumulate,
         lines.stream,
         lines.slope,

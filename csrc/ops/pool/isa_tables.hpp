@@ -41,10 +41,10 @@ struct PoolLines {
   std::int64_t targets, target;
   PoolRuns runs;
   bool accumulate;
-  bool stream;         // write past the caches, if possible; not with `accumulate`
-  std::int64_t ahead;  // elements by which rows except the first are prefetched; 0: none
-  T slope;             // of a ReLU
-  const To* gate;      // laid out as the targets
+  bool stream;            // write past the caches, if possible; not with `accumulate`
+  std::int64_t prefetch;  // elements by which rows except the first are prefetched; 0: none
+  T slope;                // of a ReLU
+  const To* gate;         // laid out as the targets
 };
 
 // Sums of lines out of an array (gather: Storage to T) and into an array (scatter: T to Storage).

@@ -149,7 +149,7 @@ struct MaxBody {
     if constexpr (kOp == MaxOp::kBackward) backward(run, loop);
     if constexpr (kOp == MaxOp::kPick) {
       loop(run_length(), [this, run](index_t j) {
-        const auto [x, channel] = lanes.place(j);
+        const auto [x, channel] = lanes.piece(j);
         pick({run.sample, run.channel + channel, run.z, run.y, x});
       });
     }
@@ -190,7 +190,7 @@ struct MaxBody {
     Storage* const values = element_at<Storage>(out, line);
     Tap* const numbers = element_at<Tap>(taps, line);
     loop(run_length(), [=, this](index_t j) {
-      const auto [x, channel] = lanes.place(j);
+      const auto [x, channel] = lanes.piece(j);
       const Best best = best_of(source + channel * in.strides[1], depth, height, x);
       merge(best, values + channel * out.strides[1] + x * out.strides[4],
             numbers + channel * taps.strides[1] + x * taps.strides[4]);
@@ -271,7 +271,7 @@ struct MaxBody {
     const Tap* const numbers = element_at<const Tap>(taps, first);
     Storage* const target = element_at<Storage>(in, {run.sample, run.channel, run.z, run.y, 0});
     loop(run_length(), [=, this](index_t at) {
-      const auto [x, channel] = lanes.place(at);
+      const auto [x, channel] = lanes.piece(at);
       const auto width = dims[2].outputs_of(x);
       const Storage* plane = grads + channel * out.strides[1] + width.begin * out.strides[4];
       const Tap* tap_plane = numbers + channel * taps.strides[1] + width.begin * taps.strides[4];

@@ -61,7 +61,7 @@ struct MaxScatterBody {
         in, {run.sample, run.channel, depth.first + depth.begin, height.first + height.begin, 0});
     loop(run_length(),
          launch::Move{[=, this](index_t j) {
-                        const auto [x, channel] = lanes.place(j);
+                        const auto [x, channel] = lanes.piece(j);
                         if (!held || !holds(2, x)) return Given::none();
                         return Given{
                             Vector<Storage, N>::load(static_cast<const Storage*>(out.data) + grads +
@@ -70,7 +70,7 @@ struct MaxScatterBody {
                                                  channel * taps.strides[1] + x * taps.strides[4])};
                       },
                       [=, this](index_t j, const Given& given) {
-                        const auto [x, channel] = lanes.place(j);
+                        const auto [x, channel] = lanes.piece(j);
                         scatter(given, depth, height, cell(2, x), target + channel * in.strides[1]);
                       }});
   }

@@ -130,7 +130,7 @@ struct PoolBody {
   template <class Loop>
   PYDIST_HD void each(const Run& run, const Loop& loop) const {
     loop(run_length(), [this, run](index_t j) {
-      const auto [x, channel] = lanes.place(j);
+      const auto [x, channel] = lanes.piece(j);
       Sums sums = sums_of(run, run.source + channel * source.strides[1], x);
       const index_t at = run.target + channel * target.strides[1] + x * target.strides[4];
       if constexpr (kGates) {

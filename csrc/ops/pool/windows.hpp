@@ -250,12 +250,11 @@ struct PoolLanes {
     return {rest, channel, z, y, first[4]};
   }
 
-  // The place of piece j of a run: its position along the width, and its channel, counted from the
-  // run's.
-  struct Place {
+  // Piece j of a run: its position along the width, and its channel, counted from the run's.
+  struct Piece {
     std::int32_t x, channel;
   };
-  PYDIST_HD Place place(index_t j) const {
+  PYDIST_HD Piece piece(index_t j) const {
     const auto piece = static_cast<std::int32_t>(j);
     const std::int32_t x = vectors.quotient(piece);
     return {first[4] + x, (piece - x * vectors.divisor) * vector_elements};

@@ -14,7 +14,7 @@ from torch import Tensor
 from pydist.comm.interface.checks import check_like, check_op, check_peer
 from pydist.comm.interface.handles import Work
 from pydist.comm.interface.primitives import Primitives
-from pydist.comm.interface.reduction import ReduceOp, divide
+from pydist.comm.interface.reduction import ReduceOp, divide_
 from pydist.errors import UsageError
 
 
@@ -179,7 +179,7 @@ class Collectives(Primitives):
         """
         flat, parts = self._slices("reduce_scatter_async", tensor, out, counts)
         if self.size == 1:
-            divide(out.detach().view(-1).copy_(flat), divisor)
+            divide_(out.detach().view(-1).copy_(flat), divisor)
             return Work()
         self._note("reduce_scatter_async", tensor.dtype, tensor.numel(), divisor, waits=False)
         return self._reduce_scatter_async(parts, out.detach().view(-1), divisor)

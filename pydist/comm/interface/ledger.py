@@ -65,7 +65,7 @@ What = tuple[Hashable, ...]
 """The name of a call, and the arguments that all ranks share."""
 
 
-class Entry:
+class LedgerEntry:
     """Call that the ledger holds.
 
     Attributes:
@@ -80,7 +80,7 @@ class Entry:
     def __init__(self, text: str, digest: int) -> None:
         self.text, self.digest = text, digest
         self.shown = text.encode()[:_SHOWN_BYTES].ljust(_SHOWN_BYTES, b"\0")
-        self.after: dict[tuple[Hashable, ...], Entry] = {}
+        self.after: dict[tuple[Hashable, ...], LedgerEntry] = {}
 
 
 class Ledger:
@@ -100,8 +100,8 @@ class Ledger:
         self.job_ranks: Sequence[int] = ()
         self.place = ""
         self.history = 0
-        self.last = Entry("nothing", 0)
-        self._entries: dict[tuple[Hashable, ...], Entry] = {}
+        self.last = LedgerEntry("nothing", 0)
+        self._entries: dict[tuple[Hashable, ...], LedgerEntry] = {}
         self._board = native.CallBoard()
         self._enter = self._board.enter
         self._sees_all: bool | None = None  # the result of `share_board`, once called
@@ -158,14 +158,16 @@ class Ledger:
                     error.args = (f"{error}; rank {self.name(group.rank)} calls {self.last.text}",)
                 raise
 
-    def _entry(self, key: tuple[What, str]) -> Entry:
+    def _entry(self, key: tuple[What, str]) -> LedgerEntry:
         if len(self._entries) >= _MOST_NODES:
             self._entries.clear()
         found = self._entries.get(key)
         if found is None:
             digest = blake2b(repr(key).encode(), digest_size=8).digest()
             text = _describe(*key)
-            found = self._entries[key] = Entry(text, int.from_bytes(digest, "little", signed=True))
+            found = self._entries[key] = LedgerEntry(
+                text, int.from_bytes(digest, "little", signed=True)
+            )
         return found
 
     # -- comparing ----------------------------------------------------------------------------

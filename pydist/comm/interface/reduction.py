@@ -53,12 +53,12 @@ class SliceSum(Work):
         total.copy_(slices[0])
         for each in slices[1:]:
             total += each.to(wide)
-        divide(total, self._divisor)
+        divide_(total, self._divisor)
         if total is not out:
             out.copy_(total)
 
 
-def divide(total: Tensor, divisor: int) -> None:
+def divide_(total: Tensor, divisor: int) -> None:
     """Divides a tensor in place."""
     if divisor & (divisor - 1):
         total.div_(divisor)

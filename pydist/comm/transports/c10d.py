@@ -30,14 +30,14 @@ R = TypeVar("R")
 _BROKEN = re.compile(r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed)", re.S)
 
 
-class _Waiting(Protocol):
+class _HasLedger(Protocol):
     """Object that waits for messages: a transport, a channel, or work in flight."""
 
     @property
     def ledger(self) -> Ledger: ...
 
 
-W = TypeVar("W", bound=_Waiting)
+W = TypeVar("W", bound=_HasLedger)
 
 
 def _names_lost(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.medical.collection import LabelledVolume
-from pydist.data.medical.grid import Grid, GridOptions
+from pydist.data.medical.grid import GridOptions, VoxelGrid
 from pydist.data.medical.layouts import Case
 from pydist.data.medical.nifti import Nifti, read_nifti, without_private, write_nifti
 from pydist.data.safe_open import SafeFile
@@ -40,7 +40,7 @@ def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False)
     image, first = read_image(case.images, options)
     label = read_nifti(case.label)
     _require_alike(first, label)
-    grid = Grid(label.block, options, str(case.label))
+    grid = VoxelGrid(label.block, options, str(case.label))
     blocks = {IMAGE_HEADER: first.block, LABEL_HEADER: label.block}
     if not keep_header:
         blocks = {name: without_private(block) for name, block in blocks.items()}
@@ -60,7 +60,7 @@ def read_image(paths: tuple[Path, ...], options: GridOptions) -> tuple[npt.NDArr
     """
     parts = []
     first = read_nifti(paths[0])
-    grid = Grid(first.block, options, str(first.path))
+    grid = VoxelGrid(first.block, options, str(first.path))
     for path in paths:
         part = first if path == paths[0] else read_nifti(path)
         _require_alike(first, part)
@@ -91,7 +91,7 @@ def write_labels(
         UsageError: another suffix, or labels of another grid.
         DiskError: the disk is full, or the folder can't be written.
     """
-    grid = Grid(block, options, str(path))
+    grid = VoxelGrid(block, options, str(path))
     if tuple(label.shape) != grid.padded:
         raise UsageError(f"{path}: labels {label.shape}, but the grid has {grid.padded}")
     header = block if dtype is None else without_private(block)

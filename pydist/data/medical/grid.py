@@ -50,7 +50,7 @@ class GridOptions:
             raise UsageError(f"multiple={self.multiple}: at least 1")
 
 
-class Grid:
+class VoxelGrid:
     """Map that resamples one file's voxels to a network's grid, and labels back to the file's.
 
     Args:

@@ -1,7 +1,8 @@
 """Draws random density fields on a periodic grid, and computes how they displace particles.
 
-The same code runs on NumPy and CuPy: every function uses the array module of the `Grid`. Fields
-have `Grid.dtype`; Fourier transforms are those of `rfftn`, so their last axis is half.
+The same code runs on NumPy and CuPy: every function uses the array module of the `PeriodicCube`.
+Fields have `PeriodicCube.dtype`; Fourier transforms are those of `rfftn`, so their last axis is
+half.
 
 Sources:
     Zel'dovich 1970, A&A 5, 84; Bouchet, Colombi, Hivon & Juszkiewicz 1995, A&A 296, 575;
@@ -26,7 +27,7 @@ Array = Any
 
 
 @dataclass(frozen=True)
-class Grid:
+class PeriodicCube:
     """Periodic cube that is divided into cells.
 
     Attributes:
@@ -108,7 +109,7 @@ class Grid:
         return field.astype(self.dtype, copy=False)
 
 
-def white_noise(grid: Grid, generator: np.random.Generator) -> Array:
+def white_noise(grid: PeriodicCube, generator: np.random.Generator) -> Array:
     """Draws independent normal numbers, one per cell.
 
     NumPy always draws them on the host, so that a seed means the same universe on CPU and GPU (up
@@ -119,7 +120,7 @@ def white_noise(grid: Grid, generator: np.random.Generator) -> Array:
     return grid.xp.asarray(noise)
 
 
-def gaussian_modes(grid: Grid, noise: Array, power: Callable[[Array], Array]) -> Array:
+def gaussian_modes(grid: PeriodicCube, noise: Array, power: Callable[[Array], Array]) -> Array:
     """Computes modes of a Gaussian contrast: delta_k = w_k sqrt(P(k) N^3 / L^3), delta_0 = 0.
 
     Args:
@@ -153,7 +154,7 @@ class Displacement:
         second: Psi2 [3, N, N, N], Mpc/h.
     """
 
-    grid: Grid
+    grid: PeriodicCube
     first: Array
     second: Array
 
@@ -184,7 +185,7 @@ class Displacement:
             yield x
 
 
-def displacement(grid: Grid, modes: Array) -> Displacement:
+def displacement(grid: PeriodicCube, modes: Array) -> Displacement:
     """Computes displacements by second-order Lagrangian perturbation theory.
 
     phi_k = -delta_k / k^2;  Psi1 = -grad phi;  S = sum_{i<j} (phi,ii phi,jj - phi,ij^2);
@@ -209,7 +210,7 @@ def displacement(grid: Grid, modes: Array) -> Displacement:
     return Displacement(grid, first, _gradient(grid, source))
 
 
-def _gradient(grid: Grid, modes: Array) -> Array:
+def _gradient(grid: PeriodicCube, modes: Array) -> Array:
     """Computes the field of i k u_k, [3, N, N, N]."""
     out = grid.xp.empty((3, *(grid.width,) * 3), dtype=grid.dtype)
     for axis, k in enumerate(grid.derivatives):
@@ -217,7 +218,7 @@ def _gradient(grid: Grid, modes: Array) -> Array:
     return out
 
 
-def _second_order_source(grid: Grid, modes: Array) -> Array:
+def _second_order_source(grid: PeriodicCube, modes: Array) -> Array:
     """Computes S = sum_{i<j} (phi,ii phi,jj - phi,ij^2) with phi,ij = k_i k_j u_k.
 
     `modes` holds u_k = -phi_k. Even derivatives keep the Nyquist mode, mixed ones (odd in each

@@ -21,7 +21,7 @@ from pydist.data.manifest import FILE_NAME, DataFile, Manifest
 from pydist.data.publish import make_folder, require_room
 from pydist.data.safe_open import safe_open
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES, UniverseOptions
-from pydist.data.universes.simulate import Parameters, draw_parameters, simulate
+from pydist.data.universes.simulate import UniverseParameters, draw_parameters, simulate
 from pydist.errors import DataError, UsageError
 from pydist.owner import remove_temporaries
 
@@ -150,7 +150,7 @@ def _sample(
 
 
 def _image(
-    options: UniverseOptions, recipe: str, parameters: Parameters, counts: npt.NDArray[Any]
+    options: UniverseOptions, recipe: str, parameters: UniverseParameters, counts: npt.NDArray[Any]
 ) -> memoryview:
     """Returns the bytes of the HDF5 file with `counts` [C, D, H, W]."""
     last = options.layout == "cosmoflow"

@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from pydist.data.universes.cosmology import Cosmology, LinearPower, growth
 from pydist.data.universes.deposit import deposit
-from pydist.data.universes.fields import Grid, displacement, gaussian_modes, white_noise
+from pydist.data.universes.fields import PeriodicCube, displacement, gaussian_modes, white_noise
 from pydist.data.universes.options import OMEGA_B, PARAMETER_BOXES, UniverseOptions
 from pydist.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Parameters:
+class UniverseParameters:
     """Parameters that determine one universe.
 
     Attributes:
@@ -39,14 +39,14 @@ class Parameters:
         return Cosmology(omega_m, sigma_8, n_s, h0, OMEGA_B)
 
 
-def draw_parameters(options: UniverseOptions, index: int) -> Parameters:
+def draw_parameters(options: UniverseOptions, index: int) -> UniverseParameters:
     """Draws parameters of universe `index`: p = center + half width * unit, unit ~ U(-1, 1)^4."""
     sequence = _sequence(options, index, stream=0)
     generator = np.random.Generator(np.random.Philox(sequence))
     unit = generator.uniform(-1, 1, size=4).astype(np.float32)
     centre, half = np.array(PARAMETER_BOXES[options.parameters]).T
     seed9 = 10**8 + int(sequence.generate_state(1, np.uint64)[0]) % (9 * 10**8)
-    return Parameters(index, seed9, unit, (centre + half * unit).astype(np.float32))
+    return UniverseParameters(index, seed9, unit, (centre + half * unit).astype(np.float32))
 
 
 def simulate(options: UniverseOptions, index: int) -> npt.NDArray[np.int16 | np.float32]:
@@ -64,7 +64,7 @@ def simulate(options: UniverseOptions, index: int) -> npt.NDArray[np.int16 | np.
     """
     xp = choose_array_module(options.device)
     cosmology = draw_parameters(options, index).cosmology
-    grid = Grid(options.box, options.box * options.cell, xp)
+    grid = PeriodicCube(options.box, options.box * options.cell, xp)
     generator = np.random.Generator(np.random.Philox(_sequence(options, index, stream=1)))
     power = LinearPower(cosmology, options.transfer)
     moved = displacement(grid, gaussian_modes(grid, white_noise(grid, generator), power))

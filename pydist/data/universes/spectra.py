@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydist.data.universes.cosmology import top_hat
-from pydist.data.universes.fields import Grid
+from pydist.data.universes.fields import PeriodicCube
 
 Array = Any
 """A NumPy or a CuPy array."""
@@ -31,7 +31,7 @@ class Spectrum:
 
 
 def power_spectrum(
-    grid: Grid, contrast: Array, window: int = 0, theory: Any | None = None
+    grid: PeriodicCube, contrast: Array, window: int = 0, theory: Any | None = None
 ) -> Spectrum:
     """Computes P(k) = |delta_k|^2 L^3 / N^6 of a density contrast.
 
@@ -65,7 +65,7 @@ def power_spectrum(
     return Spectrum(total(k) / modes, total(power.ravel()) / modes, modes, expected)
 
 
-def rms_in_spheres(grid: Grid, modes: Array, radius: float) -> float:
+def rms_in_spheres(grid: PeriodicCube, modes: Array, radius: float) -> float:
     """Computes the rms of a contrast averaged over balls of `radius` (Mpc/h); sigma_8 for 8.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from pydist.comm.interface.reduction import divide
+from pydist.comm.interface.reduction import divide_
 from pydist.gradients.forms.messages import Messages
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class DenseForm(Stateless):
 
     def complete(self, row: Tensor) -> None:
         """Divides the sum by the number of ranks; see `Form.complete`."""
-        divide(row, self.messages.size)
+        divide_(row, self.messages.size)
 
     def sent(self) -> Mapping[str, int]:
         """Returns the bytes sent to all ranks; see `Form.sent`."""

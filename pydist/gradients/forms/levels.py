@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.comm.interface.reduction import divide
+from pydist.comm.interface.reduction import divide_
 from pydist.gradients.forms.form import Stateless
 from pydist.gradients.forms.messages import Final, Messages, Sequel, even_counts
 
@@ -181,7 +181,7 @@ class TorusForm(Levels):
     def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
         del leaves
         yield self._last(self.between.all_reduce(part))
-        divide(part, self.within.size * self.between.size)
+        divide_(part, self.within.size * self.between.size)
 
 
 class HierarchicalForm(Levels):
@@ -215,4 +215,4 @@ class HierarchicalForm(Levels):
     def _exchange(self, part: Tensor, leaves: Sequence[Leaf]) -> Iterator[Work]:
         del leaves
         yield self._last(self.between.all_reduce(part))
-        divide(part, self._ranks)
+        divide_(part, self._ranks)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pydist.comm.interface.reduction import divide
+from pydist.comm.interface.reduction import divide_
 from pydist.errors import UsageError
 from pydist.gradients.forms.messages import Sequel
 from pydist.gradients.forms.stateful import SteppedForm
@@ -92,4 +92,4 @@ class LocalForm(SteppedForm):
         del leaves
         if not self.is_local or self._averages:
             yield self.between.all_reduce(part)
-            divide(part, self.between.size)
+            divide_(part, self.between.size)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.comm.interface.reduction import divide
+from pydist.comm.interface.reduction import divide_
 from pydist.gradients.forms.stateful import StatefulForm, divided, joined
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class LowRankForm(StatefulForm):
         right = [m.T @ p for m, p in zip(matrices, left, strict=True)]
         message = joined(right, part)
         yield self._last(self.between.all_reduce(message))
-        divide(message, self.between.size)
+        divide_(message, self.between.size)
         right = divided(message, [q.shape for q in right])
         for (leaf, piece), m, p, q in zip(compressed, matrices, left, right, strict=True):
             mean = p @ q.T

@@ -13,8 +13,8 @@ from pydist.gradients.forms.form import Form
 from pydist.gradients.forms.levels import HierarchicalForm, NarrowForm, TorusForm
 from pydist.gradients.forms.local import LocalForm
 from pydist.gradients.forms.low_rank import LowRankForm
-from pydist.gradients.forms.places import hosts_of, rows_of, split
 from pydist.gradients.forms.sparse import SparseForm
+from pydist.gradients.forms.topology import hosts_of, rows_of, split_rows
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
@@ -260,12 +260,12 @@ def make_form(
         row = settings.row
         if group is not mesh.world and row is not None and group.size % row:
             row = None  # it describes all ranks, and fewer hold a slice
-        return TorusForm(*split(group, rows_of(hosts_of(group), row)))
+        return TorusForm(*split_rows(group, rows_of(hosts_of(group), row)))
     if isinstance(settings, Hierarchical):
         hosts = hosts_of(group)
         if len(hosts) in (1, group.size):
             return None
-        return HierarchicalForm(*split(group, hosts), group.size)
+        return HierarchicalForm(*split_rows(group, hosts), group.size)
     return _compressed(settings, mesh, axes, leaves)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pydist.comm.interface.handles import Work
 from pydist.gradients.forms.clipping import LocalClipping
-from pydist.gradients.forms.stateful import Kept, StatefulForm, divided, joined
+from pydist.gradients.forms.stateful import LeafState, StatefulForm, divided, joined
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
@@ -183,7 +183,7 @@ class SparseForm(StatefulForm):
         found = largest(rest.abs(), count, self._sample, self.steps)
         sent = rest[found]
         rest[found] = 0
-        after: Kept = {"rest": rest.view(leaf.kind.shape)}
+        after: LeafState = {"rest": rest.view(leaf.kind.shape)}
         if velocity is not None:
             if self._masks:
                 velocity[found] = 0

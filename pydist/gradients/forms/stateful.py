@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.comm.interface.reduction import WIDER, divide
+from pydist.comm.interface.reduction import WIDER, divide_
 from pydist.errors import UsageError
 from pydist.gradients.forms.levels import Levels
 from pydist.gradients.pieces import pieces_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
     from pydist.gradients.leaf import Leaf
 
-Kept = dict[str, Tensor]
+LeafState = dict[str, Tensor]
 """The state of one parameter, by the name of the quantity."""
 
 
@@ -88,12 +88,12 @@ class StatefulForm(SteppedForm):
         """
         super().__init__(within, between)
         self.scale, self._seed = 1.0, seed
-        self.state: dict[str, Kept] = {}
+        self.state: dict[str, LeafState] = {}
         self.shapes: dict[str, torch.Size] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._devices: dict[str, torch.device] = {}
         self._owner: dict[str, int] = {}
-        self._changed: dict[str, Kept] = {}  # by the running pass
+        self._changed: dict[str, LeafState] = {}  # by the running pass
         self._norms: list[Tensor] = []  # of its results
         load = [0] * within.size
         for leaf in sorted(leaves, key=lambda each: -each.numel):  # stable: the same everywhere
@@ -204,7 +204,7 @@ class StatefulForm(SteppedForm):
 
     def _average(self, part: Tensor) -> Iterator[Work]:
         yield self.between.all_reduce(part)
-        divide(part, self.between.size)
+        divide_(part, self.between.size)
 
     def _drawn(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """Draws normal numbers that depend on the seed and a parameter's name alone."""

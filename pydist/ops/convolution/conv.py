@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
 from pydist.ops.channels import on_plain
+from pydist.ops.coarsening import coarsen_if_faster, conv_workload
 from pydist.ops.convolution.correction import corrected
 from pydist.ops.convolution.correction_plan import CorrectionPlan, lines_up
 from pydist.ops.convolution.local_conv import (
@@ -28,10 +29,9 @@ from pydist.ops.convolution.split_channels import (
     own_weights,
     split_channels,
 )
-from pydist.ops.dtypes import require_same
+from pydist.ops.dtypes import require_same_dtype
 from pydist.ops.fusion.bias import deferred_bias
 from pydist.ops.fusion.relu import ConvOutputs
-from pydist.ops.placement import choose_layout, conv_workload
 from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
 from pydist.tensor.operands import redistribute
@@ -74,7 +74,7 @@ def conv(
     stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
     kernel = tuple(weight.shape[2:])
     window = Window(kernel, stride, dilation, _padding(padding, kernel, dilation, dims))
-    input = redistribute(input, choose_layout(layout, conv_workload(window, weight.shape)))
+    input = redistribute(input, coarsen_if_faster(layout, conv_workload(window, weight.shape)))
     layout, of_all = input._layout, tuple(weight.shape)
     split = split_channels(
         function, input, weight, groups,
@@ -86,7 +86,7 @@ def conv(
     local, weight, bias = own_operands(split, weight, bias, out, groups, is_transposed=False)
     # Autocast's rule for convolutions, applied here because halos must have the same dtype.
     local, weight, bias = in_autocast_type(local, weight, bias)
-    require_same(function, local, weight, bias)
+    require_same_dtype(function, local, weight, bias)
     key = ("conv", windows, of_all, groups, local.dtype, local.device)
     plan = layout.mesh.session.plan(key, lambda: _ConvPlan(windows, of_all, groups, local))
     x = wrap(local, layout, input)

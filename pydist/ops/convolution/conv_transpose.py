@@ -36,7 +36,7 @@ from pydist.ops.convolution.split_channels import (
     split_channels,
 )
 from pydist.ops.convolution.transposed_window import Piece, TransposedWindow
-from pydist.ops.dtypes import require_same
+from pydist.ops.dtypes import require_same_dtype
 from pydist.ops.gathering import BoxGatherer
 from pydist.ops.windows import as_tuple
 from pydist.partition import Box
@@ -98,7 +98,7 @@ def conv_transpose(
     local, weight, bias = own_operands(split, weight, bias, out, groups, is_transposed=True)
     # Autocast's rule for convolutions, applied here because halos must have the same dtype.
     local, weight, bias = in_autocast_type(local, weight, bias)
-    require_same(function, local, weight, bias)
+    require_same_dtype(function, local, weight, bias)
     key = ("conv_transpose", layout, out, window, of_all, groups, local.dtype, local.device)
     plan = layout.mesh.session.plan(
         key, lambda: _TransposedPlan(layout, window, of_all, groups, local, out)

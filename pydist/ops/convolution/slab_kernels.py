@@ -11,7 +11,7 @@ from pydist.backend.autotuner import autotuner_of
 from pydist.backend.problem import ROLES
 from pydist.backend.slab_problem import SlabProblem
 from pydist.backend.slab_tuning import by_rule, choose
-from pydist.backend.slabs import run
+from pydist.backend.slabs import run_slab
 from pydist.ops.windows import WindowPlan
 from pydist.partition import Box
 
@@ -42,9 +42,9 @@ class SlabKernels:
         self, role: str, slab: int, first: Tensor, second: Tensor, target: Tensor,
         first_lo: Sequence[int], target_lo: Sequence[int],
     ) -> None:  # fmt: skip
-        """Adds slab number `slab`'s contribution to `target`; see `pydist.backend.slabs.run`."""
+        """Adds the contribution of slab number `slab` to `target`; see `slabs.run_slab`."""
         problem, name = self._problems[role][slab], self._names[role][slab]
-        run(name, problem, first, second, target, first_lo, target_lo)
+        run_slab(name, problem, first, second, target, first_lo, target_lo)
 
 
 class SlabChooser:

@@ -31,7 +31,7 @@ from pydist.tensor.wrapper import refuse_foreign_graph
 
 
 class NormLike(Protocol):
-    """Interface that fused norms share, such as `pydist.ops.normalization.norm.Normalization`."""
+    """Interface that fused norms share, such as `pydist.ops.normalization.norm.AppliedNorm`."""
 
     x: Tensor
     """Input of the norm, which has the result's memory format."""
@@ -140,7 +140,7 @@ class Input(NamedTuple):
     is_new: bool
 
 
-def taken(x: ShardedTensor) -> Input:
+def take_input(x: ShardedTensor) -> Input:
     """Returns a norm's input, with its shard handed out."""
     is_new = x._deferred is not None
     return Input(x, local_of(x), is_new)

@@ -16,7 +16,7 @@ from torch import Tensor
 from pydist.exchange.function import Function
 from pydist.ops.fusion.bias import finish_
 from pydist.ops.fusion.handover import Handover, hook_on_saved, runs
-from pydist.tensor import ShardedTensor, adopt_local
+from pydist.tensor import ShardedTensor, replace_shard_
 from pydist.tensor.deferred import Deferred
 
 Given = tuple[Handover[Any], Any]
@@ -110,7 +110,7 @@ def relu_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor | No
     if done is None:
         return None
     shard, x._deferred = done
-    return adopt_local(x, shard)
+    return replace_shard_(x, shard)
 
 
 def may_wait(shard: Tensor) -> bool:

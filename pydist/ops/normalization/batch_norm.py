@@ -9,8 +9,8 @@ from torch import Tensor
 from pydist.backend.statistics import Moments, dense, merged, unbiased
 from pydist.errors import UsageError
 from pydist.ops.dtypes import require_fitting
-from pydist.ops.fusion.norm import normalized, taken
-from pydist.ops.normalization.norm import Normalization
+from pydist.ops.fusion.norm import normalized, take_input
+from pydist.ops.normalization.norm import AppliedNorm
 from pydist.ops.normalization.norm_common import (
     by_torch,
     evaluate,
@@ -49,7 +49,7 @@ def batch_norm(
     if eps < 0 or (training and eps == 0):  # as torch
         possible = "positive during training" if training else "non-negative"
         raise UsageError(f"batch_norm eps must be {possible}, but got {eps}")
-    source = taken(input)
+    source = take_input(input)
     local = source.shard
     running = (running_mean, running_var)
     if not training:
@@ -80,7 +80,7 @@ def batch_norm(
         if not few or others.n.any():
             update(running, _averaged(others), momentum, layout)
     sizes = input._origin.sizes if over == "global" else None
-    return normalized(Normalization(local, *affine, own, plan, eps, sizes=sizes), layout, source)
+    return normalized(AppliedNorm(local, *affine, own, plan, eps, sizes=sizes), layout, source)
 
 
 def _axes(cut: tuple[str, ...], over: str) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.channels import with_channels
 from pydist.ops.dtypes import require_fitting
-from pydist.ops.fusion.norm import normalized, taken
-from pydist.ops.normalization.norm import Normalization
+from pydist.ops.fusion.norm import normalized, take_input
+from pydist.ops.normalization.norm import AppliedNorm
 from pydist.ops.normalization.norm_common import (
     by_torch,
     evaluate,
@@ -50,7 +50,7 @@ def instance_norm(
         raise refusal(F.instance_norm, (input, weight), {}, "the input is plain")
     layout = input._layout
     require_fitting(F.instance_norm, input, weight, bias)
-    source, running = taken(input), (running_mean, running_var)
+    source, running = take_input(input), (running_mean, running_var)
     local = source.shard
     # Copies, as in torch: backward uses the weight of forward.
     scale, shift = parameters_for(weight, bias, layout)
@@ -75,7 +75,7 @@ def instance_norm(
     with torch.no_grad():
         own = gathering.merged()
         found = _mean_of_samples(own, local, plan, layout) if tracked and voxels else None
-    result = normalized(Normalization(local, *scale_shift, own, plan, eps), layout, source)
+    result = normalized(AppliedNorm(local, *scale_shift, own, plan, eps), layout, source)
     if found is not None:
         # After the node is made, as in torch: if the norm is the last to save a tensor in a
         # checkpointed region, the recomputation ends there and does not update them again.
@@ -159,7 +159,7 @@ def group_norm(
     require_fitting(F.group_norm, input, weight, bias)
     plan = _plan_of_samples(layout, members)
     scale, shift = parameters_for(weight, bias, layout)
-    source = taken(input)
+    source = take_input(input)
     local = source.shard
     if is_for_torch(local, layout.mesh.grid.size(layout.used_axes)):
         return wrap(F.group_norm(local, num_groups, scale, shift, eps), layout, input)
@@ -168,7 +168,7 @@ def group_norm(
     gathering = Gathering(local, plan)
     with torch.no_grad():
         own = gathering.merged()
-    return normalized(Normalization(local, scale, shift, own, plan, eps), layout, source)
+    return normalized(AppliedNorm(local, scale, shift, own, plan, eps), layout, source)
 
 
 @implements(torch.instance_norm)

@@ -13,7 +13,7 @@ from pydist.backend.statistics import dense, statistics_dtype
 from pydist.errors import UsageError
 from pydist.ops.dtypes import require_fitting
 from pydist.ops.empty import with_elements, without_added
-from pydist.ops.normalization.norm import Normalization
+from pydist.ops.normalization.norm import AppliedNorm
 from pydist.ops.normalization.norm_plan import Gathering, plan_norm
 from pydist.ops.reduction.reduce import axes_of, in_full_precision
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
@@ -85,7 +85,7 @@ def _norm(
     with torch.no_grad():
         own = gathering.merged()
     centered = function is F.layer_norm
-    normed = Normalization(rows, None, None, own, plan, eps, centered).result()
+    normed = AppliedNorm(rows, None, None, own, plan, eps, centered).result()
     return wrap(_scaled(normed.view(local.shape), operands).to(dtype), layout, input)
 
 

@@ -26,10 +26,10 @@ from pydist.backend.statistics import (
     strided_like,
 )
 from pydist.exchange.adjoints import (
-    enter,
+    all_reduce_sum,
     enter_weighted_sum,
     leave_weighted_sum,
-    sum_ranks,
+    scale_grad,
 )
 from pydist.exchange.function import ExchangeFunction
 from pydist.group_sizes import GroupSizes
@@ -41,7 +41,7 @@ from pydist.ops.normalization.norm_plan import NormPlan
 
 
 @dataclass(frozen=True)
-class _Call:
+class _NormCall:
     plan: NormPlan
     eps: float
     centered: bool
@@ -49,7 +49,7 @@ class _Call:
     handover: Handover[Handed] = field(default_factory=Handover)
 
 
-class Normalization:
+class AppliedNorm:
     """Norm that is applied to a shard once its statistics over all ranks are known.
 
     Args:
@@ -79,7 +79,7 @@ class Normalization:
         self._values = self._with_slopes[:3]
         self.x = x
         self._operands = x, scale, shift, statistics, self._values
-        self._call = _Call(plan, eps, centered, sizes)
+        self._call = _NormCall(plan, eps, centered, sizes)
 
     def result(self) -> Tensor:
         """Computes (x - mean) / sqrt(var + eps) · scale + shift, differentiable twice."""
@@ -134,7 +134,7 @@ class _Normalize(ExchangeFunction):
         statistics: Tensor,
         values: Tensor,
         out: Tensor,
-        call: _Call,
+        call: _NormCall,
     ) -> Tensor:
         ctx.call, ctx.mesh = call, call.plan.mesh
         ctx.shift_dtype = None if shift is None else shift.dtype
@@ -144,7 +144,7 @@ class _Normalize(ExchangeFunction):
     @staticmethod
     def backward(ctx: Any, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, statistics, values = saved
-        call: _Call = ctx.call
+        call: _NormCall = ctx.call
         plan, mesh = call.plan, call.plan.mesh
         for_x, for_scale, for_shift, *_ = ctx.needs_input_grad
         rest = (None,) * 4
@@ -192,7 +192,7 @@ def _by_composition(
     return differentiable(y.to(x.dtype), (x, scale), ctx.needs_input_grad, grad)
 
 
-def _composed(x: Tensor, n: Tensor, call: _Call) -> Tensor:
+def _composed(x: Tensor, n: Tensor, call: _NormCall) -> Tensor:
     """Computes (x - mean) / sqrt(var + eps) fully in the graph, for second derivatives."""
     plan = call.plan
     samples, channels, members = *x.shape[:2], plan.members
@@ -205,9 +205,9 @@ def _composed(x: Tensor, n: Tensor, call: _Call) -> Tensor:
 
     def mean_of(t: Tensor) -> Tensor:
         part = t.sum(over, keepdim=True)
-        return sum_ranks(part, plan.mesh, plan.axes, sizes=call.sizes) / n
+        return all_reduce_sum(part, plan.mesh, plan.axes, sizes=call.sizes) / n
 
     if call.centered:
-        values = values - enter(mean_of(values), copies)
+        values = values - scale_grad(mean_of(values), copies)
     inverse = torch.rsqrt(mean_of(values * values) + call.eps)
-    return (values * enter(inverse, copies)).reshape(x.shape)
+    return (values * scale_grad(inverse, copies)).reshape(x.shape)

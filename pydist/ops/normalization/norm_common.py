@@ -15,7 +15,7 @@ from pydist.layout import Layout
 from pydist.ops.channels import gather_channels, own_channels, parameter_of_channels
 from pydist.ops.empty import with_elements, without_added
 from pydist.ops.fusion.norm import Input, normalized
-from pydist.ops.normalization.norm import Normalization
+from pydist.ops.normalization.norm import AppliedNorm
 from pydist.ops.normalization.norm_plan import plan_norm
 from pydist.tensor import ShardedTensor, wrap
 
@@ -73,7 +73,7 @@ def evaluate(
     plan = plan_norm(layout, [0, *range(2, len(layout.shape))], ())
     of_channels = [t.detach().double().flatten() for t in (mean, var)]
     known = torch.stack([torch.ones_like(of_channels[0]), *of_channels])
-    norm = Normalization(dense(local), scale, shift, known, plan, eps)
+    norm = AppliedNorm(dense(local), scale, shift, known, plan, eps)
     return normalized(norm, layout, source)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pydist.errors import UsageError
 from pydist.ops.pointwise.keyed import keyed_uniform
-from pydist.tensor import HANDLERS, ShardedTensor, adopt_local, local_of, refusal, wrap
+from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, replace_shard_, wrap
 from pydist.tensor.aliasing import to_change
 
 # Limit of SELU for large negative numbers, the value that alpha dropout sets.
@@ -40,7 +40,7 @@ def dropout(
     if p < 1:
         mask.div_(1 - p)
     if inplace:
-        return adopt_local(input, to_change(input, local).mul_(mask))
+        return replace_shard_(input, to_change(input, local).mul_(mask))
     return wrap(local * mask, input._layout, input)
 
 
@@ -64,7 +64,7 @@ def alpha_dropout(
         factor = kept * scale
         offset = (1 - kept - p) * (_SELU_LIMIT * scale)
     if inplace:
-        return adopt_local(input, to_change(input, local).mul_(factor).add_(offset))
+        return replace_shard_(input, to_change(input, local).mul_(factor).add_(offset))
     return wrap(local * factor + offset, input._layout, input)
 
 

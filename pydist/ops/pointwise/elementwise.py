@@ -17,10 +17,10 @@ from pydist.ops.views import in_format
 from pydist.tensor import (
     HANDLERS,
     ShardedTensor,
-    adopt_local,
     implements,
     local_of,
     refusal,
+    replace_shard_,
     source_among,
     view_of,
     wrap,
@@ -134,7 +134,7 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not isinstance(result, Tensor):
         return result  # NotImplemented, or the name of the dtype
     if in_place:
-        return adopt_local(target, result)
+        return replace_shard_(target, result)
     if result is first._shard:
         return first
     return (wrap_new if func in _ARITHMETIC else wrap)(result, layout, first)

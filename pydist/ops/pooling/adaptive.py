@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.comm import Transport
-from pydist.exchange.adjoints import sum_ranks
+from pydist.exchange.adjoints import all_reduce_sum
 from pydist.layout import Layout
-from pydist.ops.placement import choose_layout, pool_workload
+from pydist.ops.coarsening import coarsen_if_faster, pool_workload
 from pydist.ops.pooling.average import AveragePlan, Averaging, average
-from pydist.ops.pooling.maximum import MaxPlan, maximum, taken
+from pydist.ops.pooling.maximum import MaxPlan, maximum, values_at_taps
 from pydist.ops.pooling.pool_plan import (
     Pair,
     batched,
@@ -109,7 +109,7 @@ def adaptive_average(x: ShardedTensor, outputs: Sequence[int]) -> ShardedTensor:
     if len(single) == len(outputs):
         return x
     window = AdaptiveWindow.of(tuple(x.shape[2:]), outputs)
-    x = redistribute(x, choose_layout(x._layout, pool_workload(window, x.shape[1])))
+    x = redistribute(x, coarsen_if_faster(x._layout, pool_workload(window, x.shape[1])))
     plan = plan_window(x._layout, window, x.shape[1], x._layout.splits[1])
     key = ("adaptive average", x._layout, window)
 
@@ -133,7 +133,7 @@ def adaptive_maximum(
     cut = [d for d in range(2, x.dim()) if x._layout.splits[d] is not None]
     if cut and all(outputs[d - 2] == 1 for d in cut):
         return _of_all_ranks(x, window, cut)
-    x = redistribute(x, choose_layout(x._layout, pool_workload(window, x.shape[1])))
+    x = redistribute(x, coarsen_if_faster(x._layout, pool_workload(window, x.shape[1])))
     plan = _max_plan(x._layout, window)
     y, taps = maximum(local_of(x), plan)
     return wrap(y, plan.plan.out, x), taps, plan
@@ -149,7 +149,7 @@ def _of_all_ranks(
     with torch.no_grad():
         y, taps = plan.maxima(local)
         taps = _first_maximum(y, taps, x.mesh.group(axes))
-    total = sum_ranks(taken(local, taps, plan), x.mesh, axes)
+    total = all_reduce_sum(values_at_taps(local, taps, plan), x.mesh, axes)
     return wrap(total, plan.plan.out, x), taps, plan
 
 

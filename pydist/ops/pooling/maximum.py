@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.exchange.adjoints import with_true_gradient
+from pydist.exchange.adjoints import average_grad
 from pydist.exchange.exchanger import in_memory
 from pydist.exchange.function import ExchangeFunction, way_back
 from pydist.ops.constants import Constant
@@ -59,13 +59,13 @@ class MaxPlan(PoolPlan):
             with timers.measure("boundary"):
                 for slab, box in zip(slabs, halo.slots, strict=True):
                     self._spread(grad, taps, slab, box)
-            pending = halo.start_back(slabs, grad)
+            pending = halo.start_adjoint(slabs, grad)
         grad_x = empty(self.own, grad)
         with timers.measure("compute"):
             self._spread(grad, taps, grad_x, self.own)
         if halo is not None and pending is not None:
             with timers.measure("halo"):
-                halo.finish_back(pending, grad_x)
+                halo.finish_adjoint(pending, grad_x)
         return grad_x
 
     def pick(self, x: Tensor, taps: Tensor) -> Tensor:
@@ -129,12 +129,12 @@ def maximum(x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
     All ranks have the same plan and run the same node and exchanges, also with an empty shard.
     """
     if plan.has_halo:
-        x = with_true_gradient(x, plan.mesh, plan.plan.layout.unused_axes)
+        x = average_grad(x, plan.mesh, plan.plan.layout.unused_axes)
     y, taps, _ = _Maximum.apply(x, plan)
     return y, taps
 
 
-def taken(x: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
+def values_at_taps(x: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
     """Returns the inputs at taps, 0 where another rank owns them; differentiable to any order.
 
     Args:
@@ -172,7 +172,7 @@ class _Spread(ExchangeFunction):
     @staticmethod
     def backward(ctx: Any, saved: Any, x: Tensor) -> tuple[Tensor | None, ...]:
         (taps,) = saved
-        return taken(x, taps, ctx.plan), x.new_zeros(0), None, None
+        return values_at_taps(x, taps, ctx.plan), x.new_zeros(0), None, None
 
 
 class _Pick(ExchangeFunction):

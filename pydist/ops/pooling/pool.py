@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from pydist.ops.coarsening import coarsen_if_faster, pool_workload
 from pydist.ops.fusion.pool import average_pool_of_relu
-from pydist.ops.placement import choose_layout, pool_workload
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.pooling.average import AveragePlan, Averaging, average
 from pydist.ops.pooling.maximum import MaxPlan, maximum
@@ -141,7 +141,7 @@ def _plan(
     window = Window(kernel, steps, as_tuple(dilation, dims), symmetric(pads))
     if ceil_mode:
         window = window.with_ceil(x.shape[2:])
-    layout = choose_layout(x._layout, pool_workload(window, x.shape[1]))
+    layout = coarsen_if_faster(x._layout, pool_workload(window, x.shape[1]))
     if layout != x._layout:  # else the shard is not needed yet
         x = redistribute(x, layout)
     return x, window, plan_window(x._layout, window, x.shape[1], x._layout.splits[1])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.exchange.formats import all_channels_last, is_channels_last
+from pydist.exchange.memory_formats import all_channels_last, is_channels_last
 from pydist.ops.dtypes import result_dtype
 from pydist.ops.windows import Exchanges, Window, WindowPlan
 from pydist.partition import Box, Footprint

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.errors import UsageError
-from pydist.exchange.adjoints import gather_box, with_true_gradient
+from pydist.exchange.adjoints import average_grad, gather_box
 from pydist.exchange.exchanger import Exchanger
 from pydist.layout import Layout, Split
 from pydist.ops.dtypes import result_dtype
@@ -71,7 +71,7 @@ def max_unpool(
     if reach == _BEYOND:
         raise UsageError(f"indices beyond the result of max_unpool, {layout.shape}")
     exchanger = _exchanger(input._layout, layout, window, everywhere=bool(reach == _ANYWHERE))
-    values = with_true_gradient(values, input.mesh, input._layout.unused_axes)
+    values = average_grad(values, input.mesh, input._layout.unused_axes)
     values = gather_box(values, exchanger, input.mesh)
     gathered = places.new_empty(exchanger.slots[0].shape)
     exchanger.gather(places, [gathered])

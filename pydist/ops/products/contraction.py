@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.exchange.adjoints import sum_parts, sum_ranks
+from pydist.exchange.adjoints import all_reduce_sum, sum_parts
 from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, Split
 from pydist.tensor import ShardedTensor, refusal, source_among, wrap
@@ -61,7 +61,7 @@ def contract(
         # Partial sums in half precision are rounded once, like a single sum.
         exact = result.float() if result.dtype in (torch.bfloat16, torch.float16) else result
         # A scalar is plain: its gradient may differ between the ranks.
-        total = sum_parts(exact, mesh, axes) if out else sum_ranks(exact, mesh, axes)
+        total = sum_parts(exact, mesh, axes) if out else all_reduce_sum(exact, mesh, axes)
         result = total.to(result.dtype)
     if not out:
         return result  # a scalar is plain, as a loss must be

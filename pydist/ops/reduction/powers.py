@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.comm.interface.reduction import WIDER
-from pydist.exchange.adjoints import sum_ranks
+from pydist.exchange.adjoints import all_reduce_sum
 from pydist.mesh import Mesh
 from pydist.ops.dims import canonical, numpy_names
 from pydist.ops.pointwise.elementwise import broadcast_layout, elementwise
@@ -121,7 +121,7 @@ def _parts(partial: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     group = mesh.group(axes)
     mine = torch.arange(group.size, device=partial.device) == group.rank
     placed = torch.where(mine.view(-1, *(1 for _ in partial.shape)), partial, 0)
-    return sum_ranks(placed, mesh, axes)
+    return all_reduce_sum(placed, mesh, axes)
 
 
 @implements(torch.prod, torch.Tensor.prod)

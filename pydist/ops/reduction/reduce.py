@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pydist.comm.interface.ledger import CAUSE
 from pydist.comm.interface.reduction import WIDER
-from pydist.exchange.adjoints import sum_ranks
+from pydist.exchange.adjoints import all_reduce_sum
 from pydist.exchange.function import Function
 from pydist.gradients.members import lead_to
 from pydist.layout import Layout
@@ -103,7 +103,7 @@ def reduce_sum(
     rounded = _rounded_to(torch.sum, x, dtype)
     if rounded:
         dtype = WIDER.get(rounded, rounded)
-    total = sum_ranks(local.sum(dims, keepdim, dtype=dtype), x.mesh, axes_of(x._layout, dims))
+    total = all_reduce_sum(local.sum(dims, keepdim, dtype=dtype), x.mesh, axes_of(x._layout, dims))
     return result_of(total.to(rounded) if rounded else total, x, dims, keepdim)
 
 

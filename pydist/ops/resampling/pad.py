@@ -11,7 +11,7 @@ from torch import Tensor
 from pydist.layout import Layout
 from pydist.ops.dtypes import result_dtype
 from pydist.ops.resampling.periodic import circular_pad
-from pydist.ops.resampling.reads import ReadRange, Reads, moved_points, planning, select
+from pydist.ops.resampling.reads import ReadRange, Reads, moved_points, planning, take_indices
 from pydist.partition import Box
 from pydist.tensor import ShardedTensor, implements, local_of, wrap
 
@@ -131,7 +131,7 @@ class _MirrorPlan:
         if self._pad is not None:
             return F.pad(box, self._pad, self._mode)
         for dim, indices in self._indices.items():
-            box = select(box, dim, indices)
+            box = take_indices(box, dim, indices)
         return box if self._indices else box.clone()
 
     def _local_pad(self, box: Box, out: Box) -> list[int] | None:

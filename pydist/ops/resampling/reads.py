@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pydist.exchange.formats import all_channels_last, is_channels_last
+from pydist.exchange.memory_formats import all_channels_last, is_channels_last
 from pydist.layout import Layout, Split
 from pydist.ops.gathering import BoxGatherer
 from pydist.partition import Box, Partition
@@ -124,7 +124,7 @@ def moved_points(
     return layout.replace(shape, splits)
 
 
-def select(x: Tensor, dim: int, indices: Tensor) -> Tensor:
+def take_indices(x: Tensor, dim: int, indices: Tensor) -> Tensor:
     """Computes `x.index_select(dim, indices)`, and keeps channels-last memory."""
     if not is_channels_last(x):
         return x.index_select(dim, indices)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from pydist.backend.conv import in_format
-from pydist.exchange.formats import is_channels_last
+from pydist.exchange.memory_formats import is_channels_last
 from pydist.layout import Layout
-from pydist.ops.resampling.reads import ReadRange, Reads, select
+from pydist.ops.resampling.reads import ReadRange, Reads, take_indices
 from pydist.ops.resampling.taps import (
     Resize,
     Taps,
@@ -153,10 +153,10 @@ def _same(taps: Taps, keep: slice, others: Taps) -> bool:
 def _blend(x: Tensor, dim: int, taps: Taps) -> Tensor:
     """Computes weighted sums of a dim's elements; differentiable to any order."""
     if taps.weights is None:
-        return select(x, dim, taps.indices[0])
+        return take_indices(x, dim, taps.indices[0])
     total = None
     for index, weight in zip(taps.indices, taps.weights, strict=True):
-        part = select(x, dim, index) * weight.view(-1, *(1,) * (x.dim() - 1 - dim))
+        part = take_indices(x, dim, index) * weight.view(-1, *(1,) * (x.dim() - 1 - dim))
         total = part if total is None else total + part
     assert total is not None
     return total

@@ -13,7 +13,7 @@ from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.pointwise.in_place import in_place_on_plain
 from pydist.ops.shaping.indexing import entries_of
 from pydist.ops.shaping.slicing import region_of
-from pydist.tensor import ShardedTensor, adopt_local, implements, local_of, refusal
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, replace_shard_
 from pydist.tensor.aliasing import is_view_at, written_back
 from pydist.tensor.operands import operand_for, refuse_shard_shaped
 
@@ -52,7 +52,7 @@ def _assign(
 ) -> ShardedTensor:
     region = region_of(x._layout, entries)
     if is_view_at(value, x, entries):
-        return adopt_local(x, local_of(x))  # x[index] += 1 has already written the value
+        return replace_shard_(x, local_of(x))  # x[index] += 1 has already written the value
     written = written_back(x, value, entries)
     if isinstance(value, Tensor):
         value = _part_of(value, x.dtype, region.layout, region.removed)
@@ -60,7 +60,7 @@ def _assign(
     # Through a view: if the selection covers the block, torch would omit the old values from the
     # graph, and this rank's double backward would lack exchanges of the other ranks.
     local.view_as(local)[region.local] = value
-    adopt_local(x, local)
+    replace_shard_(x, local)
     if written is not None and written.storage is not None:
         written.born = written.storage.clock
     return x

@@ -72,7 +72,7 @@ def _resolve(shape: Sequence[int], old: Sequence[int]) -> tuple[int, ...]:
 # -- layouts of the blocks ------------------------------------------------------------------
 
 
-class _Plan(NamedTuple):
+class _ReshapePlan(NamedTuple):
     """Plan of a reshape, in which each rank reshapes its own block.
 
     Attributes:
@@ -88,7 +88,7 @@ class _Plan(NamedTuple):
     hides_order: bool = False
 
 
-class _Group(NamedTuple):
+class _DimGroup(NamedTuple):
     """Smallest set of dims that are reshaped together, old and new with equally many elements.
 
     An interval of the first old dim is an interval of the elements, and also of the first new dim
@@ -115,9 +115,9 @@ class _Group(NamedTuple):
         return first is None or all(p % self.unit == 0 for p in first.partition.points)
 
 
-def _plan(layout: Layout, shape: tuple[int, ...]) -> _Plan:
+def _plan(layout: Layout, shape: tuple[int, ...]) -> _ReshapePlan:
     if shape == layout.shape:
-        return _Plan(layout, layout)
+        return _ReshapePlan(layout, layout)
     if 0 in shape:
         return _plan_without_samples(layout, shape)
     groups = list(_groups(layout.shape, shape))
@@ -138,20 +138,20 @@ def _plan(layout: Layout, shape: tuple[int, ...]) -> _Plan:
             splits[group.new[0]] = Split(split.axes, Partition(points))
     merged = [d for group in groups if len(group.old) > 1 for d in group.old]
     out = Layout(layout.mesh, shape, splits)
-    return _Plan(source, out, bool(merged), bool(merged) and hides_order(source, merged))
+    return _ReshapePlan(source, out, bool(merged), bool(merged) and hides_order(source, merged))
 
 
-def _plan_without_samples(layout: Layout, shape: tuple[int, ...]) -> _Plan:
+def _plan_without_samples(layout: Layout, shape: tuple[int, ...]) -> _ReshapePlan:
     """Returns the plan of an empty tensor, split along the axes of the other groups' tensors."""
     if layout.shape.count(0) != 1 or layout.shape[0] or shape.count(0) != 1:
-        return _Plan(layout.whole(), Layout(layout.mesh, shape, [None] * len(shape)))
+        return _ReshapePlan(layout.whole(), Layout(layout.mesh, shape, [None] * len(shape)))
     empty, row = shape.index(0), math.prod(layout.shape[1:])
     inner = math.prod(n for n in shape if n)
     # As if there were samples: as few as fill the new dims.
     rows = inner // math.gcd(inner, row)
     filled = tuple(n or rows * row // inner for n in shape)
     plan = _plan(_with_extent(layout, 0, rows), filled)
-    return _Plan(_with_extent(plan.source, 0, 0), _with_extent(plan.out, empty, 0))
+    return _ReshapePlan(_with_extent(plan.source, 0, 0), _with_extent(plan.out, empty, 0))
 
 
 def _with_extent(layout: Layout, dim: int, extent: int) -> Layout:
@@ -164,7 +164,7 @@ def _with_extent(layout: Layout, dim: int, extent: int) -> Layout:
     return Layout(layout.mesh, tuple(shape), splits)
 
 
-def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[_Group]:
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[_DimGroup]:
     olds = [d for d, n in enumerate(old) if n != 1]
     news = [d for d, n in enumerate(new) if n != 1]
     while olds:
@@ -177,11 +177,11 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[_Group]:
             else:
                 after *= new[news[j]]
                 j += 1
-        yield _Group(olds[:i], news[:j], before // old[olds[0]], after // new[news[0]])
+        yield _DimGroup(olds[:i], news[:j], before // old[olds[0]], after // new[news[0]])
         olds, news = olds[i:], news[j:]
 
 
-def _is_features(group: _Group, layout: Layout, shape: Sequence[int]) -> bool:
+def _is_features(group: _DimGroup, layout: Layout, shape: Sequence[int]) -> bool:
     """Returns whether channels and space become the features of a linear layer.
 
     The next layer needs all features, so they are gathered instead of being split by channels.
@@ -195,7 +195,7 @@ def _is_features(group: _Group, layout: Layout, shape: Sequence[int]) -> bool:
     )
 
 
-def _moved(group: _Group, layout: Layout) -> Split | None:
+def _moved(group: _DimGroup, layout: Layout) -> Split | None:
     """Returns a split of the group's first dim over all ranks that split its dims.
 
     Points of the first dim stay, or move to the nearest multiple of the unit, and the blocks

@@ -14,7 +14,7 @@ from pydist.ops.dims import canonical
 from pydist.ops.pointwise.elementwise import broadcast_layout
 from pydist.ops.pointwise.in_place import in_place_on_plain
 from pydist.ops.reduction.extremes import reduce_amax
-from pydist.tensor import ShardedTensor, adopt_local, implements, local_of, refusal, wrap
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, replace_shard_, wrap
 from pydist.tensor.operands import operand_for, operand_in
 
 
@@ -46,7 +46,7 @@ def _scatter(
     options = {name: aligned(value) for name, value in kwargs.items()}
     result = func(own, d, aligned(index), *(aligned(s) for s in src), **options)
     if in_place:
-        return adopt_local(input, result)  # type: ignore[arg-type]
+        return replace_shard_(input, result)  # type: ignore[arg-type]
     return wrap(result, layout, like)
 
 

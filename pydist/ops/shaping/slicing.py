@@ -16,10 +16,10 @@ from pydist.ops.dims import canonical, numpy_names
 from pydist.ops.views import moves
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, implements, local_of, view_of, wrap
-from pydist.tensor.aliasing import Part, view_at
+from pydist.tensor.aliasing import ViewPart, view_at
 from pydist.tensor.operands import redistribute
 
-Entry = int | slice | None
+IndexEntry = int | slice | None
 """Entry of an index for one dim; `None` adds a dim."""
 
 
@@ -39,7 +39,7 @@ class Region(NamedTuple):
     added: tuple[int, ...]
 
 
-def region_of(layout: Layout, entries: Sequence[Entry]) -> Region:
+def region_of(layout: Layout, entries: Sequence[IndexEntry]) -> Region:
     """Returns the region of a selection, whose elements stay on the ranks that own them.
 
     Args:
@@ -100,7 +100,7 @@ def _along(layout: Layout, dim: int, entry: slice) -> tuple[slice, int, Split | 
     return own, count, Split(split.axes, Partition(before))
 
 
-def sliced(x: ShardedTensor, entries: Sequence[Entry]) -> ShardedTensor:
+def sliced(x: ShardedTensor, entries: Sequence[IndexEntry]) -> ShardedTensor:
     """Indexes with one integer or slice for each dim, and `None`.
 
     An element that an integer selects along a split dim is sent to all ranks that split the dim.
@@ -118,7 +118,7 @@ def sliced(x: ShardedTensor, entries: Sequence[Entry]) -> ShardedTensor:
     return view_of(x, local, out, moves(selected, moved._layout), part, tuple(entries))
 
 
-def part_of(x: ShardedTensor, entries: Sequence[Entry]) -> Part:
+def part_of(x: ShardedTensor, entries: Sequence[IndexEntry]) -> ViewPart:
     """Returns the box of `x` that contains the selection of an index."""
     box = []
     for extent, entry in zip(x.shape, (e for e in entries if e is not None), strict=True):
@@ -138,7 +138,7 @@ def along(x: ShardedTensor, dim: int, entry: int | slice) -> ShardedTensor:
         dim: the dim, 0 or above.
         entry: an index, which removes the dim, or a slice of it.
     """
-    entries: list[Entry] = [slice(None)] * x.dim()
+    entries: list[IndexEntry] = [slice(None)] * x.dim()
     entries[dim] = entry
     return sliced(x, entries)
 
@@ -264,7 +264,7 @@ def unbind(input: ShardedTensor, dim: int = 0) -> tuple[ShardedTensor, ...]:
     results = []
     for i in range(input.shape[d]):
         element = along(whole, d, i)
-        entries: list[Entry] = [slice(None)] * input.dim()
+        entries: list[IndexEntry] = [slice(None)] * input.dim()
         entries[d] = i
         part = part_of(input, entries)
         results.append(

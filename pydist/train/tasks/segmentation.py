@@ -14,7 +14,7 @@ from pydist.errors import UsageError
 from pydist.models import UNet3d
 from pydist.tensor import ShardedTensor
 from pydist.train import segmentation_report
-from pydist.train.gather import on_first_rank
+from pydist.train.gather import gather_to_first_rank
 from pydist.train.losses import (
     SegmentationLoss,
     confusion,
@@ -160,7 +160,7 @@ class Segmentation:
             sums[:, 2] = dice_loss(output, labels, ignored)
         predicted = output.argmax(1).cpu()
         if batch.indices[0] == 0 and isinstance(predicted, ShardedTensor):
-            found = on_first_rank(predicted)
+            found = gather_to_first_rank(predicted)
             self._example = None if found is None else found[0]
         return torch.cat([sums, counts.flatten(1)], dim=1)
 

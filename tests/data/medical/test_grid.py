@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pydist.data.medical.grid import Grid, GridOptions, nearest, resized
+from pydist.data.medical.grid import GridOptions, VoxelGrid, nearest, resized
 from pydist.errors import DataError, UsageError
 
 EXTENTS = st.tuples(*[st.integers(1, 9)] * 3)
@@ -60,7 +60,7 @@ def affines():
 def test_every_orientation_becomes_ras_and_comes_back():
     voxels = np.arange(5 * 6 * 7, dtype=np.int16).reshape(5, 6, 7)
     for affine in affines():
-        grid = Grid(header_of(affine, voxels.shape), GridOptions(multiple=4), "test")
+        grid = VoxelGrid(header_of(affine, voxels.shape), GridOptions(multiple=4), "test")
         canonical = nib.as_closest_canonical(nib.Nifti1Image(voxels, affine))
         expected = np.asarray(canonical.dataobj).transpose(2, 1, 0)
         image = grid.image(voxels)
@@ -80,7 +80,7 @@ def test_an_oblique_volume_goes_by_its_nearest_axes(form):
     tilt = nib.eulerangles.euler2mat(0.2, -0.3, 0.1)
     affine = nib.affines.from_matvec(tilt @ np.diag([-1.0, 1.5, 2.0]), [1, 2, 3])
     voxels = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
-    grid = Grid(header_of(affine, voxels.shape, form), GridOptions(multiple=1), "test")
+    grid = VoxelGrid(header_of(affine, voxels.shape, form), GridOptions(multiple=1), "test")
     np.testing.assert_array_equal(grid.image(voxels)[0], voxels[::-1].transpose(2, 1, 0))
     np.testing.assert_allclose(grid.spacing, (2.0, 1.5, 1.0), rtol=1e-5)
     np.testing.assert_array_equal(grid.label_back(grid.label(voxels)), voxels)
@@ -89,12 +89,12 @@ def test_an_oblique_volume_goes_by_its_nearest_axes(form):
 def test_spacing_and_cubes():
     affine = np.diag([0.5, 1.0, 5.0, 1.0])
     block = header_of(affine, (40, 20, 8))
-    grid = Grid(block, GridOptions(spacing=(2.0, 1.0, 1.0), multiple=1), "test")
+    grid = VoxelGrid(block, GridOptions(spacing=(2.0, 1.0, 1.0), multiple=1), "test")
     assert grid.oriented == (8, 20, 40)
     assert grid.resampled == (20, 20, 20)
     ramp = np.broadcast_to(np.arange(40, dtype=np.float32)[:, None, None], (40, 20, 8))
     np.testing.assert_allclose(grid.image(ramp)[0, 0, 0], np.arange(20) * 2 + 0.5)
-    cube = Grid(block, GridOptions(cube=12), "test")
+    cube = VoxelGrid(block, GridOptions(cube=12), "test")
     assert (cube.resampled, cube.padded) == ((12, 12, 12), (16, 16, 16))
     label = cube.label((ramp > 19.5).astype(np.uint8))
     assert (label[:12, :12, 6:12] == 1).all()
@@ -104,7 +104,7 @@ def test_spacing_and_cubes():
 
 def test_channels_come_first():
     voxels = np.arange(2 * 3 * 4 * 2, dtype=np.int16).reshape(2, 3, 4, 2)
-    grid = Grid(header_of(np.eye(4), voxels.shape), GridOptions(multiple=1), "test")
+    grid = VoxelGrid(header_of(np.eye(4), voxels.shape), GridOptions(multiple=1), "test")
     np.testing.assert_array_equal(grid.image(voxels), voxels.transpose(3, 2, 1, 0))
 
 
@@ -119,4 +119,4 @@ def test_wrong_options_and_grids_too_large():
             GridOptions(**options)
     block = header_of(np.diag([1000.0, 1000, 1000, 1]), (9, 9, 9))
     with pytest.raises(DataError, match=r"would get .* voxels"):
-        Grid(block, GridOptions(spacing=(0.1, 0.1, 0.1)), "test")
+        VoxelGrid(block, GridOptions(spacing=(0.1, 0.1, 0.1)), "test")

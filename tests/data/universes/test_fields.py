@@ -9,23 +9,23 @@ import pytest
 
 from pydist.data.universes.cosmology import Cosmology, LinearPower, growth
 from pydist.data.universes.deposit import deposit
-from pydist.data.universes.fields import Grid, displacement, gaussian_modes, white_noise
+from pydist.data.universes.fields import PeriodicCube, displacement, gaussian_modes, white_noise
 from pydist.data.universes.spectra import power_spectrum, rms_in_spheres
 from pydist.errors import UsageError
 
 POWER = LinearPower(Cosmology())
 
 
-def coordinates(grid: Grid) -> list[np.ndarray]:
+def coordinates(grid: PeriodicCube) -> list[np.ndarray]:
     return np.meshgrid(*[np.arange(grid.width) * grid.cell] * 3, indexing="ij")
 
 
-def random_modes(grid: Grid, seed: int) -> np.ndarray:
+def random_modes(grid: PeriodicCube, seed: int) -> np.ndarray:
     return gaussian_modes(grid, white_noise(grid, np.random.default_rng(seed)), POWER)
 
 
 def test_spectrum_of_fields_is_the_one_asked_for() -> None:
-    grid, count = Grid(32, 256.0), 40
+    grid, count = PeriodicCube(32, 256.0), 40
     spectra = [
         power_spectrum(grid, grid.to_field(random_modes(grid, seed)), theory=POWER)
         for seed in range(count)
@@ -37,7 +37,7 @@ def test_spectrum_of_fields_is_the_one_asked_for() -> None:
 
 
 def test_variance_of_a_field_is_the_sum_of_its_power() -> None:
-    grid = Grid(64, 512.0, dtype="float64")
+    grid = PeriodicCube(64, 512.0, dtype="float64")
     found = [grid.to_field(random_modes(grid, seed)).var() for seed in range(4)]
     nx, ny, nz = (np.fft.fftfreq(64, 1 / 64)[i] for i in np.ogrid[:64, :64, :64])
     k = grid.fundamental * np.sqrt(nx**2 + ny**2 + nz**2).ravel()[1:]
@@ -45,13 +45,13 @@ def test_variance_of_a_field_is_the_sum_of_its_power() -> None:
 
 
 def test_rms_in_spheres_of_8_is_sigma_8() -> None:
-    grid = Grid(128, 512.0)
+    grid = PeriodicCube(128, 512.0)
     found = [rms_in_spheres(grid, random_modes(grid, seed), 8.0) for seed in (0, 1)]
     assert np.mean(found) == pytest.approx(POWER.cosmology.sigma_8, rel=0.01)
 
 
 def test_mean_of_a_field_is_zero_and_its_modes_are_reproducible() -> None:
-    grid = Grid(16, 64.0)
+    grid = PeriodicCube(16, 64.0)
     modes = random_modes(grid, 5)
     assert modes.dtype == np.complex64
     assert modes[0, 0, 0] == 0
@@ -60,7 +60,7 @@ def test_mean_of_a_field_is_zero_and_its_modes_are_reproducible() -> None:
 
 
 def test_plane_wave_moves_along_itself_only() -> None:
-    grid = Grid(32, 100.0, dtype="float64")
+    grid = PeriodicCube(32, 100.0, dtype="float64")
     k, amplitude = 3 * grid.fundamental, 0.7
     x = coordinates(grid)[0]
     moved = displacement(grid, grid.to_modes(amplitude * np.cos(k * x)))
@@ -70,7 +70,7 @@ def test_plane_wave_moves_along_itself_only() -> None:
 
 
 def test_two_crossed_waves_have_the_analytic_second_order() -> None:
-    grid = Grid(24, 80.0, dtype="float64")
+    grid = PeriodicCube(24, 80.0, dtype="float64")
     k, amplitude = 2 * grid.fundamental, 0.5
     x, y, _ = coordinates(grid)
     moved = displacement(grid, grid.to_modes(amplitude * (np.cos(k * x) + np.cos(k * y))))
@@ -82,7 +82,7 @@ def test_two_crossed_waves_have_the_analytic_second_order() -> None:
 
 @pytest.mark.parametrize("width", [16, 15])
 def test_divergence_of_the_displacement_is_minus_the_density(width: int) -> None:
-    grid = Grid(width, 60.0, dtype="float64")
+    grid = PeriodicCube(width, 60.0, dtype="float64")
     modes = random_modes(grid, 1)
     for axis in range(3):  # the Nyquist planes have no derivative on the grid
         index = [slice(None)] * 3
@@ -98,7 +98,7 @@ def test_divergence_of_the_displacement_is_minus_the_density(width: int) -> None
 
 
 def test_rms_displacement_is_the_integral_of_the_power() -> None:
-    grid = Grid(64, 512.0)
+    grid = PeriodicCube(64, 512.0)
     found = [displacement(grid, random_modes(grid, seed)).first[0].std() for seed in range(6)]
     nx, ny, nz = (np.fft.fftfreq(64, 1 / 64)[i] for i in np.ogrid[:64, :64, :64])
     k = grid.fundamental * np.sqrt(nx**2 + ny**2 + nz**2).ravel()[1:]
@@ -107,7 +107,7 @@ def test_rms_displacement_is_the_integral_of_the_power() -> None:
 
 
 def test_positions_follow_first_and_second_order_growth() -> None:
-    grid = Grid(8, 40.0, dtype="float64")
+    grid = PeriodicCube(8, 40.0, dtype="float64")
     moved = displacement(grid, random_modes(grid, 2))
     whole = np.concatenate(list(moved.positions(0.5, 0.8, slabs=3)), axis=1)
     factor = 3 / 7 * 0.25 * 0.8 ** (-1 / 143)
@@ -117,7 +117,7 @@ def test_positions_follow_first_and_second_order_growth() -> None:
 
 
 def test_particles_follow_the_linear_power_on_large_scales() -> None:
-    grid = Grid(96, 384.0)
+    grid = PeriodicCube(96, 384.0)
     modes = random_modes(grid, 3)
     linear = power_spectrum(grid, grid.to_field(modes))
     d = growth(3, POWER.cosmology.omega_m)
@@ -132,6 +132,6 @@ def test_particles_follow_the_linear_power_on_large_scales() -> None:
 
 def test_grid_refuses_what_it_can_not_be() -> None:
     with pytest.raises(UsageError, match="at least 2 cells"):
-        Grid(1, 10.0)
+        PeriodicCube(1, 10.0)
     with pytest.raises(UsageError, match="float16"):
-        Grid(8, 10.0, dtype="float16")
+        PeriodicCube(8, 10.0, dtype="float16")

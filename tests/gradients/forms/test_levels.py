@@ -14,7 +14,7 @@ from torch import nn
 from pydist import parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.gradients import Hierarchical, Narrow, Torus, buckets
-from pydist.gradients.forms.places import rows_of
+from pydist.gradients.forms.topology import rows_of
 from support.equivalence import assert_same, error, on_ranks, randn
 from support.networks.small import check_use, gradients_of, loss_of, small
 from support.training.forms import (

@@ -22,7 +22,7 @@ from pydist.comm.transports.cuda_mpi import awareness
 from pydist.comm.transports.mpi.messages import MpiChannel
 from pydist.comm.transports.mpi.progress import ProgressEngine
 from pydist.comm.transports.mpi.transport import MpiTransport
-from pydist.comm.transports.nccl.place import device_missing
+from pydist.comm.transports.nccl.device_assignment import device_missing
 from pydist.errors import NotSupported
 
 

@@ -15,7 +15,7 @@ from pydist._loader import native
 from pydist.comm.interface.handles import Channel
 from pydist.comm.interface.transport import Transport
 from pydist.comm.transports.ipc.channel import IpcChannel, IpcLinks
-from pydist.comm.transports.ipc.place import BLOCK_BYTES, IpcPlace, agree
+from pydist.comm.transports.ipc.peer_memory import BLOCK_BYTES, PeerMemory, find_peers
 from pydist.comm.transports.nccl.transport import ISSUE_SECONDS, NcclTransport
 from pydist.comm.transports.routed import RoutedTransport
 from pydist.errors import NotSupported
@@ -33,7 +33,9 @@ class IpcTransport(RoutedTransport):
 
     name = "ipc"
 
-    def __init__(self, base: Transport, place: IpcPlace, near: Sequence[int], world: bool) -> None:
+    def __init__(
+        self, base: Transport, place: PeerMemory, near: Sequence[int], world: bool
+    ) -> None:
         """Creates a group. Collective.
 
         Args:
@@ -74,7 +76,7 @@ class IpcTransport(RoutedTransport):
                 " (MPI_THREAD_MULTIPLE); use 'nccl'"
             )
         base = NcclTransport.over(host, local_rank, cls.name)
-        place = agree(host, native.CudaDriver(), base.device.index, BLOCK_BYTES)
+        place = find_peers(host, native.CudaDriver(), base.device.index, BLOCK_BYTES)
         return cls(base, place, sorted(place.near), world=True)
 
     def _of(self, tensors: Sequence[Tensor]) -> Transport:

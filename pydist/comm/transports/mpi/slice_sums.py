@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pydist.comm.interface.handles import Work
-from pydist.comm.interface.reduction import WIDER, divide
+from pydist.comm.interface.reduction import WIDER, divide_
 from pydist.comm.transports.mpi.progress import ProgressEngine
 from pydist.watchdog import waits
 
@@ -49,12 +49,12 @@ class SliceSums:
         piece = min(PIECE_BYTES, _WINDOW_BYTES // (_AHEAD * max(1, size - 1)))
         self._piece_bytes = max(piece, 4096) // 64 * 64
         self._idle: list[Tensor] = []  # free windows out of _AHEAD, each [peers, piece]
-        self._waiting: deque[SliceSum] = deque()  # with pieces whose receive is not posted yet
-        self._receiving: deque[tuple[SliceSum, _Piece]] = deque()
+        self._waiting: deque[MpiSliceSum] = deque()  # with pieces whose receive is not posted yet
+        self._receiving: deque[tuple[MpiSliceSum, _PieceInFlight]] = deque()
         # The engine's thread may advance the operation that the caller waits for.
         self._lock = threading.Lock()
 
-    def start(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> SliceSum:
+    def start(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> MpiSliceSum:
         """Starts a reduce-scatter.
 
         Args:
@@ -63,7 +63,7 @@ class SliceSums:
             divisor: the sum is divided by it.
         """
         with self._lock:
-            work = SliceSum(self, parts, out, divisor, self._piece_bytes // out.element_size())
+            work = MpiSliceSum(self, parts, out, divisor, self._piece_bytes // out.element_size())
             if work.missing:
                 self._waiting.append(work)
                 self._receive()
@@ -80,7 +80,7 @@ class SliceSums:
                 self._lock.release()
 
     @waits("a reduce-scatter")
-    def finish(self, work: SliceSum) -> None:
+    def finish(self, work: MpiSliceSum) -> None:
         """Waits for a reduce-scatter."""
         with self._lock:
             while work.missing:
@@ -94,7 +94,7 @@ class SliceSums:
         while self._waiting and len(self._receiving) < _AHEAD:
             work = self._waiting[0]
             window = self._idle.pop() if self._idle else self._new_window()
-            self._receiving.append((work, _Piece(self, work, window)))
+            self._receiving.append((work, _PieceInFlight(self, work, window)))
             if work.asked == len(work.out):
                 self._waiting.popleft()
 
@@ -109,7 +109,7 @@ class SliceSums:
         self._receive()
 
 
-class SliceSum(Work):
+class MpiSliceSum(Work):
     """Reduce-scatter that is in flight."""
 
     def __init__(
@@ -143,10 +143,10 @@ class SliceSum(Work):
             del self.own
 
 
-class _Piece:
+class _PieceInFlight:
     """Piece of a slice that is being received from all peers."""
 
-    def __init__(self, sums: SliceSums, work: SliceSum, window: Tensor) -> None:
+    def __init__(self, sums: SliceSums, work: MpiSliceSum, window: Tensor) -> None:
         self.window = window
         self.start = work.asked
         self.stop = work.asked = min(self.start + work.length, len(work.out))
@@ -160,7 +160,7 @@ class _Piece:
         self._values = [values for _, values in ranks]
         self._values.insert(sums.rank, work.own[self.start : self.stop])
 
-    def add(self, work: SliceSum) -> None:
+    def add(self, work: MpiSliceSum) -> None:
         """Sums the values in rank order, narrow dtypes in a wider one."""
         out = work.out[self.start : self.stop]
         dtype = WIDER.get(out.dtype, out.dtype)
@@ -171,7 +171,7 @@ class _Piece:
             total = first.to(dtype).add_(second)
         for values in others:
             total += values
-        divide(total, work.divisor)
+        divide_(total, work.divisor)
         if total is not out:
             out.copy_(total)
         work.missing -= len(out)

@@ -15,7 +15,7 @@ from torch import Tensor
 from pydist._loader import native
 from pydist.comm.interface.checks import check_elements
 from pydist.comm.interface.handles import Channel, Work
-from pydist.comm.interface.reduction import WIDER, ReduceOp, divide
+from pydist.comm.interface.reduction import WIDER, ReduceOp, divide_
 from pydist.comm.interface.transport import Transport
 from pydist.comm.transports.host import HostTransport
 from pydist.errors import NotSupported, PydistError
@@ -210,7 +210,7 @@ class _Divided(NcclWork):
         self._out, self._divisor = out, divisor
 
     def _finish(self) -> None:
-        divide(self._out, self._divisor)
+        divide_(self._out, self._divisor)
 
 
 class NcclChannel(Channel):

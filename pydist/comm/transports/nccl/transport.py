@@ -15,7 +15,7 @@ from torch import Tensor
 from pydist._loader import native
 from pydist.comm.interface.transport import Transport
 from pydist.comm.transports.nccl.device import DeviceTransport
-from pydist.comm.transports.nccl.place import Place, agree
+from pydist.comm.transports.nccl.device_assignment import DeviceAssignment, assign_device
 from pydist.comm.transports.routed import RoutedTransport
 from pydist.errors import UsageError
 
@@ -41,7 +41,9 @@ class NcclTransport(RoutedTransport):
     name = "nccl"
     device: torch.device
 
-    def __init__(self, host: Transport, place: Place, *, owns_host: bool = False) -> None:
+    def __init__(
+        self, host: Transport, place: DeviceAssignment, *, owns_host: bool = False
+    ) -> None:
         """Connects the devices of all ranks of a transport. Collective.
 
         Args:
@@ -68,7 +70,7 @@ class NcclTransport(RoutedTransport):
             NotSupported: a rank has no device or no NCCL; the same on all ranks.
             UsageError: ranks would share a device; the same on all ranks.
         """
-        return cls(host, agree(host, local_rank, name))
+        return cls(host, assign_device(host, local_rank, name))
 
     @property
     def _on_device(self) -> DeviceTransport:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pydist import global_loss
 from pydist.backend.statistics import Rows
-from pydist.exchange.contents import Contents, Parameters
+from pydist.exchange.contents import Contents, TrainedParameters
 from pydist.exchange.history import NO_HISTORY
 from pydist.gradients import replaced
 from pydist.gradients.bucket import Bucket
@@ -28,11 +28,11 @@ from pydist.gradients.leaf import Leaf, leaf_of
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
 from pydist.ops.fusion import norm, prelu
-from pydist.ops.normalization.norm import Normalization
+from pydist.ops.normalization.norm import AppliedNorm
 from pydist.ops.pooling.average import AveragePlan
 from pydist.ops.shaping import nonzero
 from pydist.tensor import local_of, sharded
-from pydist.tensor.aliasing import Storage
+from pydist.tensor.aliasing import SharedStorage
 
 Patches = Sequence[AbstractContextManager[Any]]
 
@@ -185,7 +185,7 @@ def _norms_read_their_weights_late() -> Patches:
     """Computes the result of a norm from the weight and bias at the time of its use."""
 
     def late(method: Any) -> Any:
-        def read(self: Normalization, *given: Any) -> Any:
+        def read(self: AppliedNorm, *given: Any) -> Any:
             x, scale, shift, statistics, values = self._operands
             rows = Rows(statistics, scale, self._call.eps, self._call.centered)
             values.copy_(rows.values(shift, values.shape[1], x.dtype)[:3])
@@ -194,7 +194,7 @@ def _norms_read_their_weights_late() -> Patches:
         return read
 
     names = ("write", "with_relu", "parametric")
-    return [patch.object(Normalization, name, late(getattr(Normalization, name))) for name in names]
+    return [patch.object(AppliedNorm, name, late(getattr(AppliedNorm, name))) for name in names]
 
 
 # -- 4, 5: views and indices --------------------------------------------------------------------
@@ -203,7 +203,7 @@ def _norms_read_their_weights_late() -> Patches:
 @_mutation("views-stale", 4, "views")
 def _stale_views_are_used() -> Patches:
     """Allows uses of a copy in place of a view after a change of its base."""
-    return [patch.object(Storage, "change_after", lambda self, memory, part: "")]
+    return [patch.object(SharedStorage, "change_after", lambda self, memory, part: "")]
 
 
 @_mutation("indices-local", 5, "indices")
@@ -227,7 +227,7 @@ def _three_checks_for_each_shape() -> Patches:
 
     return [
         patch.object(Contents, "add", three_times),
-        patch.object(Parameters, "share", lambda self, *_: ()),
+        patch.object(TrainedParameters, "share", lambda self, *_: ()),
     ]
 
 
@@ -262,14 +262,14 @@ def _line_search_by_the_loss_of_a_group() -> Patches:
     """Compares the losses of each rank's own sample group in a line search, without a checksum."""
     return [
         patch.object(global_loss, "_agreed", lambda closure, *_: closure),
-        patch.object(Parameters, "share", lambda self, *_: ()),
+        patch.object(TrainedParameters, "share", lambda self, *_: ()),
     ]
 
 
 @_mutation("fast-weights-alone", 7, "groups", "fast")
 def _fast_weights_of_a_group() -> Patches:
     """Gives plain tensors in place of parameters the gradient of their group's own loss."""
-    return [patch.object(replaced, "note", lambda *_: None)]
+    return [patch.object(replaced, "note_use", lambda *_: None)]
 
 
 # -- 10: second derivatives in checkpoints ------------------------------------------------------

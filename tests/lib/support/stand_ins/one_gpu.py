@@ -14,7 +14,7 @@ from torch import Tensor
 from pydist import _native as native
 from pydist.comm import Transport
 from pydist.comm.interface.handles import Channel, Work
-from pydist.comm.transports.ipc.place import BLOCK_BYTES, agree
+from pydist.comm.transports.ipc.peer_memory import BLOCK_BYTES, find_peers
 from pydist.comm.transports.ipc.transport import IpcTransport
 from pydist.errors import NotSupported
 from pydist.runtime import connect
@@ -33,7 +33,7 @@ def ranks_of_one_gpu() -> Transport:
         raise NotSupported(f"'{host.name}' is not for threads")
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    place = agree(host, native.CudaDriver(), 0, BLOCK_BYTES)
+    place = find_peers(host, native.CudaDriver(), 0, BLOCK_BYTES)
     world = IpcTransport(Staged(host, device), place, sorted(place.near), world=True)
     atexit.register(world.close)
     return world

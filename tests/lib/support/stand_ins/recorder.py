@@ -22,10 +22,10 @@ from torch import Tensor
 from pydist import _native as native
 from pydist.comm import LocalTransport, Transport, run_local
 from pydist.comm.transports.ipc.channel import IpcLinks
-from pydist.comm.transports.ipc.place import IpcPlace, agree
+from pydist.comm.transports.ipc.peer_memory import PeerMemory, find_peers
 from pydist.comm.transports.ipc.transport import IpcTransport
 from pydist.comm.transports.nccl.device import DeviceTransport
-from pydist.comm.transports.nccl.place import Place
+from pydist.comm.transports.nccl.device_assignment import DeviceAssignment
 from pydist.comm.transports.nccl.transport import NcclTransport
 from support import ROOT
 
@@ -127,7 +127,7 @@ class RecordedTransport(NcclTransport):
     @classmethod
     def of(cls, recorder: Recorder, host: Transport) -> RecordedTransport:
         cls.recorder = recorder
-        return cls(host, Place(recorder.nccl(), recorder.driver, CPU))
+        return cls(host, DeviceAssignment(recorder.nccl(), recorder.driver, CPU))
 
     def _connect(self) -> DeviceTransport:
         unique = self._place.library.unique_id() if self.rank == 0 else None
@@ -190,13 +190,13 @@ class RecordedIpc(IpcTransport):
         near = frozenset(range(base.size)) - {base.rank}
         if base.rank in far:
             near = frozenset()
-        place = IpcPlace(native.IpcMemory(recorder.driver, 0, BLOCK_BYTES), near - far)
+        place = PeerMemory(native.IpcMemory(recorder.driver, 0, BLOCK_BYTES), near - far)
         return cls(base, place, sorted(place.near), world=True)
 
     @classmethod
     def among_processes(cls, recorder: Recorder, base: Transport) -> RecordedIpc:
         """Connects ranks that find each other as they would with devices."""
-        place = agree(base, recorder.driver, 0, BLOCK_BYTES)
+        place = find_peers(base, recorder.driver, 0, BLOCK_BYTES)
         return cls(base, place, sorted(place.near), world=True)
 
     def _on_device(self, tensors: Sequence[Tensor]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pydist import Mesh, parallelize
-from pydist.gradients.forms import places
+from pydist.gradients.forms import topology
 from pydist.gradients.forms.settings import Gradients
 from pydist.optim import gradient_state
 from support.equivalence import on_ranks, randn
@@ -181,5 +181,5 @@ def momentum_of(
 def on_hosts(sizes: Sequence[int] | Mapping[int, str]) -> Iterator[None]:
     """Lets ranks believe that they run on hosts with these numbers of ranks."""
     names = [f"host{i}" for i, size in enumerate(sizes) for _ in range(size)]
-    with patch.object(places, "own_host", lambda rank: names[rank]):
+    with patch.object(topology, "own_host", lambda rank: names[rank]):
         yield

@@ -14,7 +14,12 @@ import pytest
 import torch
 
 from pydist.comm import Transport
-from pydist.comm.transports.nccl.place import SHARE, SHARING, missing, open_nccl
+from pydist.comm.transports.nccl.device_assignment import (
+    MIN_SHARING_VERSION,
+    SHARE_VARIABLE,
+    missing,
+    open_nccl,
+)
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.exchanger import Exchanger
 from pydist.partition import Box
@@ -33,7 +38,7 @@ def no_two_ranks() -> str:
     Called before the start of a job of two ranks, which takes time.
     """
     lacks = missing()
-    if not lacks and torch.cuda.device_count() < 2 and open_nccl().version < SHARING:
+    if not lacks and torch.cuda.device_count() < 2 and open_nccl().version < MIN_SHARING_VERSION:
         lacks = f"one GPU, which NCCL {open_nccl().version} lets no two ranks share"
     return lacks
 
@@ -51,7 +56,7 @@ def two_ranks(lacks: str, seconds: float = 70, **kwargs: object) -> pytest.MarkD
 def connected(transport: str | None) -> Transport:
     """Connects the two ranks by a given or any transport; skips the test if none is possible."""
     if torch.cuda.device_count() < 2:
-        os.environ[SHARE] = "1"
+        os.environ[SHARE_VARIABLE] = "1"
     try:
         if no_two_ranks() and transport in (None, "ipc"):
             return ranks_of_one_gpu()

@@ -84,14 +84,14 @@ def run_training(world: Any) -> None:
         TrainConfig,
     )
     from pydist.train.network import MeshNetwork
-    from pydist.train.state import State
+    from pydist.train.state import RunState
 
     if PHASE == "opening":
         strike(pydist.train.run, "open_datasets")
     elif PHASE == "loader":
         strike(pydist.data.read_ahead, "read_group", calls=2)
     elif PHASE == "saving":
-        strike(State, "_parts")
+        strike(RunState, "_parts")
     else:
         strike(MeshNetwork, "collect")
     config = Config(

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from pydist import owner
-from pydist.launch import identity, watch
+from pydist.launch import launcher_env, watch
 
 
 def part() -> int:
     """Makes this process appear alone on its machine; returns its rank."""
-    who = identity.detect()
+    who = launcher_env.detect()
     assert who is not None
     alone = dataclasses.replace(who, local_rank=0, local_size=1)
     path = watch._path
-    identity.detect = lambda *_: alone
+    launcher_env.detect = lambda *_: alone
     watch._path = lambda who: path(who).with_suffix(f".{who.rank}")
     socket.gethostname = lambda: f"machine-{alone.rank}"
     owner.kernel = functools.cache(lambda: f"kernel-{alone.rank}")

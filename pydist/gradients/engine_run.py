@@ -1,4 +1,4 @@
-"""Defines `Run`, the reducer's state of one run of torch's engine."""
+"""Defines `EngineRun`, the reducer's state of one run of torch's engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
 
-class Run:
+class EngineRun:
     """Run that torch's engine makes over a graph with members or sharded tensors.
 
     Args:

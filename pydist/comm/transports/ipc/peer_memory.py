@@ -18,7 +18,7 @@ BLOCK_BYTES = 32 << 20
 
 
 @dataclass
-class IpcPlace:
+class PeerMemory:
     """Memory of a rank's device that other processes write to.
 
     Attributes:
@@ -33,7 +33,7 @@ class IpcPlace:
 
 
 @dataclass(frozen=True)
-class Tried:
+class MappedPeers:
     """Result that a rank has from trying to map the memory of the other ranks of its machine.
 
     Attributes:
@@ -47,7 +47,9 @@ class Tried:
     failure: str = ""
 
 
-def agree(host: Transport, driver: native.CudaDriver, device: int, block_bytes: int) -> IpcPlace:
+def find_peers(
+    host: Transport, driver: native.CudaDriver, device: int, block_bytes: int
+) -> PeerMemory:
     """Finds out whose memory this rank can map. Collective over `host`.
 
     Args:
@@ -77,16 +79,16 @@ def agree(host: Transport, driver: native.CudaDriver, device: int, block_bytes: 
     mine = _try(memory, heard, host.rank)
     rows = host.all_gather_bytes(json.dumps(asdict(mine)).encode())
     try:
-        near = reachable([Tried(**json.loads(row)) for row in rows], host.rank)
+        near = reachable([MappedPeers(**json.loads(row)) for row in rows], host.rank)
     except NotSupported:
         memory.unmap()
         host.barrier()
         memory.release()
         raise
-    return IpcPlace(memory, near)
+    return PeerMemory(memory, near)
 
 
-def _try(memory: native.IpcMemory, heard: Sequence[dict[str, str | int]], rank: int) -> Tried:
+def _try(memory: native.IpcMemory, heard: Sequence[dict[str, str | int]], rank: int) -> MappedPeers:
     mine = heard[rank]
     mapped: list[int] = []
     for peer, each in enumerate(heard):
@@ -96,9 +98,9 @@ def _try(memory: native.IpcMemory, heard: Sequence[dict[str, str | int]], rank: 
         try:
             memory.try_map(bytes.fromhex(str(each["sample"])))
         except PydistError as error:
-            return Tried(str(mine["machine"]), mapped, f"the memory of rank {peer}: {error}")
+            return MappedPeers(str(mine["machine"]), mapped, f"the memory of rank {peer}: {error}")
         mapped.append(peer)
-    return Tried(str(mine["machine"]), mapped)
+    return MappedPeers(str(mine["machine"]), mapped)
 
 
 def _refusal(rank: int, machine: str, reason: str) -> NotSupported:
@@ -108,7 +110,7 @@ def _refusal(rank: int, machine: str, reason: str) -> NotSupported:
     )
 
 
-def reachable(tried: Sequence[Tried], rank: int) -> frozenset[int]:
+def reachable(tried: Sequence[MappedPeers], rank: int) -> frozenset[int]:
     """Returns the ranks that a rank can reach and that can reach it.
 
     Args:

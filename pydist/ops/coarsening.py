@@ -37,7 +37,7 @@ class Workload:
     weights: int = 0
 
 
-def choose_layout(layout: Layout, work: Workload) -> Layout:
+def coarsen_if_faster(layout: Layout, work: Workload) -> Layout:
     """Chooses the layout with the least estimated time of a window operation, with backward.
 
     With several sample groups the choice assumes one sample: groups may have different numbers of
@@ -53,7 +53,7 @@ def choose_layout(layout: Layout, work: Workload) -> Layout:
     mesh = layout.mesh
     if mesh.keep_thin_blocks or not _has_thin_block(layout, work.window):
         return layout
-    key = ("placement", layout, work)
+    key = ("coarsening", layout, work)
 
     def choose() -> Layout:
         judged = layout

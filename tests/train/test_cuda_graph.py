@@ -14,7 +14,7 @@ from pydist.comm import LocalTransport, run_local
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.ops.pointwise.keyed import ReplayedKeys, draws_of
-from pydist.train import captured, graph, log
+from pydist.train import captured, cuda_graph, log
 from pydist.train.config import TrainConfig
 from pydist.train.device import choose_device, cuda_obstacle, memory_format
 from support.training.runs import change, job
@@ -69,12 +69,12 @@ SHARED = SimpleNamespace(param_groups=[{"fused": True}])
     ],
 )
 def test_what_is_in_the_way_is_named(given, reason):
-    assert reason in graph.obstacle(step_on(**given))
+    assert reason in cuda_graph.obstacle(step_on(**given))
 
 
 @pytest.mark.parametrize("given", [{}, {"amp": "fp16"}, {"amp": "bf16"}, {"world": "ipc"}])
 def test_nothing_is_in_the_way_of_a_plain_step_on_a_device(given):
-    assert graph.obstacle(step_on(**given)) is None
+    assert cuda_graph.obstacle(step_on(**given)) is None
 
 
 def test_on_a_cpu_nobody_is_told_unless_a_graph_was_demanded(config):
@@ -91,10 +91,10 @@ def notices(config) -> list[str]:
 
 
 def test_steps_of_other_sizes_start_the_count_anew(monkeypatch):
-    monkeypatch.setattr(graph, "obstacle", lambda step: None)
+    monkeypatch.setattr(cuda_graph, "obstacle", lambda step: None)
     sizes = []
     monkeypatch.setattr(
-        graph.GraphedStep, "_capture", lambda self, batch: sizes.append(batch.global_size)
+        cuda_graph.GraphedStep, "_capture", lambda self, batch: sizes.append(batch.global_size)
     )
     taken = []
 
@@ -102,20 +102,20 @@ def test_steps_of_other_sizes_start_the_count_anew(monkeypatch):
         taken.append(scale)
 
     plain.mesh = SimpleNamespace(size=1)
-    step = graph.GraphedStep(plain, "always", print)
-    for size in [4] * graph.WARMUP + [3] + [4] * (graph.WARMUP + 1):
+    step = cuda_graph.GraphedStep(plain, "always", print)
+    for size in [4] * cuda_graph.WARMUP + [3] + [4] * (cuda_graph.WARMUP + 1):
         step(SimpleNamespace(global_size=size, loss_scale=size / 8))
     assert sizes == [4], "after so many steps of one size, and not before"
-    assert len(taken) == 2 * graph.WARMUP + 2
+    assert len(taken) == 2 * cuda_graph.WARMUP + 2
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.12.1+cu130", "2.13.0+cu130", "2.14.0"])
 def test_an_old_torch_gets_a_graph_only_on_demand(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)
-    assert graph.risk("always", 2) is None
-    assert "several ranks" in (graph.risk("auto", 2) or "")
-    reason = graph.risk("auto", 1)
-    if version < graph.RECOVERS:
+    assert cuda_graph.risk("always", 2) is None
+    assert "several ranks" in (cuda_graph.risk("auto", 2) or "")
+    reason = cuda_graph.risk("auto", 1)
+    if version < cuda_graph.RECOVERS:
         assert reason.startswith(f"torch {version} leaks memory if a capture fails, 2.13 is")
     else:
         assert reason is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pydist.errors import UsageError
-from pydist.launch.identity import Identity, detect
+from pydist.launch.launcher_env import Identity, detect
 from pydist.runtime import first_host
 
 

@@ -19,7 +19,7 @@ from pydist.errors import CheckpointError
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
 
-def split(state: object) -> tuple[Json, dict[str, Tensor]]:
+def flatten_state(state: object) -> tuple[Json, dict[str, Tensor]]:
     """Splits a state into JSON and tensors.
 
     Args:
@@ -34,34 +34,36 @@ def split(state: object) -> tuple[Json, dict[str, Tensor]]:
         CheckpointError: a value that is none of the above, named by its path.
     """
     tensors: dict[str, Tensor] = {}
-    return _split(state, (), tensors), tensors
+    return _flatten(state, (), tensors), tensors
 
 
-def join(skeleton: Json, tensors: dict[str, Tensor]) -> Any:
-    """Rebuilds a state; the inverse of `split`.
+def unflatten_state(skeleton: Json, tensors: dict[str, Tensor]) -> Any:
+    """Rebuilds a state; the inverse of `flatten_state`.
 
     Raises:
         CheckpointError: the skeleton names a missing tensor, or a kind of value that this version
             does not know.
     """
     if isinstance(skeleton, list):
-        return [join(item, tensors) for item in skeleton]
+        return [unflatten_state(item, tensors) for item in skeleton]
     if not isinstance(skeleton, dict):
         return skeleton
     kind = next((key for key in skeleton if key.startswith("$")), None)
     if kind is None:
-        return {key: join(value, tensors) for key, value in skeleton.items()}
-    return _join_special(kind, skeleton[kind], tensors)
+        return {key: unflatten_state(value, tensors) for key, value in skeleton.items()}
+    return _unflatten_special(kind, skeleton[kind], tensors)
 
 
-def _join_special(kind: str, content: Any, tensors: dict[str, Tensor]) -> Any:
+def _unflatten_special(kind: str, content: Any, tensors: dict[str, Tensor]) -> Any:
     """Returns the value that a dict with the single key `kind` represents."""
     if kind == "$tensor" and content in tensors:
         return tensors[content]
     if kind == "$tuple":
-        return tuple(join(item, tensors) for item in content)
+        return tuple(unflatten_state(item, tensors) for item in content)
     if kind == "$dict":
-        return {join(key, tensors): join(value, tensors) for key, value in content}
+        return {
+            unflatten_state(key, tensors): unflatten_state(value, tensors) for key, value in content
+        }
     if kind == "$float":
         return float(content)
     if kind == "$tensor":
@@ -69,13 +71,13 @@ def _join_special(kind: str, content: Any, tensors: dict[str, Tensor]) -> Any:
     raise CheckpointError(f"the checkpoint has a value of the unknown kind {kind!r}")
 
 
-def _split(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Json:
+def _flatten(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, Tensor):
         return {"$tensor": _keep(value, path, tensors)}
     if isinstance(value, dict):
-        return _split_dict(value, path, tensors)
+        return _flatten_dict(value, path, tensors)
     if isinstance(value, list | tuple):
-        items = [_split(item, (*path, str(i)), tensors) for i, item in enumerate(value)]
+        items = [_flatten(item, (*path, str(i)), tensors) for i, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, float) and not math.isfinite(value):
         return {"$float": repr(value)}
@@ -88,11 +90,11 @@ def _split(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) -> 
     )
 
 
-def _split_dict(value: dict[Any, Any], path: tuple[str, ...], tensors: dict[str, Tensor]) -> Json:
+def _flatten_dict(value: dict[Any, Any], path: tuple[str, ...], tensors: dict[str, Tensor]) -> Json:
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: _split(item, (*path, key), tensors) for key, item in value.items()}
+        return {key: _flatten(item, (*path, key), tensors) for key, item in value.items()}
     pairs: list[Json] = [
-        [_split(key, path, tensors), _split(item, (*path, str(key)), tensors)]
+        [_flatten(key, path, tensors), _flatten(item, (*path, str(key)), tensors)]
         for key, item in value.items()
     ]
     return {"$dict": pairs}

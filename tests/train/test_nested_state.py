@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pydist.errors import CheckpointError
-from pydist.train import tree
+from pydist.train import nested_state
 
 scalars = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
 keys = st.text() | st.integers() | st.booleans()
@@ -28,8 +28,8 @@ states = st.recursive(
 
 
 def through_json(state):
-    skeleton, tensors = tree.split(state)
-    return tree.join(json.loads(tree.dumps(skeleton)), tensors)
+    skeleton, tensors = nested_state.flatten_state(state)
+    return nested_state.unflatten_state(json.loads(nested_state.dumps(skeleton)), tensors)
 
 
 @given(states)
@@ -47,9 +47,9 @@ def test_nan_and_infinities_come_back():
 
 def test_flat_state_dict_keeps_its_names_and_bits():
     state = torch.nn.Conv3d(2, 3, 3).state_dict()
-    skeleton, tensors = tree.split(dict(state))
+    skeleton, tensors = nested_state.flatten_state(dict(state))
     assert list(tensors) == ["weight", "bias"]
-    again = tree.join(skeleton, tensors)
+    again = nested_state.unflatten_state(skeleton, tensors)
     assert all(torch.equal(again[name], state[name]) for name in state)
 
 
@@ -76,7 +76,7 @@ def test_paths_that_read_alike_get_names_of_their_own():
 
 def test_tied_and_strided_tensors_are_stored_as_copies():
     whole = torch.arange(6.0).reshape(2, 3)
-    _, tensors = tree.split({"whole": whole, "turned": whole.T})
+    _, tensors = nested_state.flatten_state({"whole": whole, "turned": whole.T})
     assert torch.equal(tensors["turned"], whole.T)
     assert tensors["turned"].is_contiguous()
     assert len({t.data_ptr() for t in tensors.values()}) == 2
@@ -85,11 +85,11 @@ def test_tied_and_strided_tensors_are_stored_as_copies():
 @pytest.mark.parametrize("value", [{1, 2}, object(), print, b"bytes", 1j])
 def test_anything_else_is_refused_by_its_path(value):
     with pytest.raises(CheckpointError, match=r"can't store hooks\.0: a "):
-        tree.split({"hooks": [value]})
+        nested_state.flatten_state({"hooks": [value]})
 
 
 def test_unknown_kinds_and_missing_tensors_are_refused():
     with pytest.raises(CheckpointError, match="unknown kind"):
-        tree.join({"$object": "os.system"}, {})
+        nested_state.unflatten_state({"$object": "os.system"}, {})
     with pytest.raises(CheckpointError, match="no tensor 'weight'"):
-        tree.join({"$tensor": "weight"}, {})
+        nested_state.unflatten_state({"$tensor": "weight"}, {})

@@ -24,18 +24,18 @@ def stamp(ledger: Ledger, received: Sequence[Tensor]) -> None:
             buffer.view(-1).view(torch.uint8)[:STAMP_BYTES].copy_(own)
 
 
-def agree(tensor: Tensor, op: Any) -> None:
+def clear_comparison(tensor: Tensor, op: Any) -> None:
     """Sets the first integer of a message, which ranks compare, to 0: the sum if they agree."""
     if op == "sum" and tensor.dtype == torch.int64 and tensor.numel() and not tensor.is_cuda:
         tensor.view(-1)[0] = 0
 
 
-def as_transport(stand_in: Quiet | Noting) -> Transport:
+def as_transport(stand_in: SilencedTransport | Noting) -> Transport:
     """Casts a stand-in to the transport that it replaces."""
     return cast(Transport, stand_in)
 
 
-class Quiet:
+class SilencedTransport:
     """Stand-in for a transport that forwards every call to it, until `quiet` is set.
 
     Attributes:
@@ -45,9 +45,9 @@ class Quiet:
         kept: bytes of suppressed messages.
     """
 
-    def __init__(self, transport: Transport, parent: Quiet | None = None) -> None:
+    def __init__(self, transport: Transport, parent: SilencedTransport | None = None) -> None:
         self._transport = transport
-        self._first: Quiet = parent._first if parent is not None else self
+        self._first: SilencedTransport = parent._first if parent is not None else self
         self._quiet = self._awaited = False
         self.kept = 0
 
@@ -79,10 +79,10 @@ class Quiet:
         # All ranks call it at the same point, but it is not collective: a quiet one takes no part.
         for _, buffer in recvs:
             buffer.zero_()  # uninitialized memory may hold NaN or slow denormal numbers
-        return _QuietChannel(self, sends, recvs, tag)
+        return _SilencedChannel(self, sends, recvs, tag)
 
-    def split(self, color: int, key: int) -> Quiet:
-        return Quiet(self._transport.split(color, key), self)
+    def split(self, color: int, key: int) -> SilencedTransport:
+        return SilencedTransport(self._transport.split(color, key), self)
 
     def barrier(self) -> None:
         if not self.quiet:
@@ -96,7 +96,7 @@ class Quiet:
         if self._speaks(tensor):
             self._transport.all_reduce(tensor, op)
         else:
-            agree(tensor, op)
+            clear_comparison(tensor, op)
 
     def all_reduce_async(self, tensor: Tensor, op: Any = "sum") -> Work:
         return self._transport.all_reduce_async(tensor, op) if self._speaks(tensor) else Work()
@@ -190,10 +190,10 @@ class _Noted(Work):
         self._work.wait()
 
 
-class _QuietChannel(Channel):
+class _SilencedChannel(Channel):
     def __init__(
         self,
-        owner: Quiet,
+        owner: SilencedTransport,
         sends: Sequence[tuple[int, Tensor]],
         recvs: Sequence[tuple[int, Tensor]],
         tag: int,

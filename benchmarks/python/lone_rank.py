@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from gpu import Stopwatch
-from quiet import agree, stamp
+from silenced_transport import clear_comparison, stamp
 from torch import Tensor
 
 from pydist.backend.autotuner import Autotuner, Subject
@@ -54,7 +54,7 @@ def _choose(
     return pick(times)[group.rank], True
 
 
-class Alone(Transport):
+class LoneRank(Transport):
     """Transport of one rank in a group without other ranks, split along one axis of the mesh.
 
     Args:
@@ -69,7 +69,7 @@ class Alone(Transport):
 
     def split(self, color: int, key: int) -> Transport:
         """Returns a group of one; a mesh split along one axis needs it besides the full group."""
-        return Alone(0, 1)
+        return LoneRank(0, 1)
 
     def _subgroup(self, members: Sequence[int]) -> Transport:
         raise NotImplementedError("groups come from `split`")
@@ -121,7 +121,7 @@ class Alone(Transport):
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Adds zeros of all other ranks, which agree with this rank."""
-        agree(tensor, op)
+        clear_comparison(tensor, op)
 
     def _all_reduce_async(self, tensor: Tensor, op: Any) -> Work:
         return Work()
@@ -130,7 +130,7 @@ class Alone(Transport):
         """Does nothing: no other rank exists."""
 
 
-class Neighbors(Alone):
+class Neighbors(LoneRank):
     """Transport with neighbors simulated by streams, which return sent messages over a link.
 
     Args:

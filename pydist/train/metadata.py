@@ -19,7 +19,7 @@ from pydist.train.tasks import Task, task_of
 
 
 @dataclass(frozen=True)
-class About:
+class CheckpointMetadata:
     """Description that a checkpoint has of its network and of the training data.
 
     Attributes:
@@ -85,8 +85,8 @@ def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     """Describes differing settings of network, data, loss and optimizer.
 
     Args:
-        saved: texts of `About.dump` from a checkpoint; an older one may lack settings.
-        wanted: texts of `About.dump` of this run.
+        saved: texts of `CheckpointMetadata.dump` from a checkpoint; an older one may lack settings.
+        wanted: texts of `CheckpointMetadata.dump` of this run.
 
     Returns:
         Each with both values, such as "optimizer.lr is 0.1 there and 0.2 here"; "" if none differs.
@@ -99,10 +99,10 @@ def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     )
 
 
-def _settings(about: Mapping[str, str]) -> dict[str, Any]:
+def _settings(metadata: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with contextlib.suppress(KeyError, UsageError, TypeError):
-        config = config_io.loads(about["config"], "checkpoint")
+        config = config_io.loads(metadata["config"], "checkpoint")
         found |= {f"model.{name}": value for name, value in asdict(config.model).items()}
         found |= {f"data.{name}": getattr(config.data, name) for name in ("normalize", "window")}
     tables = {
@@ -113,12 +113,12 @@ def _settings(about: Mapping[str, str]) -> dict[str, Any]:
     }
     for table, prefix in tables.items():
         with contextlib.suppress(KeyError, ValueError, TypeError, AttributeError):
-            settings = parse_json(about[table])
+            settings = parse_json(metadata[table])
             found |= {f"{prefix}{name}": value for name, value in settings.items()}
     return found
 
 
-def load_trained(path: str | Path) -> tuple[About, dict[str, Any]]:
+def load_trained(path: str | Path) -> tuple[CheckpointMetadata, dict[str, Any]]:
     """Loads the description and the weights of a checkpoint's network.
 
     Args:
@@ -140,7 +140,7 @@ def load_trained(path: str | Path) -> tuple[About, dict[str, Any]]:
         manifest = Manifest.loads(texts["manifest"], f"checkpoint {folder}")
     except (KeyError, UsageError, DataError) as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
-    return About(config, manifest), parts["model"]
+    return CheckpointMetadata(config, manifest), parts["model"]
 
 
 def _checkpoint_in(path: Path) -> Path:

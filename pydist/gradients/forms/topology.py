@@ -53,7 +53,7 @@ def rows_of(hosts: Sequence[Sequence[int]], width: int | None) -> list[list[int]
     return [ranks[i : i + width] for i in range(0, len(ranks), width)]
 
 
-def split(group: Transport, rows: Sequence[Sequence[int]]) -> tuple[Transport, Transport]:
+def split_rows(group: Transport, rows: Sequence[Sequence[int]]) -> tuple[Transport, Transport]:
     """Returns the ranks of this rank's row, and those with its index in the other rows. Collective.
 
     Args:

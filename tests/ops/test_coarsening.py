@@ -9,8 +9,8 @@ from torch.nn.functional import mse_loss
 
 from pydist.layout import Layout
 from pydist.mesh import Mesh
-from pydist.ops import placement
-from pydist.ops.placement import Workload, choose_layout
+from pydist.ops import coarsening
+from pydist.ops.coarsening import Workload, coarsen_if_faster
 from pydist.ops.windows import Window
 from support.equivalence import Task, check_network, layout_at, on_ranks, randn
 
@@ -34,7 +34,7 @@ def points_of(layout: Layout) -> list[int] | None:
 def test_blocks_as_thick_as_the_halo_stay():
     def rank(mesh: Mesh) -> None:
         layout = in_depth(mesh, list(range(9)))
-        assert choose_layout(layout, work(0.0)) is layout
+        assert coarsen_if_faster(layout, work(0.0)) is layout
 
     on_ranks((8, 1, 1), rank)
 
@@ -42,7 +42,7 @@ def test_blocks_as_thick_as_the_halo_stay():
 def test_where_computing_costs_nothing_every_rank_takes_the_whole():
     def rank(mesh: Mesh) -> None:
         layout = in_depth(mesh, [0, 0, 2, 4, 8])
-        assert points_of(choose_layout(layout, work(0.0))) is None
+        assert points_of(coarsen_if_faster(layout, work(0.0))) is None
 
     on_ranks((4, 1, 1), rank)
 
@@ -50,7 +50,7 @@ def test_where_computing_costs_nothing_every_rank_takes_the_whole():
 def test_where_computing_costs_much_the_blocks_stay():
     def rank(mesh: Mesh) -> None:
         layout = in_depth(mesh, [0, 0, 3, 5, 8])
-        assert choose_layout(layout, work(1e9)) is layout
+        assert coarsen_if_faster(layout, work(1e9)) is layout
 
     on_ranks((4, 1, 1), rank)
 
@@ -58,14 +58,14 @@ def test_where_computing_costs_much_the_blocks_stay():
 def test_between_the_two_neighbors_share(monkeypatch: pytest.MonkeyPatch):
     # Only messages and computing have a cost: 4 messages with blocks of 1, 2 with 2, 1 with 4, but
     # the last takes 4 times as long to compute.
-    monkeypatch.setattr(placement, "EXCHANGE_S", 0.0)
-    monkeypatch.setattr(placement, "MESSAGE_S", 1.0)
+    monkeypatch.setattr(coarsening, "EXCHANGE_S", 0.0)
+    monkeypatch.setattr(coarsening, "MESSAGE_S", 1.0)
 
     def rank(mesh: Mesh) -> None:
         mesh.ranks_per_core = 1.0
         layout = in_depth(mesh, [0, 1, 2, 3, 4, 5, 6, 7, 8])
         wide = Workload(Window((5, 5, 5), (1, 1, 1), (1, 1, 1), ((2, 2),) * 3), 4, 1.7e7)
-        assert points_of(choose_layout(layout, wide)) == [0, 4, 4, 4, 4, 8, 8, 8, 8]
+        assert points_of(coarsen_if_faster(layout, wide)) == [0, 4, 4, 4, 4, 8, 8, 8, 8]
 
     on_ranks((8, 1, 1), rank)
 
@@ -74,10 +74,10 @@ def test_what_all_ranks_repeat_costs_more_where_they_share_cores():
     def rank(mesh: Mesh) -> None:
         layout = in_depth(mesh, [0, 0, 2, 4, 8])
         mesh.ranks_per_core = 1.0
-        assert points_of(choose_layout(layout, work(2e3))) is None
+        assert points_of(coarsen_if_faster(layout, work(2e3))) is None
         mesh.session.plans.clear()
         mesh.ranks_per_core = 8.0
-        assert choose_layout(layout, work(2e3)) is layout
+        assert coarsen_if_faster(layout, work(2e3)) is layout
 
     on_ranks((4, 1, 1), rank)
 
@@ -88,7 +88,7 @@ def test_sample_groups_of_different_sizes_choose_identically():
         samples = (100, 1, 0)[mesh.data_index]
         shape, points = (samples, *SHAPE[1:]), [0, 0, 2, 4, 8]
         layout = layout_at(mesh, shape, (points, None, None))
-        chosen = [choose_layout(layout, work(10.0**k)) for k in range(9)]
+        chosen = [coarsen_if_faster(layout, work(10.0**k)) for k in range(9)]
         assert all(c.shape == shape for c in chosen)
         return [points_of(c) for c in chosen]
 
@@ -101,7 +101,7 @@ def test_sample_groups_of_different_sizes_choose_identically():
 def test_a_batch_without_samples_has_a_layout():
     def rank(mesh: Mesh) -> None:
         layout = layout_at(mesh, (0, *SHAPE[1:]), ([0, 0, 2, 4, 8], None, None))
-        assert choose_layout(layout, work(0.0)).shape[0] == 0
+        assert coarsen_if_faster(layout, work(0.0)).shape[0] == 0
 
     on_ranks((4, 1, 1), rank)
 
@@ -109,7 +109,7 @@ def test_a_batch_without_samples_has_a_layout():
 def test_thin_blocks_can_be_kept():
     def rank(mesh: Mesh) -> None:
         layout = in_depth(mesh, [0, 0, 2, 4, 8])
-        assert choose_layout(layout, work(0.0)) is layout
+        assert coarsen_if_faster(layout, work(0.0)) is layout
 
     on_ranks((4, 1, 1), rank, keep_thin_blocks=True)
 
@@ -118,7 +118,7 @@ def test_thin_blocks_can_be_kept():
 def test_the_result_does_not_depend_on_the_choice(
     message_seconds: float, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(placement, "MESSAGE_S", message_seconds)
+    monkeypatch.setattr(coarsening, "MESSAGE_S", message_seconds)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv3d(2, 4, 3, padding=1),

@@ -19,14 +19,14 @@ from pydist.comm.interface.transport import Transport
 from pydist.comm.transports.nccl.device import DeviceTransport
 from pydist.errors import NotSupported, PydistError, UsageError
 
-SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
+SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable that, set to 1, lets NCCL connect ranks that share a GPU."""
-SHARING = 23000
-"""The first version of NCCL that supports `SHARE`."""
+MIN_SHARING_VERSION = 23000
+"""The first version of NCCL that supports `SHARE_VARIABLE`."""
 
 
 @dataclass
-class Place:
+class DeviceAssignment:
     """Rank's device, and the libraries that drive it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundDevices:
     """Devices and libraries that a rank has found on its machine.
 
     Attributes:
@@ -111,7 +111,7 @@ def missing() -> str:
     return ""
 
 
-def refusal(reason: str, transport: str = "nccl") -> NotSupported:
+def device_refusal(reason: str, transport: str = "nccl") -> NotSupported:
     """Returns the error for missing NCCL, which names alternatives."""
     return NotSupported(
         f"transport '{transport}' carries device memory: {reason}; use 'mpi' or 'c10d', which carry"
@@ -119,13 +119,13 @@ def refusal(reason: str, transport: str = "nccl") -> NotSupported:
     )
 
 
-def look(host: Transport, local_rank: int) -> list[Found]:
+def find_devices(host: Transport, local_rank: int) -> list[FoundDevices]:
     """Gathers the findings of each rank, in rank order. Collective over `host`."""
     rows = host.all_gather_bytes(json.dumps(asdict(_look(local_rank))).encode())
-    return [Found(**json.loads(row)) for row in rows]
+    return [FoundDevices(**json.loads(row)) for row in rows]
 
 
-def agree(host: Transport, local_rank: int, transport: str) -> Place:
+def assign_device(host: Transport, local_rank: int, transport: str) -> DeviceAssignment:
     """Chooses this rank's device, and checks that all ranks have one. Collective over `host`.
 
     Args:
@@ -137,22 +137,24 @@ def agree(host: Transport, local_rank: int, transport: str) -> Place:
         NotSupported: a rank has no device or no NCCL.
         UsageError: ranks would share a device, or have different versions of NCCL.
     """
-    check(look(host, local_rank), os.environ, transport)
+    check_devices(find_devices(host, local_rank), os.environ, transport)
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    return Place(open_nccl(), native.CudaDriver(), device)
+    return DeviceAssignment(open_nccl(), native.CudaDriver(), device)
 
 
-def _look(local_rank: int) -> Found:
+def _look(local_rank: int) -> FoundDevices:
     lacks = missing()
     if lacks:
-        return Found(lacks, socket.gethostname(), present())
+        return FoundDevices(lacks, socket.gethostname(), present())
     gpus = torch.cuda.device_count()
     uuid = torch.cuda.get_device_properties(local_rank % gpus).uuid
-    return Found("", socket.gethostname(), gpus, str(uuid), open_nccl().version)
+    return FoundDevices("", socket.gethostname(), gpus, str(uuid), open_nccl().version)
 
 
-def check(found: Sequence[Found], environment: Mapping[str, str], transport: str = "nccl") -> None:
+def check_devices(
+    found: Sequence[FoundDevices], environment: Mapping[str, str], transport: str = "nccl"
+) -> None:
     """Refuses devices that NCCL can't connect; identical on all ranks, as all have the same list.
 
     Args:
@@ -165,12 +167,12 @@ def check(found: Sequence[Found], environment: Mapping[str, str], transport: str
         UsageError: ranks would share a device, or have different versions of NCCL.
     """
     if lacking := lack(found):
-        raise refusal(lacking, transport)
+        raise device_refusal(lacking, transport)
     if between := conflict(found, environment):
         raise UsageError(between)
 
 
-def lack(found: Sequence[Found]) -> str:
+def lack(found: Sequence[FoundDevices]) -> str:
     """Returns the missing requirement of the first rank that has one; "" if none has."""
     for rank, each in enumerate(found):
         if each.missing:
@@ -178,7 +180,7 @@ def lack(found: Sequence[Found]) -> str:
     return ""
 
 
-def conflict(found: Sequence[Found], environment: Mapping[str, str]) -> str:
+def conflict(found: Sequence[FoundDevices], environment: Mapping[str, str]) -> str:
     """Returns why the ranks' devices can't be connected, given all requirements; "" if they can."""
     versions = [each.version for each in found]
     for rank, version in enumerate(versions):
@@ -191,15 +193,15 @@ def conflict(found: Sequence[Found], environment: Mapping[str, str]) -> str:
     for rank, each in enumerate(found):
         sharing[each.machine, each.gpu].append(rank)
     for (machine, _), ranks in sharing.items():
-        may_share = environment.get(SHARE) == "1"
-        if len(ranks) > 1 and (not may_share or min(versions) < SHARING):
+        may_share = environment.get(SHARE_VARIABLE) == "1"
+        if len(ranks) > 1 and (not may_share or min(versions) < MIN_SHARING_VERSION):
             there = sum(each.machine == machine for each in found)
             gpus = len({gpu for name, gpu in sharing if name == machine})
             older = f", which this one, {min(versions)}, is not" if may_share else ""
             return (
                 f"{there} ranks on {machine} for {gpus} GPU{'s' * (gpus > 1)} (ranks"
                 f" {', '.join(map(str, ranks))} would share one), and NCCL accepts one rank per"
-                f" GPU: start fewer ranks there, or set {SHARE}=1 to let them share (NCCL 2.30 or"
-                f" newer{older})"
+                f" GPU: start fewer ranks there, or set {SHARE_VARIABLE}=1 to let them share"
+                f" (NCCL 2.30 or newer{older})"
             )
     return ""

@@ -22,10 +22,10 @@ VARIABLE = "PYDIST_SUPERVISOR"
 ORPHANED = 143
 
 
-class Lifeline:
+class LauncherSocket:
     """Connection that a rank has to the `pydist run` that started it."""
 
-    current: ClassVar[Lifeline | None] = None
+    current: ClassVar[LauncherSocket | None] = None
     """The connection of this process, if it has one."""
 
     def __init__(self, path: str, rank: int) -> None:
@@ -42,8 +42,8 @@ class Lifeline:
         self.joined = False
         """Whether this rank has joined the other ranks; reported to the launcher at the end."""
         self._send({"rank": rank, "pid": os.getpid()})
-        Lifeline.current = self
-        threading.Thread(target=self._listen, name="pydist lifeline", daemon=True).start()
+        LauncherSocket.current = self
+        threading.Thread(target=self._listen, name="pydist launcher socket", daemon=True).start()
 
     def fileno(self) -> int:
         """Returns the socket's descriptor, for the native watchdog's last message."""
