@@ -18,7 +18,7 @@ import torch
 from pydist.balance import Curve, balance
 from pydist.data import Manifest
 from pydist.errors import NotSupported, UsageError
-from pydist.grid import CHANNEL_AXIS, SPATIAL_AXES
+from pydist.grid import OTHER_AXES, SPATIAL_AXES
 from pydist.mesh import Mesh
 from pydist.partition import divide
 from pydist.train.device import choose_device
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _WAITING = ("halo", "statistics", "gradients", "redistribute", "data")
 """Parts of a step in which a rank mostly waits; see `pydist.timers`."""
 _PERCENT = 100
-"""Width of all channels: layers have different numbers of them."""
+"""Width of all parts along other axes: layers have different numbers of channels."""
 _LEAST_UNITS = 8
 """Least units per even part, which limit the multiple that parts have by default."""
 _LEAST_GAIN = 0.02
@@ -64,8 +64,8 @@ class Axis:
     Attributes:
         name: of the mesh axis.
         parts: number of parts.
-        extent: width of all parts: elements of a spatial dim, samples of a batch, or percent of the
-            channels.
+        extent: width of all parts: elements of a spatial dim, samples of a batch, or percent along
+            other axes.
         multiple: a part's width is a multiple of this.
     """
 
@@ -97,7 +97,8 @@ def axis_of(
         raise UsageError(
             f"choose an axis with --axis: {' or '.join(several)}"
             if several
-            else "no axis has several parts: set mesh.data, mesh.spatial or mesh.channel"
+            else "no axis has several parts: set mesh.data, mesh.spatial or mesh."
+            + " or mesh.".join(OTHER_AXES)
         )
     name = name or several[0]
     if counts.get(name, 1) == 1:
@@ -184,8 +185,14 @@ def measure(
 ) -> Round:
     """Measures steps of a run with these parts of an axis. Collective; see `find_parts`."""
     wanted = with_parts(config, axis, sizes).mesh
-    axes, shares = {CHANNEL_AXIS: wanted.channel}, wanted.shares.given
-    mesh = Mesh(world, wanted.data, wanted.spatial, config.train.seed, axes=axes, shares=shares)
+    mesh = Mesh(
+        world,
+        wanted.data,
+        wanted.spatial,
+        config.train.seed,
+        axes=wanted.axes,
+        shares=wanted.shares.given,
+    )
     if choose_device(config.train.device, mesh.world).type != "cpu":
         raise NotSupported(
             "pydist balance on CUDA devices: hosts do not know what a step of the device waits "
