@@ -23,6 +23,7 @@ from pydist.train.optimizers import (
     AdamConfig,
     LambConfig,
     LarsConfig,
+    LayerwiseConfig,
     OptimizerConfig,
     SgdConfig,
 )  # fmt: skip
@@ -46,9 +47,9 @@ from pydist.train.settings import (
 
 __all__ = [
     "AdamConfig", "BatchScheduleConfig", "CheckpointConfig", "Config", "CosmoFlowConfig",
-    "DataConfig", "LambConfig", "LarsConfig", "MeshConfig", "ModelConfig", "OptimizerConfig",
-    "OutputConfig", "SgdConfig",
-    "SharesConfig", "StageConfig", "StagesConfig", "TrainConfig", "UNet3dConfig",
+    "DataConfig", "LambConfig", "LarsConfig", "LayerwiseConfig", "MeshConfig", "ModelConfig",
+    "OptimizerConfig", "OutputConfig", "SgdConfig", "SharesConfig",
+    "StageConfig", "StagesConfig", "TrainConfig", "UNet3dConfig",
 ]  # fmt: skip
 
 

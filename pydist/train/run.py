@@ -46,6 +46,7 @@ from pydist.train.log import EventLog, Listener, done_at, losses
 from pydist.train.loop import Trainer
 from pydist.train.network import place
 from pydist.train.noise import AdaptiveBatch
+from pydist.train.optimizers import LayerwiseConfig
 from pydist.train.ranks import meshes_of
 from pydist.train.state import State, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
@@ -253,9 +254,9 @@ def make_state(
     about = About(config, data.manifest).dump()
     planned = config.train.batch_schedule
     adaptive = AdaptiveBatch(planned, loader) if planned.noise_scale else None
-    every, layers = getattr(config.optimizer, "log_every", 0), None
-    if every and isinstance(made, LayerwiseOptimizer):
-        layers = LayerLog(made, model, job, every)
+    layers = None
+    if isinstance(settings, LayerwiseConfig) and isinstance(made, LayerwiseOptimizer):
+        layers = LayerLog(made, model, job, settings.log_every) if settings.log_every else None
     return State(
         job, network, optimizer, scheduler, scaler, loader, about, layers=layers, adaptive=adaptive
     )
