@@ -141,6 +141,8 @@ def taken(x: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
 
 
 class _Maximum(ExchangeFunction):
+    part = None  # several
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor, Tensor]:
         y, taps = plan.maxima(x)
@@ -157,6 +159,8 @@ class _Maximum(ExchangeFunction):
 
 
 class _Spread(ExchangeFunction):
+    part = None  # several
+
     @staticmethod
     def forward(ctx: Any, grad: Tensor, way: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
         ctx.plan, ctx.mesh = plan, plan.mesh
@@ -170,6 +174,8 @@ class _Spread(ExchangeFunction):
 
 
 class _Pick(ExchangeFunction):
+    part = None  # several
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, taps: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.mesh = plan, plan.mesh
