@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,25 +103,14 @@ def check(
     whole = WholeRun(model, x, micro_batches)
     scale = _own_differences(whole, model, x, range(2))
 
-    found, calls, plan = Differences(), list[list[Call]](), ""
     if stages == 1 and micro_batches == 1:
-
-        def rank(transport: Transport) -> SplitRun:
-            return whole.split_differences(model, x, Mesh(transport, 1, spatial, axes=axes))
-
-        for run in run_local(rank, ranks, timeout=timeout):
-            found.join(run.differences)
-            calls.append(run.calls)
+        mesh = partial(Mesh, data=1, spatial=spatial, axes=axes)
+        found, calls = _run_split(whole, model, x, mesh, ranks, timeout)
+        plan = ""
     else:
-
-        def staged(transport: Transport) -> StagedRun:
-            own = Stages(transport, [{"spatial": spatial, **axes}] * stages)
-            return whole.staged_differences(model, x, own)
-
-        for each in run_local(staged, stages * ranks, timeout=timeout):
-            found.join(each.differences)
-            plan = each.plan
-        found.gradients.update(whole.without_gradient(found))
+        meshes = [{"spatial": spatial, **axes}] * stages
+        found, plan = _run_staged(whole, model, x, meshes, stages * ranks, timeout)
+        calls = []
     kinds = {path: type(m).__name__ for path, m in model.named_modules()}
     report = Report(
         sample=tuple(sample), spatial=spatial, axes=axes, batch=batch, dtype=dtype,
@@ -138,6 +129,45 @@ def check(
         scale.join(_own_differences(whole, model, x, (number,)))
         report.bounds = _bounds(found, scale, whole, dtype, tolerance)
     return report
+
+
+def _run_split(
+    whole: WholeRun,
+    model: nn.Module,
+    x: Tensor,
+    mesh: Callable[[Transport], Mesh],
+    ranks: int,
+    timeout: float,
+) -> tuple[Differences, list[list[Call]]]:
+    """Runs on the ranks of a mesh; returns the largest differences, and the calls of each rank."""
+
+    def rank(transport: Transport) -> SplitRun:
+        return whole.split_differences(model, x, mesh(transport))
+
+    found, runs = Differences(), run_local(rank, ranks, timeout=timeout)
+    for run in runs:
+        found.join(run.differences)
+    return found, [run.calls for run in runs]
+
+
+def _run_staged(
+    whole: WholeRun,
+    model: nn.Module,
+    x: Tensor,
+    meshes: Sequence[Mapping[str, Any]],
+    ranks: int,
+    timeout: float,
+) -> tuple[Differences, str]:
+    """Runs in stages; returns the largest differences, and the table of the stages."""
+
+    def rank(transport: Transport) -> StagedRun:
+        return whole.staged_differences(model, x, Stages(transport, meshes))
+
+    found, runs = Differences(), run_local(rank, ranks, timeout=timeout)
+    for run in runs:
+        found.join(run.differences)
+    found.gradients.update(whole.without_gradient(found))
+    return found, runs[-1].plan
 
 
 def _own_differences(

@@ -153,16 +153,7 @@ def _run(
     with ExitStack() as stack:
         task = task_of(config)
         with together(job.world, "opening the data"):
-            data, validation_data = open_datasets(config, task)
-            budgets = store_budgets(config, data, validation_data)
-            loader = make_loader(config, data, job, store_memory=budgets[0])
-            stack.enter_context(loader)
-            validation_loader = None
-            if validation_data is not None:
-                validation_loader = make_loader(
-                    config, validation_data, job, training=False, store_memory=budgets[1]
-                )
-                stack.enter_context(validation_loader)
+            data, loader, validation_loader = _open(config, task, job, stack)
             stack.enter_context(own_stream(loader.device))
         require_same(job.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
         state = make_state(config, task, job, data, loader, prepare)
@@ -206,6 +197,21 @@ def _run(
         if job.writes and not drawn:
             _write_results(config, task, data, job, validation, log)
     return Result(state.step, trainer.loss, validation)
+
+
+def _open(
+    config: Config, task: Task, job: Job, stack: ExitStack
+) -> tuple[ShardDataset, Loader, Loader | None]:
+    """Opens the training set, its loader, and that of the validation set if there is one."""
+    data, validation_data = open_datasets(config, task)
+    budgets = store_budgets(config, data, validation_data)
+    loader = stack.enter_context(make_loader(config, data, job, store_memory=budgets[0]))
+    if validation_data is None:
+        return data, loader, None
+    validation_loader = make_loader(
+        config, validation_data, job, training=False, store_memory=budgets[1]
+    )
+    return data, loader, stack.enter_context(validation_loader)
 
 
 def make_state(
