@@ -8,10 +8,17 @@ from dataclasses import dataclass, field
 
 SPATIAL_AXES = ("depth", "height", "width")
 CHANNEL_AXIS = "channel"
-SAMPLE_AXES = (CHANNEL_AXIS, *SPATIAL_AXES)
+OTHER_AXES = {
+    CHANNEL_AXIS: "the layers' channels",
+}
+"""The other axes that divide the ranks of a sample, and what ranks along them hold parts of.
+
+To add an axis, add a line here; see `docs/extending.md`.
+"""
+SAMPLE_AXES = (*OTHER_AXES, *SPATIAL_AXES)
 """The axes over which one sample is split."""
 AXES = ("data", *SAMPLE_AXES)
-"""All axes, the slowest first. To add an axis, add its name here; see `docs/extending.md`."""
+"""All axes, the slowest first."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pydist.errors import UsageError
-from pydist.grid import AXES, SAMPLE_AXES, SPATIAL_AXES, Grid
+from pydist.grid import AXES, OTHER_AXES, SAMPLE_AXES, SPATIAL_AXES, Grid
 from pydist.session import Session
 
 if TYPE_CHECKING:
     from pydist.comm import Transport
-
-_OTHER_AXES = tuple(axis for axis in AXES if axis not in ("data", *SPATIAL_AXES))
 
 
 class Mesh:
@@ -38,8 +36,8 @@ class Mesh:
         seed: seed of all random numbers that pydist draws.
         keep_thin_blocks: never move a tensor to fewer ranks when its blocks become thinner than a
             layer's halo; by default this is done where it is estimated to be faster.
-        axes: number of ranks along other axes, such as {"channel": 2}; 1 by default. Layers split
-            their channels along "channel"; see `pydist.ops.channels`.
+        axes: number of ranks along `pydist.grid.OTHER_AXES`, such as {"channel": 2}; 1 by default.
+            Layers split their channels along "channel"; see `pydist.ops.channels`.
         shares: for ranks of unequal speed, the parts of a sample's axes in proportion, such as
             {"depth": (2, 1)}; even by default. See `pydist.partition.divide`.
 
@@ -173,9 +171,9 @@ def counts_along(axes: Mapping[str, int]) -> dict[str, int]:
     Raises:
         UsageError: an axis does not exist, or its count is not an integer >= 1.
     """
-    if not isinstance(axes, Mapping) or not axes.keys() <= set(_OTHER_AXES):
+    if not isinstance(axes, Mapping) or not axes.keys() <= OTHER_AXES.keys():
         raise UsageError(
-            f"axes={axes!r}: expected counts of {', '.join(_OTHER_AXES)}; data and spatial are "
+            f"axes={axes!r}: expected counts of {', '.join(OTHER_AXES)}; data and spatial are "
             "arguments of their own"
         )
     counts = {}
@@ -201,7 +199,7 @@ def _fit(world: int, data: int | None, spatial: tuple[int, ...], more: Mapping[s
             )
         data = world // group
     if data < 1 or data * group != world:
-        axes = " × ".join(a for a in AXES if a in more or a not in _OTHER_AXES)
+        axes = " × ".join(a for a in AXES if a in more or a not in OTHER_AXES)
         raise UsageError(
             f"data={data} with {given}: {data * group} ranks in all, but {world} were started; "
             f"start {max(data, 1) * group}, or choose {axes} = {world}"

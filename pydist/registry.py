@@ -66,7 +66,7 @@ def imported(path: str, what: str) -> Any:
 
 
 JOINS = ("auto", "mpi", "c10d", "local", "cuda", "host")
-"""Ways to join a job; see `pydist.runtime.connect`."""
+"""Ways to join a job, which build on no other transport; see `pydist.runtime.connect`."""
 
 FORMATS = Registry("format", {"hdf5": "pydist.data.safe_open:SafeFile"})
 """Formats of a data set's files: subclasses of `pydist.data.formats.StoredFile`."""

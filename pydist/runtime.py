@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,8 +32,10 @@ from pydist.errors import NotSupported, UsageError
 from pydist.launch import backends, failures, forks, launcher_env, launcher_socket, leftovers, watch
 from pydist.launch.elsewhere import Elsewhere, Place
 from pydist.launch.launcher_env import Identity
-from pydist.registry import JOINS, TRANSPORTS, transport_names
+from pydist.registry import TRANSPORTS, transport_names
 from pydist.watchdog import BLOCKED, end_of_program, phase
+
+_Join: TypeAlias = "Callable[[Identity | None], Transport]"
 
 _CLAIM = "pydist/failed"
 _CLAIM_TIMEOUT = timedelta(seconds=3)
@@ -70,26 +74,17 @@ def connect(transport: str = "auto") -> Transport:
     if transport not in (possible := transport_names()):
         raise UsageError(f"transport '{transport}' is none of {', '.join(possible)}")
     if transport not in _worlds:
-        _worlds[transport] = _join(transport)
+        join = _JOINS.get(transport, partial(_join_over, transport))
+        _worlds[transport] = join(None if transport == "local" else launcher_env.detect())
     return _worlds[transport]
 
 
-def _join(transport: str) -> Transport:
-    if transport == "local":
-        return LocalTransport()
-    who = launcher_env.detect()
-    if transport == "cuda":
-        return _join_cuda(who)
-    if transport not in JOINS:
-        return _join_over(transport, who)
-    if transport == "auto":
-        return _join_auto(who)
-    if transport == "host":
-        return connect(_follow(who))
+def _join_first(join: _Join, who: Identity | None) -> Transport:
+    """Joins the job with a host transport, which makes this process one of its ranks."""
     if who is not None:
         watch.start(who)
     with phase("joining the job", BLOCKED):
-        world = _join_mpi(who) if transport == "mpi" else _join_c10d(who)
+        world = join(who)
         world.barrier()
     if who is None and world.size > 1:  # an unknown launcher
         who = Identity("mpi", world.rank, world.size, local_rank=0, local_size=1)
@@ -350,3 +345,14 @@ def _leave(world: Transport) -> None:
     world.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+_JOINS: dict[str, _Join] = {
+    "auto": _join_auto,
+    "mpi": partial(_join_first, _join_mpi),
+    "c10d": partial(_join_first, _join_c10d),
+    "local": lambda _: LocalTransport(),
+    "cuda": _join_cuda,
+    "host": lambda who: connect(_follow(who)),
+}
+"""The transports of `pydist.registry.JOINS`; all others build on one of them, by `over`."""

@@ -17,7 +17,7 @@ from pydist._loader import native
 from pydist.backend import records
 from pydist.comm import Transport
 from pydist.comm.consensus import require_same
-from pydist.grid import AXES
+from pydist.grid import AXES, OTHER_AXES
 from pydist.launch import launcher_env, watch
 from pydist.mesh import Mesh, counts_along, counts_of
 from pydist.runtime import connect
@@ -36,8 +36,8 @@ def init(
     transport: str = "auto",
     seed: int = 0,
     keep_freed_memory: bool = True,
-    channel: int = 1,
     shares: Mapping[str, Sequence[float]] | None = None,
+    **axes: int,
 ) -> Mesh:
     """Joins the job that this process is part of and makes a mesh of its ranks.
 
@@ -56,23 +56,24 @@ def init(
         seed: seed of all random numbers that pydist draws (dropout, shuffling).
         keep_freed_memory: False leaves the allocator's settings unchanged and keeps the peak low,
             like PYDIST_KEEP_FREED_MEMORY=0 in the environment.
-        channel: number of parts of the layers' channels.
         shares: the parts of an axis in proportion, for ranks of unequal speed, such as
             {"depth": (2, 1)}; of "data" the samples of a `Loader`'s batch for each group.
+        **axes: numbers of parts along `pydist.grid.OTHER_AXES`: ``channel=2`` divides the layers'
+            channels.
 
     Returns:
         The mesh, with this rank's position.
 
     Raises:
-        UsageError: a count is not whole, the mesh does not fit the number of ranks, ranks differ
-            in versions, mesh, seed or the environment variables of pydist, or one of these
-            variables has an invalid value.
+        UsageError: an axis does not exist, a count is not whole, the mesh does not fit the number
+            of ranks, ranks differ in versions, mesh, seed or the environment variables of pydist,
+            or one of these variables has an invalid value.
         NotSupported: the transport is for CUDA devices, and a rank has no GPU or can't send its
             memory.
     """
     data, spatial, seed = counts_of(data, spatial, seed)
-    others = counts_along({"channel": channel})
-    of_sample = (*others.values(), *spatial)
+    others = counts_along(axes)
+    of_sample = (*(others.get(axis, 1) for axis in OTHER_AXES), *spatial)
 
     def facts(size: int) -> dict[str, object]:
         groups = size // max(1, math.prod(of_sample)) if data is None else data

@@ -13,11 +13,12 @@ import h5py
 import numpy as np
 import pytest
 
+from pydist import runtime
 from pydist.data import Manifest
 from pydist.data.manifest import DataFile
 from pydist.data.medical import CTOptions, generate_ct
 from pydist.errors import UsageError
-from pydist.registry import TRANSPORTS, Registry, transport_names
+from pydist.registry import JOINS, TRANSPORTS, Registry, transport_names
 from pydist.train import log
 from support.jobs.children import child_environment
 
@@ -75,7 +76,7 @@ TABLES = """
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pydist.train.config import Count, Fraction, ModelConfig, OptimizerConfig
+from pydist.train.config import Count, Fraction, LayerwiseConfig, ModelConfig, OptimizerConfig
 
 @dataclass(frozen=True)
 class FlatConfig(ModelConfig):
@@ -97,6 +98,10 @@ class RmspropConfig(OptimizerConfig):
     def optimizer(self, parameters):
         from torch.optim import RMSprop
         return RMSprop(parameters, self.lr, self.alpha)
+
+@dataclass(frozen=True)
+class NormedConfig(LayerwiseConfig):
+    name: Literal["normed"] = "normed"
 """
 
 NETWORKS = """
@@ -139,6 +144,7 @@ lost = my_missing:Config
 
 [pydist.optimizers]
 rmsprop = my_tables:RmspropConfig
+normed = my_tables:NormedConfig
 
 [pydist.formats]
 npy = my_formats:NumpyFolder
@@ -316,7 +322,11 @@ def test_damage_in_a_file_format_of_another_package_is_one_line(
         ),
         (
             "--optimizer.name=none",
-            "--optimizer.name none: possible are adam, sgd, lars, lamb, rmsprop",
+            "--optimizer.name none: possible are adam, sgd, lars, lamb, normed, rmsprop",
+        ),
+        (
+            "--optimizer.name normed --train.gradients dgc",
+            'optimizer.name = "normed": its norms need whole gradients',
         ),
         ("--optimizer.beta 1", "Unrecognized options: --optimizer.beta, 1"),
         ("--model.width 0", "model.width = 0: input should be greater than or equal to 1"),
@@ -346,4 +356,5 @@ def test_own_transports_are_what_they_are_called():
     for name in TRANSPORTS.names:
         if name != "cuda-mpi":  # its module needs an MPI
             assert TRANSPORTS.get(name).name == name
-    assert {"auto", "mpi", "c10d", "local", "host", *TRANSPORTS.names} <= set(transport_names())
+    assert transport_names() == (*runtime._JOINS, *TRANSPORTS.names)
+    assert tuple(runtime._JOINS) == JOINS

@@ -1,18 +1,23 @@
 #!/bin/sh
-# Runs the linters, as CI does: Python style and types, layers of imports, C++ format, and a build
-# of the documentation without warnings.
+# Runs the linters, as CI does: Python style and types, layers of imports, C++ format, shell, and a
+# build of the documentation without warnings.
 #
 #   tools/lint.sh          # reports
 #   tools/lint.sh --fix    # fixes what can be fixed
 set -eu
 cd "$(dirname "$0")/.."
 
-sources='pydist tests benchmarks examples tools'
-native() { find csrc tests/native benchmarks/native -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh'; }
+fix=${1:-}
+set -- pydist tests benchmarks examples tools # with Python
+native() {
+  find csrc tests/native tests/simulated benchmarks/native -name '*.[ch]pp' -o -name '*.h' \
+    -o -name '*.cu' -o -name '*.cuh'
+}
+shell() { grep -lrE '^#!.*\b(ba)?sh$' tools; }
 
-if [ "${1:-}" = --fix ]; then
-  ruff check --fix $sources
-  ruff format $sources
+if [ "$fix" = --fix ]; then
+  ruff check --fix "$@"
+  ruff format "$@"
   native | xargs clang-format -i
   exit
 fi
@@ -22,8 +27,8 @@ run() {
   printf '== %s\n' "$1"
   "$@" || failed=1
 }
-run ruff check $sources
-run ruff format --check $sources
+run ruff check "$@"
+run ruff format --check "$@"
 run mypy
 run mypy tools/*.py
 run mypy benchmarks/python
@@ -31,6 +36,8 @@ run mypy tests/lib
 run lint-imports
 printf '== clang-format\n'
 native | xargs clang-format --dry-run --Werror || failed=1
+printf '== shellcheck\n'
+shell | xargs shellcheck || failed=1
 if [ -f tools/check_layers.py ]; then
   run python tools/check_layers.py
 fi

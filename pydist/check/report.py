@@ -11,6 +11,7 @@ import torch
 
 from pydist.check.calls import ShardedCall
 from pydist.check.compare import INPUT, NOISE, Differences
+from pydist.grid import CHANNEL_AXIS
 
 _AXES = {1: "C", 2: "D", 3: "H", 4: "W"}
 
@@ -22,7 +23,7 @@ class Report:
     Attributes:
         sample: shape of one sample.
         spatial: the partition of the spatial dims.
-        channel: number of parts of the layers' channels.
+        axes: numbers of parts along other axes, such as {"channel": 2}.
         batch: number of samples.
         dtype: dtype of the partitioned run.
         found: largest differences over all ranks.
@@ -41,7 +42,7 @@ class Report:
 
     sample: tuple[int, ...]
     spatial: tuple[int, ...]
-    channel: int
+    axes: dict[str, int]
     batch: int
     dtype: torch.dtype
     found: Differences
@@ -117,8 +118,8 @@ class _FunctionSummary:
 def format_report(report: Report) -> str:
     """Formats the tables of calls and layers, and the verdict."""
     grid = "×".join(map(str, report.spatial))
-    if report.channel > 1:
-        grid = f"channel {report.channel}, {grid}"
+    others = [f"{axis} {count}" for axis, count in report.axes.items() if count > 1]
+    grid = ", ".join([*others, grid])
     shape = ", ".join(map(str, report.sample))
     kind = str(report.dtype).removeprefix("torch.")
     how = f"split {grid} over {len(report.calls)} ranks"
@@ -168,7 +169,7 @@ def _calls(report: Report) -> Iterator[str]:
         supported = f"{kind.refused} refused" if kind.refused else "yes"
         row = [name, str(kind.count), supported, _halo(kind), _reduced(kind), _channels(kind)]
         rows.append(row)
-    return _table(rows if report.channel > 1 else [row[:-1] for row in rows])
+    return _table(rows if report.axes.get(CHANNEL_AXIS, 1) > 1 else [row[:-1] for row in rows])
 
 
 def _halo(kind: _FunctionSummary) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +45,6 @@ def check(
     sample: Sequence[int],
     spatial: Sequence[int] = (2, 1, 1),
     *,
-    channel: int = 1,
     stages: int = 1,
     micro_batches: int = 1,
     batch: int | None = None,
@@ -52,6 +53,7 @@ def check(
     tolerance: float | None = None,
     seed: int = 0,
     timeout: float = 3600.0,
+    **axes: int,
 ) -> Report:
     """Compares forward and backward of a network partitioned and unpartitioned, by layer.
 
@@ -62,7 +64,6 @@ def check(
         factory: creates the network.
         sample: shape of one sample: channels, then one to three spatial dims.
         spatial: number of parts along each of the sample's spatial dims (depth, height, width).
-        channel: number of parts of the layers' channels.
         stages: number of stages, each on ranks of its own; see `pydist.stages`.
         micro_batches: number of parts of the batch, which run in sequence on one device.
         batch: number of samples; by default 2 in each micro-batch.
@@ -73,6 +74,8 @@ def check(
             max(1e-12, 4 × the effect of noise in the last bit) in float64, as above in float32.
         seed: seed of the sample.
         timeout: time limit in seconds for ranks that wait for each other.
+        **axes: numbers of parts along `pydist.grid.OTHER_AXES`: ``channel=2`` divides the layers'
+            channels.
 
     Returns:
         The calls and the differences of all layers; `report.ok` is the verdict.
@@ -83,8 +86,8 @@ def check(
         PydistError: a rank failed.
     """
     batch = 2 * micro_batches if batch is None else batch
-    _check_arguments(sample, spatial, channel, batch, dtype)
-    _check_stages(stages, micro_batches, batch, channel * math.prod(spatial))
+    ranks = _check_arguments(sample, spatial, axes, batch, dtype)
+    _check_stages(stages, micro_batches, batch, ranks)
     if not -(2**63) <= seed < 2**63:
         raise UsageError(f"seed={seed}: a number of 64 bits")
     if tolerance is not None and not tolerance >= 0:
@@ -97,33 +100,20 @@ def check(
         model.get_submodule(path).eval()
     x = torch.randn(batch, *sample, generator=torch.Generator().manual_seed(seed)).to(dtype)
     spatial = (*spatial, *([1] * (3 - len(spatial))))
-    axes = {"channel": channel}
     whole = WholeRun(model, x, micro_batches)
     scale = _own_differences(whole, model, x, range(2))
 
-    mesh_of_stage = {"spatial": spatial, "channel": channel}
-    found, calls, plan = Differences(), list[list[ShardedCall]](), ""
     if stages == 1 and micro_batches == 1:
-
-        def rank(transport: Transport) -> SplitRun:
-            return whole.split_differences(model, x, Mesh(transport, 1, spatial, axes=axes))
-
-        for run in run_local(rank, channel * math.prod(spatial), timeout=timeout):
-            found.join(run.differences)
-            calls.append(run.calls)
+        mesh = partial(Mesh, data=1, spatial=spatial, axes=axes)
+        found, calls = _run_split(whole, model, x, mesh, ranks, timeout)
+        plan = ""
     else:
-
-        def staged(transport: Transport) -> StagedRun:
-            own = Stages(transport, [mesh_of_stage] * stages)
-            return whole.staged_differences(model, x, own)
-
-        for each in run_local(staged, stages * channel * math.prod(spatial), timeout=timeout):
-            found.join(each.differences)
-            plan = each.plan
-        found.gradients.update(whole.without_gradient(found))
+        meshes = [{"spatial": spatial, **axes}] * stages
+        found, plan = _run_staged(whole, model, x, meshes, stages * ranks, timeout)
+        calls = []
     kinds = {path: type(m).__name__ for path, m in model.named_modules()}
     report = Report(
-        sample=tuple(sample), spatial=spatial, channel=channel, batch=batch, dtype=dtype,
+        sample=tuple(sample), spatial=spatial, axes=axes, batch=batch, dtype=dtype,
         found=found, bounds=_bounds(found, scale, whole, dtype, tolerance),
         calls=calls, plan=plan, stages=stages, micro_batches=micro_batches,
         kinds=kinds, dropout_off=off if train else [],
@@ -139,6 +129,45 @@ def check(
         scale.join(_own_differences(whole, model, x, (number,)))
         report.bounds = _bounds(found, scale, whole, dtype, tolerance)
     return report
+
+
+def _run_split(
+    whole: WholeRun,
+    model: nn.Module,
+    x: Tensor,
+    mesh: Callable[[Transport], Mesh],
+    ranks: int,
+    timeout: float,
+) -> tuple[Differences, list[list[ShardedCall]]]:
+    """Runs on the ranks of a mesh; returns the largest differences, and the calls of each rank."""
+
+    def rank(transport: Transport) -> SplitRun:
+        return whole.split_differences(model, x, mesh(transport))
+
+    found, runs = Differences(), run_local(rank, ranks, timeout=timeout)
+    for run in runs:
+        found.join(run.differences)
+    return found, [run.calls for run in runs]
+
+
+def _run_staged(
+    whole: WholeRun,
+    model: nn.Module,
+    x: Tensor,
+    meshes: Sequence[Mapping[str, Any]],
+    ranks: int,
+    timeout: float,
+) -> tuple[Differences, str]:
+    """Runs in stages; returns the largest differences, and the table of the stages."""
+
+    def rank(transport: Transport) -> StagedRun:
+        return whole.staged_differences(model, x, Stages(transport, meshes))
+
+    found, runs = Differences(), run_local(rank, ranks, timeout=timeout)
+    for run in runs:
+        found.join(run.differences)
+    found.gradients.update(whole.without_gradient(found))
+    return found, runs[-1].plan
 
 
 def _own_differences(
@@ -172,8 +201,13 @@ def _noise(whole: WholeRun) -> float:
 
 
 def _check_arguments(
-    sample: Sequence[int], spatial: Sequence[int], channel: int, batch: int, dtype: torch.dtype
-) -> None:
+    sample: Sequence[int],
+    spatial: Sequence[int],
+    axes: Mapping[str, int],
+    batch: int,
+    dtype: torch.dtype,
+) -> int:
+    """Checks arguments of `check`; returns the number of ranks that hold a sample."""
     if not 2 <= len(sample) <= 4 or any(not 1 <= n < 1 << 31 for n in (*sample, batch)):
         raise UsageError(
             f"sample={tuple(sample)}, batch={batch}: expected channels and one to three extents, "
@@ -184,15 +218,17 @@ def _check_arguments(
             f"spatial={tuple(spatial)}: expected at most {len(sample) - 1} counts of at least 1, "
             "one for each spatial dim of the sample"
         )
-    counts_along({"channel": channel})
-    ranks = channel * math.prod(spatial)
+    counts = counts_along(axes)
+    ranks = math.prod((*counts.values(), *spatial))
     if ranks > _MOST_RANKS:
+        others = "".join(f", {axis}={count}" for axis, count in counts.items())
         raise UsageError(
-            f"spatial={tuple(spatial)}, channel={channel}: {ranks} ranks; at most "
-            f"{_MOST_RANKS} run as threads of one process"
+            f"spatial={tuple(spatial)}{others}: {ranks} ranks; at most {_MOST_RANKS} run as "
+            "threads of one process"
         )
     if dtype not in _FLOORS:
         raise UsageError(f"dtype {dtype}: possible are torch.float64 and torch.float32")
+    return ranks
 
 
 def _check_stages(stages: int, micro_batches: int, batch: int, ranks: int) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pydist.cli.own_options import RunOptions
 from pydist.cli.train import load_config, mesh_of
 from pydist.errors import DiskError, UsageError
+from pydist.grid import OTHER_AXES
 
 if TYPE_CHECKING:
     from pydist.train.balancing import Round
@@ -69,7 +70,8 @@ def _balance_here(config: Config, options: argparse.Namespace, out: Path) -> int
             print(_line(axis, found), flush=True)
 
     if mesh.rank == 0:
-        unit = "% of the channels" if axis.name == "channel" else f"of {axis.extent}"
+        part_of = OTHER_AXES.get(axis.name)
+        unit = f"of {axis.extent}" if part_of is None else f"% of {part_of}"
         unit = f"{axis.extent} samples of a batch" if axis.name == "data" else unit
         print(f"{axis.name}, {unit}: the parts, their busy seconds, and the seconds of a step")
     best = find_parts(config, mesh.world, axis, options.steps, options.rounds, show)

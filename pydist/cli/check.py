@@ -20,9 +20,11 @@ from pydist.errors import (
     out_of_memory,
 )
 from pydist.launch.failures import describe
+from pydist.train.settings import axes_of, with_axes
 
 
 @dataclass(frozen=True)
+@with_axes("Number of parts of {}.", int, 1)
 class _Check:
     """Compares a network partitioned over ranks (threads) with itself unpartitioned, by layer.
 
@@ -35,8 +37,6 @@ class _Check:
     """Shape of one sample: channels and one to three extents, as in 1,32,32,32."""
     spatial: str | None = None
     """Number of parts along depth, height and width; by default 2,1,1, or 1 in several stages."""
-    channel: int = 1
-    """Number of parts of the layers' channels."""
     stages: int = 1
     """Number of stages, each on ranks of its own."""
     micro_batches: int = 1
@@ -69,10 +69,10 @@ def check(arguments: Sequence[str]) -> int:
         spatial.pop()  # the default is for three dims
     try:
         report = check(
-            factory, sample, spatial, channel=options.channel, stages=options.stages,
+            factory, sample, spatial, stages=options.stages,
             micro_batches=options.micro_batches, batch=options.batch,
             dtype=getattr(torch, options.dtype), train=not options.eval,
-            tolerance=options.tolerance, seed=options.seed,
+            tolerance=options.tolerance, seed=options.seed, **axes_of(options),
         )  # fmt: skip
     except PydistError:
         raise

@@ -118,8 +118,8 @@ def mesh_of(config: Config) -> Mesh:
         wanted.spatial,
         _transport(config),
         seed=config.train.seed,
-        channel=wanted.channel,
         shares=wanted.shares.given,
+        **wanted.axes,
     )
 
 

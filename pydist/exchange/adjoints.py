@@ -99,6 +99,8 @@ def scaled_back(grad: Tensor, factor: float) -> Tensor:
 
 
 class _AllReduceSum(ExchangeFunction):
+    part = "statistics"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -109,9 +111,8 @@ class _AllReduceSum(ExchangeFunction):
         sizes: GroupSizes | None,
     ) -> Tensor:
         ctx.mesh, ctx.args = mesh, (group, weight, mesh, sizes)
-        with mesh.session.timers.measure("statistics"):
-            total = _copy(x)
-            group.all_reduce(total)
+        total = _copy(x)
+        group.all_reduce(total)
         return total
 
     @staticmethod
@@ -120,6 +121,8 @@ class _AllReduceSum(ExchangeFunction):
 
 
 class _AllReduceMean(ExchangeFunction):
+    part = "statistics"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -130,11 +133,10 @@ class _AllReduceMean(ExchangeFunction):
         sizes: GroupSizes | None,
     ) -> Tensor:
         ctx.mesh, ctx.args = mesh, (group, weight, mesh, sizes)
-        with mesh.session.timers.measure("statistics"):
-            total = _copy(grad)
-            enter_weighted_sum(total, sizes)
-            group.all_reduce(total)
-            leave_weighted_sum(total, sizes)
+        total = _copy(grad)
+        enter_weighted_sum(total, sizes)
+        group.all_reduce(total)
+        leave_weighted_sum(total, sizes)
         return total.mul_(weight)
 
     @staticmethod
@@ -182,12 +184,13 @@ def all_reduce_sum(
 
 
 class _SumParts(ExchangeFunction):
+    part = "redistribute"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         ctx.mesh, ctx.args = mesh, (mesh, axes)
-        with mesh.session.timers.measure("redistribute"):
-            total = _copy(x)
-            mesh.group(axes).all_reduce(total)
+        total = _copy(x)
+        mesh.group(axes).all_reduce(total)
         return total
 
     @staticmethod
@@ -239,17 +242,18 @@ def _in_sample(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 class _MeanRanks(ExchangeFunction):
+    part = "redistribute"
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str, weight: float
     ) -> Tensor:
         ctx.mesh, ctx.args = mesh, (mesh, axes, part, weight)
         group = mesh.group(axes)
-        with mesh.session.timers.measure(part):
-            total = _copy(x) if weight else torch.zeros_like(in_memory(x))
-            if weight != 1:
-                total.mul_(weight)
-            group.all_reduce(total)
+        total = _copy(x) if weight else torch.zeros_like(in_memory(x))
+        if weight != 1:
+            total.mul_(weight)
+        group.all_reduce(total)
         return total.div_(group.size)
 
     @staticmethod
@@ -279,6 +283,8 @@ def mean_ranks(
 
 
 class _TrueGradient(ExchangeFunction):
+    part = None  # `mean_ranks` measures
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         ctx.mesh, ctx.args = mesh, (mesh, axes)
@@ -305,6 +311,8 @@ def average_grad(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
 
 
 class _Gather(ExchangeFunction):
+    part = "halo"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -316,8 +324,7 @@ class _Gather(ExchangeFunction):
     ) -> Tensor:
         ctx.mesh, ctx.args = mesh, (exchanger, weight, mesh, part)
         slot = exchanger.empty_slots(local)[0].zero_()
-        with mesh.session.timers.measure(part):
-            exchanger.gather(local, [slot])
+        exchanger.gather(local, [slot])
         return slot
 
     @staticmethod
@@ -326,14 +333,15 @@ class _Gather(ExchangeFunction):
 
 
 class _AddBack(ExchangeFunction):
+    part = "halo"
+
     @staticmethod
     def forward(
         ctx: Any, grad: Tensor, exchanger: Exchanger, weight: float, mesh: Mesh, part: str
     ) -> Tensor:
         ctx.mesh, ctx.args = mesh, (exchanger, weight, mesh, part)
         local = exchanger.empty_shard(grad).zero_()
-        with mesh.session.timers.measure(part):
-            exchanger.add_back([grad], local)
+        exchanger.add_back([grad], local)
         return local if weight == 1 else local.mul_(weight)
 
     @staticmethod

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import wraps
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -89,6 +90,11 @@ def _made_apply(cls: Any) -> Any:
 class ExchangeFunction(Function):
     """An autograd function whose `backward` exchanges, and gets the tensors saved in `forward`.
 
+    Each subclass sets `part`: its `forward`, which exchanges, counts as this part of a step
+    (`pydist.timers.Timers`), on the timers of its argument `mesh`. An argument `part` replaces it.
+    It is None for functions with several parts, which they measure, and for those whose `forward`
+    exchanges nothing; a `backward` applies another such function, or measures its own exchange.
+
     `forward` sets `ctx.mesh`. `backward` is called as ``backward(ctx, saved, *grads)``, after two
     steps that make all ranks reach the exchange:
 
@@ -99,12 +105,30 @@ class ExchangeFunction(Function):
       work may reach no parameter.
     """
 
+    part: ClassVar[str | None]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "part" not in cls.__dict__:
+            raise TypeError(
+                f"{cls.__name__}: set `part`, under which its exchange is timed, or None"
+            )
+        super().__init_subclass__(**kwargs)
+
     @classmethod
     def _made_forward(cls, forward: Any) -> Any:
+        part, names = cls.part, [*inspect.signature(forward).parameters][1:]
+        of_mesh = None if part is None else names.index("mesh")
+        of_part = names.index("part") if "part" in names else None
+
         @wraps(forward)
         def with_saved(ctx: Any, *args: Any) -> Any:
             ctx.set_materialize_grads(False)
-            result = forward(ctx, *args)
+            if of_mesh is None:
+                result = forward(ctx, *args)
+            else:
+                timers = args[of_mesh].session.timers
+                with timers.measure(part if of_part is None else args[of_part]):
+                    result = forward(ctx, *args)
             if ctx.to_save is None:
                 ctx.save_for_backward(torch.empty(0))
             return result

@@ -101,7 +101,7 @@ class Lane:
         Raises:
             NotSupported: it is not the dense one.
         """
-        if self.form.name != "dense":
+        if not isinstance(self.form, DenseForm):
             raise NotSupported(
                 f'gradients="{self.form.name}" with pydist.optim.sharded: possible are '
                 'gradients="dense", or use="never"'

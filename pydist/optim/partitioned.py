@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.own_slice import is_sharded_weight
+from pydist.gradients.forms.form import DenseForm
 from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
 from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.gradients.reducer import Reducer
@@ -72,7 +73,7 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
     if use == "never" or entry.mesh.size == 1:
         return optimizer
     if use == "auto":
-        if any(form.name != "dense" for form in entry.forms):
+        if not all(isinstance(form, DenseForm) for form in entry.forms):
             return optimizer
         elements = sum(
             p.numel() for g in optimizer.param_groups for p in g["params"] if p.requires_grad

@@ -23,7 +23,7 @@ from pydist.stages.parts import BatchPart, batch_checksum, split_batch
 from pydist.stages.pass_state import PassState
 from pydist.stages.plan import StagePlan, make_plan, plan_of_json, plan_to_json
 from pydist.stages.ranks import Stages, device_of
-from pydist.stages.record import record
+from pydist.stages.record import RecordedPass, record
 from pydist.stages.schedule import Pass, Schedule
 from pydist.stages.shapes import Shapes
 from pydist.stages.state import StagedState
@@ -97,37 +97,10 @@ def pipeline(
             state.
     """
     form = settings_of(gradients)
-    if form.keeps:
-        raise NotSupported(
-            f'gradients="{form.name}" in stages: a mesh reduces gradients several times in a step, '
-            'and the form counts steps; possible are "dense", "fp16", "bf16", "torus" and '
-            '"hierarchical"'
-        )
-    if not isinstance(model, nn.Module) or not isinstance(stages, Stages):
-        raise UsageError(
-            f"pipeline({type(model).__name__}, {type(stages).__name__}); possible are a "
-            "torch.nn.Module and stages, from pydist.init_stages()"
-        )
+    _check_network(model, stages, form)
     orders = Schedule(schedule, stages.order)
-    if orders.returns and len({(mesh.grid, str(mesh.shares)) for mesh in stages.meshes}) > 1:
-        raise UsageError(
-            "schedule='gems' needs stages on equal meshes, as each mesh runs two of them"
-        )
-    if skips not in SKIPS:
-        raise UsageError(f"skips={skips!r}; possible are {', '.join(SKIPS)}")
-    if running_statistics not in RUNNING_STATISTICS:
-        raise UsageError(
-            f"running_statistics={running_statistics!r}; possible are "
-            f"{', '.join(RUNNING_STATISTICS)}"
-        )
     collects = running_statistics == "batch"
-    if collects and batch_norm != "global":
-        raise UsageError(
-            f'running_statistics="batch" with batch_norm={batch_norm!r}: possible is "global", as '
-            "they are those of all samples"
-        )
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise UsageError(f"micro_batches={micro_batches!r}: expected a count >= 1")
+    _check_settings(stages, orders, micro_batches, skips, running_statistics, batch_norm)
     given = {
         "micro_batches": micro_batches, "schedule": schedule, "skips": skips, "cuts": str(cuts),
         "recompute": recompute, "batch_norm": batch_norm, "group_weight": group_weight,
@@ -140,17 +113,8 @@ def pipeline(
             f"this {type(model).__name__}, or a part of it, is parallelized already: give "
             "pipeline() the network itself"
         )
-    arguments = sample if isinstance(sample, tuple) else (sample,)
-    with together(stages.world, "planning stages"):
-        recorded = record(model, arguments)
-        ranks = [stages.meshes[mesh].sample_size for mesh in stages.order]
-        kept = 1 if recompute else micro_batches
-        alive = [orders.most_alive(stage, kept) for stage in range(stages.count)]
-        mine = make_plan(recorded, ranks, balance, cuts, alive)
-    require_same(stages.world, {"the network's forward pass on the sample": str(recorded)})
-    # Every rank has measured; all take the plan of rank 0.
-    message = stages.world.broadcast_bytes(json.dumps(plan_to_json(mine)).encode())
-    plan = plan_of_json(json.loads(message))
+    kept = 1 if recompute else micro_batches
+    recorded, plan = _plan_together(model, stages, sample, orders, kept, balance, cuts)
     uses = plan.uses(recorded, model, orders)
     broadcast_state(model, stages.world)
     parallelize(model, stages.mesh, batch_norm, group_weight, sharded_weights, form)
@@ -162,6 +126,78 @@ def pipeline(
     )  # fmt: skip
     model.register_forward_pre_hook(_PipelineHook(made), with_kwargs=True)
     return made
+
+
+def _check_network(model: nn.Module, stages: Stages, form: Gradients) -> None:
+    if form.keeps:
+        raise NotSupported(
+            f'gradients="{form.name}" in stages: a mesh reduces gradients several times in a step, '
+            'and the form counts steps; possible are "dense", "fp16", "bf16", "torus" and '
+            '"hierarchical"'
+        )
+    if not isinstance(model, nn.Module) or not isinstance(stages, Stages):
+        raise UsageError(
+            f"pipeline({type(model).__name__}, {type(stages).__name__}); possible are a "
+            "torch.nn.Module and stages, from pydist.init_stages()"
+        )
+
+
+def _check_settings(
+    stages: Stages,
+    orders: Schedule,
+    micro_batches: int,
+    skips: str,
+    running_statistics: str,
+    batch_norm: str,
+) -> None:
+    if orders.returns and len({(mesh.grid, str(mesh.shares)) for mesh in stages.meshes}) > 1:
+        raise UsageError(
+            "schedule='gems' needs stages on equal meshes, as each mesh runs two of them"
+        )
+    if skips not in SKIPS:
+        raise UsageError(f"skips={skips!r}; possible are {', '.join(SKIPS)}")
+    if running_statistics not in RUNNING_STATISTICS:
+        raise UsageError(
+            f"running_statistics={running_statistics!r}; possible are "
+            f"{', '.join(RUNNING_STATISTICS)}"
+        )
+    if running_statistics == "batch" and batch_norm != "global":
+        raise UsageError(
+            f'running_statistics="batch" with batch_norm={batch_norm!r}: possible is "global", as '
+            "they are those of all samples"
+        )
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise UsageError(f"micro_batches={micro_batches!r}: expected a count >= 1")
+
+
+def _plan_together(
+    model: nn.Module,
+    stages: Stages,
+    sample: Any,
+    orders: Schedule,
+    kept: int,
+    balance: str,
+    cuts: Sequence[str] | None,
+) -> tuple[RecordedPass, StagePlan]:
+    """Records the network's calls on each rank; returns them, and the plan of rank 0. Collective.
+
+    Args:
+        model: the network.
+        stages: the ranks of each stage.
+        sample: as for `pipeline`.
+        orders: the schedule.
+        kept: micro-batches whose activations are kept.
+        balance: as for `pipeline`.
+        cuts: as for `pipeline`.
+    """
+    with together(stages.world, "planning stages"):
+        recorded = record(model, sample if isinstance(sample, tuple) else (sample,))
+        ranks = [stages.meshes[mesh].sample_size for mesh in stages.order]
+        alive = [orders.most_alive(stage, kept) for stage in range(stages.count)]
+        mine = make_plan(recorded, ranks, balance, cuts, alive)
+    require_same(stages.world, {"the network's forward pass on the sample": str(recorded)})
+    message = stages.world.broadcast_bytes(json.dumps(plan_to_json(mine)).encode())
+    return recorded, plan_of_json(json.loads(message))
 
 
 class _PipelineHook:

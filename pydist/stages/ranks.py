@@ -11,7 +11,7 @@ import torch
 
 from pydist.comm import Transport
 from pydist.errors import UsageError
-from pydist.grid import AXES, SAMPLE_AXES, SPATIAL_AXES, Grid
+from pydist.grid import AXES, OTHER_AXES, SAMPLE_AXES, SPATIAL_AXES, Grid
 from pydist.layout import Layout, Split, split_along
 from pydist.mesh import Mesh
 from pydist.partition import Box
@@ -19,6 +19,9 @@ from pydist.setup import join
 
 MOST_STAGES = 128
 """Each pair of stages has two tags, and tags are less than 2**15."""
+
+_ARGUMENTS = ("data", "spatial", *OTHER_AXES, "shares")
+"""Arguments of a stage's mesh."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ class Stages:
 
     Args:
         world: the transport over all ranks.
-        meshes: the arguments of each mesh: "data", "spatial", "channel", "shares".
+        meshes: the arguments of each mesh: "data", "spatial", "shares", and other axes by their
+            names, such as "channel".
         seed: seed of all random numbers that pydist draws.
         order: the mesh of each stage; by default one stage on each.
 
@@ -126,7 +130,7 @@ class Stages:
             grids[self.index].size(("data",)),
             given.get("spatial", (1, 1, 1)),
             seed,
-            axes={"channel": given.get("channel", 1)},
+            axes={axis: given.get(axis, 1) for axis in OTHER_AXES},
             shares=given.get("shares"),
         )
         self.meshes = [
@@ -192,7 +196,7 @@ def init_stages(
     Args:
         stages: their number, for equal stages of data-parallel ranks; or the mesh of each, as in
             ``[{"spatial": (2, 1, 1)}, {"spatial": (1, 1, 1)}]``, with arguments of `pydist.init`:
-            "data", "spatial", "channel" and "shares". Ranks count mesh by mesh.
+            "data", "spatial", "shares", and other axes such as "channel". Ranks count mesh by mesh.
         transport: as of `pydist.init`.
         seed: seed of all random numbers that pydist draws.
         keep_freed_memory: as of `pydist.init`.
@@ -244,17 +248,10 @@ def _order(given: Sequence[int] | None, meshes: int) -> tuple[int, ...]:
 
 
 def _grid(stage: int, given: Mapping[str, Any]) -> Grid:
-    if not isinstance(given, Mapping) or not given.keys() <= {
-        "data",
-        "spatial",
-        "channel",
-        "shares",
-    }:
-        raise UsageError(
-            f"stage {stage}: {given!r}; possible are data, spatial, channel and shares"
-        )
+    if not isinstance(given, Mapping) or not given.keys() <= {*_ARGUMENTS}:
+        raise UsageError(f"stage {stage}: {given!r}; possible are {', '.join(_ARGUMENTS)}")
     spatial = tuple(given.get("spatial", (1, 1, 1)))
-    sizes = {"data": given.get("data", 1), "channel": given.get("channel", 1)}
+    sizes = {axis: given.get(axis, 1) for axis in ("data", *OTHER_AXES)}
     if len(spatial) == len(SPATIAL_AXES):
         sizes.update(zip(SPATIAL_AXES, spatial, strict=True))
     if len(spatial) != len(SPATIAL_AXES) or not all(

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from pydist.errors import UsageError
+from pydist.grid import AXES, SPATIAL_AXES
 from pydist.registry import MODELS, Registry, transport_names
 from pydist.train.batch_schedules import BatchScheduleConfig
 from pydist.train.gradients import GradientsConfig
@@ -23,6 +24,7 @@ from pydist.train.optimizers import (
     AdamConfig,
     LambConfig,
     LarsConfig,
+    LayerwiseConfig,
     OptimizerConfig,
     SgdConfig,
 )  # fmt: skip
@@ -39,13 +41,15 @@ from pydist.train.settings import (
     Size,
     Table,
     Weight,
+    axes_of,
+    with_axes,
 )  # fmt: skip
 
 __all__ = [
     "AdamConfig", "BatchScheduleConfig", "CheckpointConfig", "Config", "CosmoFlowConfig",
-    "DataConfig", "FactoryConfig", "LambConfig", "LarsConfig", "MeshConfig", "ModelConfig",
-    "OptimizerConfig", "OutputConfig", "SgdConfig",
-    "SharesConfig", "StageConfig", "StagesConfig", "TrainConfig", "UNet3dConfig",
+    "DataConfig", "FactoryConfig", "LambConfig", "LarsConfig", "LayerwiseConfig", "MeshConfig",
+    "ModelConfig", "OptimizerConfig", "OutputConfig", "SgdConfig", "SharesConfig",
+    "StageConfig", "StagesConfig", "TrainConfig", "UNet3dConfig",
 ]  # fmt: skip
 
 
@@ -237,6 +241,7 @@ Shares = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
+@with_axes("Parts of {}.", Shares | None, None)
 class SharesConfig(Table):
     """Parts of an axis that ranks of unequal speed get, one number per part, in proportion.
 
@@ -251,8 +256,6 @@ class SharesConfig(Table):
     """Parts of the height."""
     width: Shares | None = None
     """Parts of the width."""
-    channel: Shares | None = None
-    """Parts of the layers' channels."""
 
     @property
     def given(self) -> dict[str, tuple[float, ...]]:
@@ -261,15 +264,19 @@ class SharesConfig(Table):
 
 
 @dataclass(frozen=True)
+@with_axes("Number of parts of {}.", Count, 1)
 class StageConfig(Table):
     """Configuration of the ranks of one stage, which has a mesh of its own."""
 
     spatial: tuple[Count, Count, Count] = (1, 1, 1)
     """Number of parts along depth, height and width of a sample."""
-    channel: Count = 1
-    """Number of parts of the layers' channels."""
     shares: SharesConfig = field(default_factory=SharesConfig)
-    """Unequal parts of these axes, but for `data`, which all stages have in common."""
+    """Unequal parts of the axes. Those of `data` are given to the mesh, for all stages."""
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """The numbers of parts along other axes, as arguments of `pydist.init`."""
+        return axes_of(self)
 
 
 NUMBER_OF_STAGES, LIST_OF_STAGES = "(a number)", "(a list)"
@@ -288,25 +295,19 @@ StagesConfig = Annotated[
 
 
 @dataclass(frozen=True)
-class MeshConfig(Table):
+class MeshConfig(StageConfig):
     """Table that configures the ranks: a grid, or one for each stage of the network."""
 
     data: Count | None = None
     """Number of sample groups; by default as many as the ranks allow."""
-    spatial: tuple[Count, Count, Count] = (1, 1, 1)
-    """Number of parts along depth, height and width of a sample."""
-    channel: Count = 1
-    """Number of parts of the layers' channels: each rank computes a part of the filters."""
-    shares: SharesConfig = field(default_factory=SharesConfig)
-    """Unequal parts of these axes."""
-    rebalance: Literal["data", "depth", "height", "width", "channel"] | None = None
+    rebalance: Literal[AXES] | None = None  # type: ignore[valid-type]
     """Axis whose parts change at the end of an epoch, if its ranks' speeds have changed so that
     other parts save 10 % or more of the busiest rank's time."""
     sharded_weights: Flag = False
     """Whether ranks along the channel axis store slices of wide layers' weights, not whole ones."""
     stages: StagesConfig | None = None
     """Stages of the network (`pydist.pipeline`): their number, for equal ones of this grid, or a
-    list with the spatial, channel and shares of each, such as [{spatial = [2, 1, 1]}, {}]."""
+    list with the spatial, shares and other axes of each, such as [{spatial = [2, 1, 1]}, {}]."""
     micro_batches: Count = 1
     """Parts into which stages divide a group's batch."""
     schedule: Literal["gpipe", "1f1b", "gems", "zero-bubble"] = "1f1b"
@@ -329,8 +330,7 @@ class MeshConfig(Table):
 
     def parts(self, ranks: int | None = None) -> dict[str, int]:
         """Returns the numbers of parts by axis; of "data" if it or the number of ranks is given."""
-        depth, height, width = self.spatial
-        parts = {"depth": depth, "height": height, "width": width, "channel": self.channel}
+        parts = dict(zip(SPATIAL_AXES, self.spatial, strict=True)) | self.axes
         groups = self.data
         if groups is None and ranks is not None:
             groups = ranks // math.prod(parts.values())

@@ -28,8 +28,22 @@ if TYPE_CHECKING:
 _Part = Annotated[float, Field(gt=0, le=1, strict=True)]
 
 
+class FormConfig(Table):
+    """Configuration of a form with settings."""
+
+    name: str
+
+    def settings(self, steps: Callable[[float], int]) -> Gradients:
+        """Returns the form as `pydist.parallelize` takes it; see `settings`."""
+        raise NotImplementedError
+
+
+class StatefulConfig(FormConfig):
+    """Configuration of a form that keeps something from step to step."""
+
+
 @dataclass(frozen=True)
-class TorusConfig(Table):
+class TorusConfig(FormConfig):
     """Table that configures the 2-D torus; see `pydist.gradients.Torus`."""
 
     name: Literal["torus"] = "torus"
@@ -37,9 +51,15 @@ class TorusConfig(Table):
     row: Count | None = None
     """Ranks in a row; by default all ranks of a host."""
 
+    def settings(self, steps: Callable[[float], int]) -> Gradients:
+        """See `FormConfig.settings`."""
+        from pydist.gradients import Torus
+
+        return Torus(self.row)
+
 
 @dataclass(frozen=True)
-class PowerSgdConfig(Table):
+class PowerSgdConfig(StatefulConfig):
     """Table that configures PowerSGD; see `pydist.gradients.PowerSGD`."""
 
     name: Literal["powersgd"] = "powersgd"
@@ -51,9 +71,15 @@ class PowerSgdConfig(Table):
     least_saving: Positive = 2.0
     """How many times smaller the matrices are at least; other gradients are sent as they are."""
 
+    def settings(self, steps: Callable[[float], int]) -> Gradients:
+        """See `FormConfig.settings`."""
+        from pydist.gradients import PowerSGD
+
+        return PowerSGD(self.rank, self.start, self.least_saving)
+
 
 @dataclass(frozen=True)
-class DgcConfig(Table):
+class DgcConfig(StatefulConfig):
     """Table that configures Deep Gradient Compression; see `pydist.gradients.DGC`."""
 
     name: Literal["dgc"] = "dgc"
@@ -76,9 +102,18 @@ class DgcConfig(Table):
     """Threshold of the gradient's norm: each of N sample groups clips its share, its own gradient
     over N, to clip_norm / √N."""
 
+    def settings(self, steps: Callable[[float], int]) -> Gradients:
+        """See `FormConfig.settings`."""
+        from pydist.gradients import DGC
+
+        own = asdict(self)
+        warmup = steps(own.pop("warmup_epochs"))
+        del own["name"]
+        return DGC(**own, warmup=warmup)
+
 
 @dataclass(frozen=True)
-class PostLocalConfig(Table):
+class PostLocalConfig(StatefulConfig):
     """Table that configures post-local SGD; see `pydist.gradients.PostLocal`."""
 
     name: Literal["post_local"] = "post_local"
@@ -88,8 +123,14 @@ class PostLocalConfig(Table):
     start_epochs: EpochsOrZero = 30.0
     """First epochs with the gradients of all sample groups."""
 
+    def settings(self, steps: Callable[[float], int]) -> Gradients:
+        """See `FormConfig.settings`."""
+        from pydist.gradients import PostLocal
 
-TABLES: dict[str, type[Any]] = {
+        return PostLocal(self.every, steps(self.start_epochs))
+
+
+TABLES: dict[str, type[FormConfig]] = {
     "torus": TorusConfig,
     "powersgd": PowerSgdConfig,
     "dgc": DgcConfig,
@@ -98,6 +139,7 @@ TABLES: dict[str, type[Any]] = {
 """The forms with settings. pydantic adds the name to the location of an error."""
 NAMES = ("dense", "fp16", "bf16", "torus", "hierarchical", "powersgd", "dgc", "post_local")
 PLAIN = tuple(name for name in NAMES if name not in TABLES)
+STATEFUL = tuple(name for name, table in TABLES.items() if issubclass(table, StatefulConfig))
 
 
 def _as_table(given: Any) -> Any:
@@ -147,20 +189,10 @@ def settings(config: GradientsConfig, steps: Callable[[float], int]) -> Gradient
         config: the configuration.
         steps: returns the number of steps in a number of epochs from the beginning.
     """
-    from pydist import gradients
+    if isinstance(config, FormConfig):
+        return config.settings(steps)
     from pydist.gradients.forms.settings import settings_of
 
-    if isinstance(config, TorusConfig):
-        return gradients.Torus(config.row)
-    if isinstance(config, PowerSgdConfig):
-        return gradients.PowerSGD(config.rank, config.start, config.least_saving)
-    if isinstance(config, DgcConfig):
-        own = asdict(config)
-        warmup = steps(own.pop("warmup_epochs"))
-        del own["name"]
-        return gradients.DGC(**own, warmup=warmup)
-    if isinstance(config, PostLocalConfig):
-        return gradients.PostLocal(config.every, steps(config.start_epochs))
     return settings_of(config)
 
 

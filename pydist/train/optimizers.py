@@ -179,8 +179,19 @@ class SgdConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True)
-class LarsConfig(OptimizerConfig):
-    """Table that configures LARS, for large batches."""
+class LayerwiseConfig(OptimizerConfig):
+    """Table that configures an optimizer whose steps depend on norms of whole gradients.
+
+    Such an optimizer is a `pydist.optim.layerwise.LayerwiseOptimizer`.
+    """
+
+    log_every: CountOrZero = 0
+    """Steps between entries of the log with the norms and trust ratios of the layers; 0: none."""
+
+
+@dataclass(frozen=True)
+class LarsConfig(LayerwiseConfig):
+    """Configuration of LARS, for large batches."""
 
     name: Literal["lars"] = "lars"
     """The optimizer: "lars"."""
@@ -192,8 +203,6 @@ class LarsConfig(OptimizerConfig):
     """Nesterov's form of momentum."""
     form: Literal["paper", "torch"] = "paper"
     """Whether the velocity holds learning rates, as in the paper, or not, as in torch's SGD."""
-    log_every: CountOrZero = 0
-    """Steps between entries of the log with the norms and trust ratios of the layers; 0: none."""
 
     def check(self) -> None:
         """Refuses Nesterov without momentum; see `OptimizerConfig.check`."""
@@ -211,7 +220,7 @@ class LarsConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True)
-class LambConfig(OptimizerConfig):
+class LambConfig(LayerwiseConfig):
     """Table that configures LAMB, the layer-wise form of Adam for large batches."""
 
     name: Literal["lamb"] = "lamb"
@@ -220,8 +229,6 @@ class LambConfig(OptimizerConfig):
     """Decay rates of the averages."""
     eps: Positive = 1e-6
     """Added to the denominator."""
-    log_every: CountOrZero = 0
-    """Steps between entries of the log with the norms and trust ratios of the layers; 0: none."""
 
     def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
         """Creates `pydist.optim.LAMB`."""

@@ -10,7 +10,7 @@ import torch
 
 from pydist.data import Manifest
 from pydist.errors import UsageError
-from pydist.grid import CHANNEL_AXIS, SPATIAL_AXES
+from pydist.grid import OTHER_AXES, SPATIAL_AXES
 from pydist.mesh import Mesh
 from pydist.partition import Partition, divide
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WAITING = ("halo", "statistics", "gradients", "redistribute", "data")
 """Parts of a step in which a rank mostly waits; see `pydist.timers`."""
 _PERCENT = 100
-"""Width of all channels: layers have different numbers of them."""
+"""Width of all parts along other axes: layers have different numbers of channels."""
 _LEAST_UNITS = 8
 """Least units per even part, which limit the multiple that parts have by default."""
 
@@ -36,8 +36,8 @@ class Axis:
     Attributes:
         name: of the mesh axis.
         parts: number of parts.
-        extent: width of all parts: elements of a spatial dim, samples of a batch, or percent of the
-            channels.
+        extent: width of all parts: elements of a spatial dim, samples of a batch, or percent along
+            other axes.
         multiple: a part's width is a multiple of this.
     """
 
@@ -75,7 +75,8 @@ def axis_of(
         raise UsageError(
             f"choose an axis with --axis: {' or '.join(several)}"
             if several
-            else "no axis has several parts: set mesh.data, mesh.spatial or mesh.channel"
+            else "no axis has several parts: set mesh.data, mesh.spatial or mesh."
+            + " or mesh.".join(OTHER_AXES)
         )
     name = name or several[0]
     if counts.get(name, 1) == 1:
@@ -121,9 +122,10 @@ def with_parts(config: Config, axis: Axis, sizes: tuple[int, ...]) -> Config:
 
 def mesh_with(config: Config, world: Transport) -> Mesh:
     """Makes the mesh of a configuration over all ranks. Collective."""
-    wanted = config.mesh
-    axes, shares = {CHANNEL_AXIS: wanted.channel}, wanted.shares.given
-    return Mesh(world, wanted.data, wanted.spatial, config.train.seed, axes=axes, shares=shares)
+    wanted, shares = config.mesh, config.mesh.shares.given
+    return Mesh(
+        world, wanted.data, wanted.spatial, config.train.seed, axes=wanted.axes, shares=shares
+    )
 
 
 def waited(parts: Mapping[str, float]) -> float:

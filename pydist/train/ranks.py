@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pydist.errors import UsageError
+from pydist.grid import CHANNEL_AXIS, OTHER_AXES
 from pydist.partition import divide
 from pydist.train import reduction
 from pydist.train.config import MeshConfig
@@ -20,7 +21,7 @@ _OF_STAGES = (
     "micro_batches", "schedule", "balance", "cuts", "recompute", "order", "running_statistics",
 )  # fmt: skip
 """Settings that only a network in stages has."""
-_OF_EACH = ("spatial", "channel")
+_OF_EACH = ("spatial", *OTHER_AXES)
 """Settings that a list of stages gives for each."""
 
 
@@ -74,7 +75,12 @@ def meshes_of(mesh: MeshConfig) -> tuple[MeshConfig, ...]:
         return (replace(mesh, stages=None),) * (mesh.stages or 1)
     of_data = mesh.shares.data
     return tuple(
-        MeshConfig(mesh.data, each.spatial, each.channel, replace(each.shares, data=of_data))
+        MeshConfig(
+            data=mesh.data,
+            spatial=each.spatial,
+            shares=replace(each.shares, data=of_data),
+            **each.axes,
+        )
         for each in mesh.stages
     )
 
@@ -99,7 +105,7 @@ def stage_arguments(mesh: MeshConfig, ranks: int) -> list[Mapping[str, Any]]:
         {
             "data": groups,
             "spatial": stage.spatial,
-            "channel": stage.channel,
+            **stage.axes,
             "shares": stage.shares.given,
         }
         for stage in meshes_of(mesh)
@@ -149,7 +155,7 @@ def _mistakes_in_slices(config: Config) -> Iterator[str]:
     mesh = config.mesh
     if not mesh.sharded_weights:
         return
-    if all(each.channel == 1 for each in meshes_of(mesh)):
+    if all(each.axes[CHANNEL_AXIS] == 1 for each in meshes_of(mesh)):
         yield "mesh.sharded_weights: weights are sharded along mesh.channel, which is 1"
     elif config.optimizer.sharded == "always":
         yield (

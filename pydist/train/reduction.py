@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pydist.train.config import Config
-from pydist.train.gradients import NAMES, PLAIN, DgcConfig, name_of
+from pydist.train.gradients import (
+    NAMES,
+    STATEFUL,
+    DgcConfig,
+    PostLocalConfig,
+    StatefulConfig,
+    name_of,
+)  # fmt: skip
+from pydist.train.optimizers import LayerwiseConfig
 
 
 def mistakes(config: Config) -> Iterator[str]:
     """Yields how a form of gradients does not suit the other settings."""
-    name = name_of(config.train.gradients)
+    form, name = config.train.gradients, name_of(config.train.gradients)
     given = f'train.gradients = "{name}"'
     if name == "dense":
         return
@@ -19,7 +27,7 @@ def mistakes(config: Config) -> Iterator[str]:
             f'{given} with optimizer.sharded = "always": steps are divided for gradients that are '
             '"dense" only; optimizer.sharded = "auto" and "never" are possible'
         )
-    if name in ("powersgd", "dgc", "post_local"):
+    if isinstance(form, StatefulConfig):
         if config.train.batch_schedule.noise_scale:
             yield (
                 f"{given} with train.batch_schedule.noise_scale: it compares the gradients of "
@@ -35,16 +43,16 @@ def mistakes(config: Config) -> Iterator[str]:
                 f'{given} with train.cuda_graph = "always": the form decides in each step on the '
                 'host, which no graph holds; "auto" and "never" are possible'
             )
-    if name == "post_local" and config.train.amp == "fp16":
+    if isinstance(form, PostLocalConfig) and config.train.amp == "fp16":
         yield f'{given} with train.amp = "fp16": groups would skip other steps; bf16 is possible'
-    if isinstance(config.train.gradients, DgcConfig):
-        yield from _mistakes_in_dgc(config, config.train.gradients)
+    if isinstance(form, DgcConfig):
+        yield from _mistakes_in_dgc(config, form)
 
 
 def _mistakes_in_dgc(config: Config, form: DgcConfig) -> Iterator[str]:
     given, optimizer = 'train.gradients = "dgc"', config.optimizer
     momentum = getattr(optimizer, "momentum", None)
-    if optimizer.name in ("lars", "lamb"):
+    if isinstance(optimizer, LayerwiseConfig):
         yield f'{given} with optimizer.name = "{optimizer.name}": its norms need whole gradients'
     elif form.momentum and (momentum is None or momentum):
         what = f'name = "{optimizer.name}"' if momentum is None else f"momentum = {momentum:g}"
@@ -66,4 +74,4 @@ def _mistakes_in_dgc(config: Config, form: DgcConfig) -> Iterator[str]:
 
 
 def _without_state() -> list[str]:
-    return [name for name in NAMES if name in PLAIN or name == "torus"]
+    return [name for name in NAMES if name not in STATEFUL]

@@ -46,6 +46,7 @@ from pydist.train.loop import Trainer
 from pydist.train.metadata import CheckpointMetadata
 from pydist.train.network import place_network
 from pydist.train.noise import AdaptiveBatch
+from pydist.train.optimizers import LayerwiseConfig
 from pydist.train.ranks import meshes_of
 from pydist.train.rebalancing import Rebalancing
 from pydist.train.state import RunState, seed_everything
@@ -170,16 +171,7 @@ def _run_on(
     with ExitStack() as stack:
         task = task_of(config)
         with together(job.world, "opening the data"):
-            data, validation_data = open_datasets(config, task)
-            budgets = store_budgets(config, data, validation_data)
-            loader = make_loader(config, data, job, store_memory=budgets[0])
-            stack.enter_context(loader)
-            validation_loader = None
-            if validation_data is not None:
-                validation_loader = make_loader(
-                    config, validation_data, job, training=False, store_memory=budgets[1]
-                )
-                stack.enter_context(validation_loader)
+            data, loader, validation_loader = _open(config, task, job, stack)
             stack.enter_context(own_stream(loader.device))
         require_same(job.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
         state = make_state(config, task, job, data, loader, prepare)
@@ -233,6 +225,21 @@ def _run_on(
     return result, rebalancing
 
 
+def _open(
+    config: Config, task: Task, job: Job, stack: ExitStack
+) -> tuple[ShardDataset, Loader, Loader | None]:
+    """Opens the training set, its loader, and that of the validation set if there is one."""
+    data, validation_data = open_datasets(config, task)
+    budgets = store_budgets(config, data, validation_data)
+    loader = stack.enter_context(make_loader(config, data, job, store_memory=budgets[0]))
+    if validation_data is None:
+        return data, loader, None
+    validation_loader = make_loader(
+        config, validation_data, job, training=False, store_memory=budgets[1]
+    )
+    return data, loader, stack.enter_context(validation_loader)
+
+
 def make_state(
     config: Config,
     task: Task,
@@ -279,9 +286,9 @@ def make_state(
     metadata = CheckpointMetadata(config, data.manifest).dump()
     planned = config.train.batch_schedule
     adaptive = AdaptiveBatch(planned, loader) if planned.noise_scale else None
-    every, layers = getattr(config.optimizer, "log_every", 0), None
-    if every and isinstance(made, LayerwiseOptimizer):
-        layers = LayerLog(made, model, job, every)
+    layers = None
+    if isinstance(settings, LayerwiseConfig) and isinstance(made, LayerwiseOptimizer):
+        layers = LayerLog(made, model, job, settings.log_every) if settings.log_every else None
     return RunState(
         job,
         network,

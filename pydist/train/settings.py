@@ -6,12 +6,15 @@ Nothing here imports torch, so that `pydist train --help` answers quickly.
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, TypeVar
 
+import tyro
 from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from pydist.errors import UsageError
+from pydist.grid import OTHER_AXES
 from pydist.parsing import byte_count
 from pydist.registry import Registry
 
@@ -41,6 +44,35 @@ def _checked_size(text: str) -> str:
 
 Size = Annotated[str, AfterValidator(_checked_size)]
 """Number of bytes as text, such as "4GB"; see `byte_count`."""
+
+
+_T = TypeVar("_T")
+
+
+def with_axes(text: str, kind: Any, default: object) -> Callable[[type[_T]], type[_T]]:
+    """Returns a decorator that gives a class a field for each of `pydist.grid.OTHER_AXES`.
+
+    Args:
+        text: the help of a field, with "{}" for what ranks along the axis hold parts of.
+        kind: the type of the fields.
+        default: their default.
+
+    Returns:
+        The decorator, which comes before `dataclass`; `axes_of` returns the fields' values.
+    """
+
+    def add(table: type[_T]) -> type[_T]:
+        for axis, what in OTHER_AXES.items():
+            table.__annotations__[axis] = Annotated[kind, tyro.conf.arg(help=text.format(what))]
+            setattr(table, axis, default)
+        return table
+
+    return add
+
+
+def axes_of(table: object) -> dict[str, Any]:
+    """Returns the values of the fields that `with_axes` has added, by axis."""
+    return {axis: getattr(table, axis) for axis in OTHER_AXES}
 
 
 class Table:

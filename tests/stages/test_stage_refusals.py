@@ -219,7 +219,7 @@ def test_wrong_arguments():
     [
         ([ONE] * 3, "stages of 1 \\+ 1 \\+ 1 ranks, but 2 were started"),
         ([{"data": 2}, ONE], "stages of 2 \\+ 1 ranks"),
-        ([{"depth": 2}], "stage 0: .*possible are data, spatial, channel and shares"),
+        ([{"depth": 2}], "stage 0: .*possible are data, spatial, channel, shares"),
         ([{"spatial": (2, 1)}], "three of spatial"),
         ([{"data": 0}, ONE], "expected counts >= 1"),
     ],

@@ -17,7 +17,7 @@ from pydist.data.store.entry import Entry, EntryFormat
 from pydist.data.store.figures import Figures
 from pydist.data.store.source import BatchSource, NarrowLabels, StoredBatchSource
 from pydist.errors import UsageError
-from pydist.grid import AXES
+from pydist.grid import AXES, OTHER_AXES
 from pydist.layout import layout_for_sample
 from pydist.parsing import byte_count
 
@@ -285,7 +285,7 @@ def _label_dtype(dataset: BlockSource) -> torch.dtype:
 
 def _ranks_with_equal_blocks(mesh: Mesh, training: bool) -> Transport:
     """Creates the transport over the ranks with this rank's part of the samples. Collective."""
-    differ = ("data", "channel") if training else ("channel",)
+    differ = ("data", *OTHER_AXES) if training else tuple(OTHER_AXES)
     others = tuple(axis for axis in AXES if axis not in differ)
     return mesh.world.split(mesh.grid.index(mesh.coords, others), mesh.rank)
 

@@ -66,6 +66,8 @@ def average_pool_of_relu(x: ShardedTensor, plan: Pooling) -> Tensor | None:
 
 
 class _AverageOfRelu(ExchangeFunction):
+    part = None  # several
+
     @staticmethod
     def forward(
         ctx: Any, relu: Tensor, linear: Tensor, pending: DeferredRelu, plan: Pooling

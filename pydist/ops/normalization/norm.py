@@ -125,6 +125,8 @@ class AppliedNorm:
 
 
 class _Normalize(ExchangeFunction):
+    part = None  # several
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -185,6 +185,8 @@ def average(x: Tensor, plan: AveragePlan) -> Tensor:
 
 
 class _Average(ExchangeFunction):
+    part = None  # several
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: AveragePlan) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.mesh = plan, plan.mesh
@@ -199,6 +201,8 @@ class _Average(ExchangeFunction):
 
 
 class _Spread(ExchangeFunction):
+    part = None  # several
+
     @staticmethod
     def forward(ctx: Any, grad: Tensor, way: Tensor, plan: AveragePlan) -> Tensor:
         ctx.plan, ctx.mesh = plan, plan.mesh

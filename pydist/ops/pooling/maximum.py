@@ -147,6 +147,8 @@ def values_at_taps(x: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
 
 
 class _Maximum(ExchangeFunction):
+    part = None  # several
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor, Tensor]:
         y, taps = plan.maxima(x)
@@ -163,6 +165,8 @@ class _Maximum(ExchangeFunction):
 
 
 class _Spread(ExchangeFunction):
+    part = None  # several
+
     @staticmethod
     def forward(ctx: Any, grad: Tensor, way: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
         ctx.plan, ctx.mesh = plan, plan.mesh
@@ -176,6 +180,8 @@ class _Spread(ExchangeFunction):
 
 
 class _Pick(ExchangeFunction):
+    part = None  # several
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, taps: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.mesh = plan, plan.mesh

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class _GradientOfSum(ExchangeFunction):
     Forward has no exchange, so that a rank that records no graph may omit the call.
     """
 
+    part = None  # `average_back` measures
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
@@ -46,6 +48,12 @@ def _worst(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
     return torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max
 
 
+def _reduce(x: ShardedTensor, dims: Sequence[int], value: Tensor, op: ReduceOp) -> None:
+    """Reduces a value over the ranks that divide `dims`, in place."""
+    with x.mesh.session.timers.measure("statistics"):
+        x.mesh.group(axes_of(x._layout, dims)).all_reduce(value, op)
+
+
 def _best(x: ShardedTensor, dims: tuple[int, ...], op: ReduceOp) -> Tensor:
     """Computes the global extreme without gradient, with the reduced dims kept."""
     local = local_of(x).detach()
@@ -54,7 +62,7 @@ def _best(x: ShardedTensor, dims: tuple[int, ...], op: ReduceOp) -> Tensor:
     else:
         shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
         value = local.new_full(shape, _worst(local.dtype, op))
-    x.mesh.group(axes_of(x._layout, dims)).all_reduce(value, op)
+    _reduce(x, dims, value, op)
     return value
 
 
@@ -87,7 +95,7 @@ def _extreme(x: ShardedTensor, dim: Dims, keepdim: bool, op: ReduceOp, of_all: b
     with torch.no_grad():
         hit = _equals(local, value) if of_all else local == value
         count = hit.sum(dims, keepdim=True)
-        x.mesh.group(axes_of(x._layout, dims)).all_reduce(count)
+        _reduce(x, dims, count, "sum")
     return _with_gradient(x, value, dims, keepdim, hit, count)
 
 
@@ -111,7 +119,7 @@ def _place(x: ShardedTensor, d: int, op: ReduceOp) -> tuple[Tensor, Tensor]:
     else:
         index = torch.full(value.shape, _AFTER_ALL, device=local.device)
     index = index.contiguous()
-    x.mesh.group(axes_of(x._layout, (d,))).all_reduce(index, "min")
+    _reduce(x, (d,), index, "min")
     return value, index
 
 
@@ -146,7 +154,7 @@ def _argument(
         hit = _equals(local.detach(), _best(x, dims, op))
         places = torch.where(hit, _order(x), _AFTER_ALL).flatten()
         index = torch.cat([places, places.new_tensor([_AFTER_ALL])]).amin()
-        x.mesh.group(axes_of(x._layout, dims)).all_reduce(index, "min")
+        _reduce(x, dims, index, "min")
         index = index.view([1] * x.dim()) if keepdim else index
     return result_of(index, x, dims, keepdim)
 

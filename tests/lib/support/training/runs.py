@@ -48,7 +48,7 @@ def job(
     listeners: Sequence[Listener] = (),
 ) -> Result:
     """Runs one rank of a training run, for `run_local`."""
-    axes, shares = {"channel": config.mesh.channel}, config.mesh.shares.given
+    axes, shares = config.mesh.axes, config.mesh.shares.given
     mesh = Mesh(world, data, spatial, config.train.seed, axes=axes, shares=shares)
     return train(config, mesh, listeners)
 
