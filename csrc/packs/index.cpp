@@ -167,6 +167,22 @@ Index::Range Index::children(std::uint32_t directory) const {
   return found;
 }
 
+std::vector<std::uint32_t> Index::files(std::uint32_t directory) const {
+  std::vector<std::uint32_t> files;
+  std::vector<std::uint32_t> open = {directory};
+  while (!open.empty()) {
+    const std::uint32_t at = open.back();
+    open.pop_back();
+    if (entry(at).kind != Kind::kDirectory) {
+      files.push_back(at);
+      continue;
+    }
+    const auto [first, count] = children(at);
+    for (std::uint32_t i = count; i > 0; --i) open.push_back(first + i - 1);
+  }
+  return files;
+}
+
 std::optional<std::uint32_t> Index::child(std::uint32_t directory, std::string_view name) const {
   auto [first, count] = range(directory);
   const std::uint32_t end = first + count;

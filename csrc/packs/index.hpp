@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "packs/format.hpp"
 
@@ -47,6 +48,9 @@ class Index {
     std::uint32_t count;
   };
   Range children(std::uint32_t directory) const;
+
+  // The files below a directory, depth first, by name.
+  std::vector<std::uint32_t> files(std::uint32_t directory) const;
 
   // Finds an entry by its path relative to the root, which is "". Components are separated by one
   // '/', without "." and "..". None if there is no such entry, or one before the last is a file.

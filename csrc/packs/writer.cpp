@@ -60,7 +60,8 @@ void PartitionWriter::write(const void* bytes, std::size_t size, std::uint64_t o
 Stored PartitionWriter::append(int source, std::uint64_t size, Codec codec) {
   Stored stored;
   stored.partition = header_.number;
-  stored.offset = (end_ + kAlignment - 1) / kAlignment * kAlignment;
+  // An empty file is at the header's end, which every partition has.
+  if (size > 0) stored.offset = (end_ + kAlignment - 1) / kAlignment * kAlignment;
   stored.raw_size = stored.stored_size = size;
   const bool whole = codec != Codec::kRaw && size <= kLargestCompressed;
   // One byte more than it should have shows that a file has grown.

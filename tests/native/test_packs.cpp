@@ -120,6 +120,11 @@ TEST(PackIndex, ListsDirectories) {
   EXPECT_EQ(names(""), (Names{"a.txt", "empty", "train", "void"}));
   EXPECT_EQ(names("train"), (Names{"cats", "dogs"}));
   EXPECT_EQ(names("void"), Names{});
+  std::vector<std::string> files;
+  for (const std::uint32_t file : index.files(0)) files.push_back(index.path(file));
+  std::vector<std::string> expected;
+  for (const auto& [path, bytes] : sample_files()) expected.push_back(path);
+  EXPECT_EQ(files, expected);
   EXPECT_EQ(index.origin(), R"({"seed": 0})");
   EXPECT_EQ(index.id(), test_id());
   expect_refused([&] { index.children(index.find("a.txt").value()); }, "not a directory");

@@ -68,6 +68,7 @@ bool use(const std::vector<std::byte>& bytes, std::size_t& walked) {
     quietly([&] { index->child(i, "1.jpg"); });
   }
   for (const auto& [path, bytes] : sample_files()) quietly([&] { index->find(path); });
+  quietly([&] { EXPECT_LE(index->files(0).size(), index->size()); });
   // A walk ends: no entry is reached twice.
   std::vector<std::uint32_t> open = {0};
   std::size_t reached = 0;
