@@ -17,6 +17,7 @@
 #include "core/errors.hpp"
 #include "packs/codec.hpp"
 #include "packs/folder.hpp"
+#include "packs/server.hpp"
 #include "packs/writer.hpp"
 
 namespace pydist::bindings {
@@ -70,6 +71,14 @@ PackId pack_id(const std::string& bytes) {
                 "a pack's id has 16 bytes; got " + std::to_string(bytes.size()));
   std::memcpy(id.data(), bytes.data(), id.size());
   return id;
+}
+
+packs::Secret secret_of(const std::string& bytes) {
+  packs::Secret secret;
+  PYDIST_EXPECT(bytes.size() == secret.size(),
+                "a secret has 16 bytes; got " + std::to_string(bytes.size()));
+  std::memcpy(secret.data(), bytes.data(), secret.size());
+  return secret;
 }
 
 py::bytes bytes_of(const PackId& id) {
@@ -144,10 +153,15 @@ void bind_pack_reading(py::module_& module) {
           "stored_size", [](const PackEntry& entry) { return entry.fields.stored_size; },
           "Bytes of a file in its partition.");
 
-  py::class_<Folder>(module, "PackFolder", py::is_final(),
-                     "A pack, open for reading; thread-safe. See csrc/packs/folder.hpp.")
-      .def(py::init([](const std::string& path) { return std::make_unique<Folder>(path); }),
-           "path"_a)
+  py::class_<Folder, std::shared_ptr<Folder>>(
+      module, "PackFolder", py::is_final(),
+      "A pack, open for reading; thread-safe. See csrc/packs/folder.hpp.")
+      .def(py::init([](const std::string& path, const std::vector<std::string>& servers,
+                       const std::string& secret) {
+             return std::make_shared<Folder>(path, servers,
+                                             servers.empty() ? packs::Secret{} : secret_of(secret));
+           }),
+           "path"_a, "servers"_a = std::vector<std::string>(), "secret"_a = py::bytes())
       .def_property_readonly("id", [](const Folder& pack) { return bytes_of(pack.index().id()); })
       .def_property_readonly(
           "origin",
@@ -182,6 +196,8 @@ void bind_pack_reading(py::module_& module) {
           "check_partition",
           [](const Folder& pack, std::uint32_t partition) { pack.partition_fd(partition); },
           "partition"_a, NoGil(), "Checks the header and the size of a partition.")
+      .def("is_here", &Folder::is_here, "partition"_a, NoGil(),
+           "Whether the folder has a partition, or its reads go to the servers.")
       .def("check_file", &Folder::check, "number"_a, NoGil(), "Checks all checksums of a file.");
 }
 
@@ -234,12 +250,30 @@ void bind_pack_writing(py::module_& module) {
           "id"_a, "partitions"_a, "origin"_a);
 }
 
+void bind_pack_server(py::module_& module) {
+  using packs::Server;
+  py::class_<Server>(module, "PackServer", py::is_final(),
+                     "Serves a pack's partitions to other nodes. See csrc/packs/server.hpp.")
+      .def(py::init([](const std::shared_ptr<Folder>& folder, const std::string& address,
+                       const std::string& secret, int threads) {
+             const packs::Secret key = secret_of(secret);
+             const py::gil_scoped_release release;
+             return std::make_unique<Server>(folder, address, key, threads);
+           }),
+           "folder"_a, "address"_a, "secret"_a, "threads"_a)
+      .def_property_readonly("address", &Server::address)
+      .def_property_readonly("partitions", &Server::partitions, "Number of those that are here.")
+      .def_property_readonly("requests", &Server::requests)
+      .def_property_readonly("sent_bytes", &Server::bytes);
+}
+
 }  // namespace
 
 void bind_packs(py::module_& module) {
   py::register_local_exception_translator(translate_pack_error);
   bind_pack_reading(module);
   bind_pack_writing(module);
+  bind_pack_server(module);
 }
 
 }  // namespace pydist::bindings

@@ -13,6 +13,7 @@
 namespace pydist::packs {
 namespace {
 
+constexpr int kClosed = -1, kElsewhere = -2;  // of descriptors
 constexpr std::size_t kPiece = std::size_t{1} << 20;
 
 // Opens a partition's file, whose header must agree with the index.
@@ -53,7 +54,14 @@ Folder::Folder(const std::string& path)
     : path_(path),
       index_(Index::open(path + "/" + kIndexName)),
       descriptors_(std::make_unique<std::atomic<int>[]>(index_.partitions())) {
-  for (std::uint32_t i = 0; i < index_.partitions(); ++i) descriptors_[i].store(-1);
+  for (std::uint32_t i = 0; i < index_.partitions(); ++i) descriptors_[i].store(kClosed);
+}
+
+Folder::Folder(const std::string& path, const std::vector<std::string>& servers,
+               const Secret& secret)
+    : Folder(path) {
+  if (servers.empty()) return;
+  remote_ = std::make_unique<Remote>(servers, secret, index_.id(), index_.partitions());
 }
 
 Folder::~Folder() {
@@ -62,22 +70,36 @@ Folder::~Folder() {
   }
 }
 
+bool Folder::is_here(std::uint32_t partition) const {
+  index_.partition_size(partition);
+  int number = descriptors_[partition].load(std::memory_order_acquire);
+  if (number == kClosed && ::access((path_ + "/" + partition_name(partition)).c_str(), F_OK) != 0 &&
+      errno == ENOENT) {
+    if (remote_ == nullptr) return false;
+    descriptors_[partition].compare_exchange_strong(number, kElsewhere);
+    return false;
+  }
+  return number != kElsewhere;
+}
+
 int Folder::partition_fd(std::uint32_t partition) const {
   index_.partition_size(partition);  // throws for one that the index does not have
   int number = descriptors_[partition].load(std::memory_order_acquire);
   if (number >= 0) return number;
+  number = kClosed;
   Descriptor opened = open_partition(path_ + "/" + partition_name(partition), partition, index_);
   // Another thread may have opened it meanwhile; then its descriptor is used.
   if (descriptors_[partition].compare_exchange_strong(number, opened.get())) {
     return opened.release();
   }
-  return number;
+  if (number >= 0) return number;
+  throw PackError(path_ + "/" + partition_name(partition) + ": it appeared while it was read");
 }
 
 const Entry& Folder::file(std::uint32_t entry) const {
   const Entry& found = index_.entry(entry);
   if (found.kind != Kind::kFile) throw PackError(index_.path(entry) + ": a directory, not a file");
-  partition_fd(found.partition);
+  if (remote_ == nullptr || is_here(found.partition)) partition_fd(found.partition);
   const std::uint64_t size = index_.partition_size(found.partition);
   if (found.offset > size || found.stored_size > size - found.offset) {
     damaged(entry, "it is outside of its partition");
@@ -91,7 +113,11 @@ void Folder::damaged(std::uint32_t entry, const std::string& reason) const {
   throw PackError(path_ + ": " + index_.path(entry) + ": damaged: " + reason);
 }
 
-void Folder::read_stored(const Entry& entry, std::uint64_t offset, std::span<std::byte> out) const {
+void Folder::read_stored(std::uint32_t i, std::uint64_t offset, std::span<std::byte> out) const {
+  const Entry& entry = index_.entry(i);
+  if (remote_ != nullptr && !is_here(entry.partition)) {
+    return remote_->read({i, 0, offset, out.size()}, entry.partition, out);
+  }
   const int descriptor = partition_fd(entry.partition);
   while (!out.empty()) {
     const ssize_t got =
@@ -114,7 +140,7 @@ void Folder::read(std::uint32_t i, std::span<std::byte> out) const {
                     " bytes, and was read into " + std::to_string(out.size()));
   }
   if (entry.codec == Codec::kRaw) {
-    read_stored(entry, 0, out);
+    read_stored(i, 0, out);
   } else {
     read_compressed(i, out);
   }
@@ -126,7 +152,7 @@ void Folder::read(std::uint32_t i, std::span<std::byte> out) const {
 void Folder::read_compressed(std::uint32_t i, std::span<std::byte> out) const {
   const Entry& entry = file(i);
   std::vector<std::byte> stored(entry.stored_size);
-  read_stored(entry, 0, stored);
+  read_stored(i, 0, stored);
   // Before decompression, so that its library sees only what the packer wrote.
   if (io::crc32c(stored.data(), stored.size()) != entry.stored_crc) {
     damaged(i, "its stored bytes do not match their checksum");
@@ -146,7 +172,7 @@ std::size_t Folder::pread(std::uint32_t i, std::uint64_t offset, std::span<std::
   if (offset >= entry.raw_size) return 0;
   out = out.first(
       static_cast<std::size_t>(std::min<std::uint64_t>(out.size(), entry.raw_size - offset)));
-  read_stored(entry, offset, out);
+  read_stored(i, offset, out);
   return out.size();
 }
 

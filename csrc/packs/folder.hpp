@@ -7,8 +7,11 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "packs/index.hpp"
+#include "packs/protocol.hpp"
+#include "packs/remote.hpp"
 
 namespace pydist::packs {
 
@@ -17,6 +20,9 @@ namespace pydist::packs {
 class Folder {
  public:
   explicit Folder(const std::string& path);
+
+  // Partitions that are not in the folder are read from servers: see remote.hpp.
+  Folder(const std::string& path, const std::vector<std::string>& servers, const Secret& secret);
   ~Folder();
   Folder(const Folder&) = delete;
   Folder& operator=(const Folder&) = delete;
@@ -39,17 +45,22 @@ class Folder {
   // Reads a whole file in pieces, and compares all of its checksums.
   void check(std::uint32_t entry) const;
 
-  // The open file of a partition whose header was checked; it remains this folder's.
+  // Whether the folder has a partition, or its reads would go to the servers.
+  bool is_here(std::uint32_t partition) const;
+
+  // The open file of a partition whose header was checked; it remains this folder's. Throws for one
+  // that is not here.
   int partition_fd(std::uint32_t partition) const;
 
  private:
-  void read_stored(const Entry& entry, std::uint64_t offset, std::span<std::byte> out) const;
+  void read_stored(std::uint32_t entry, std::uint64_t offset, std::span<std::byte> out) const;
   void read_compressed(std::uint32_t i, std::span<std::byte> out) const;
   [[noreturn]] void damaged(std::uint32_t entry, const std::string& reason) const;
 
   std::string path_;
   Index index_;
-  std::unique_ptr<std::atomic<int>[]> descriptors_;  // -1: not yet open
+  std::unique_ptr<std::atomic<int>[]> descriptors_;  // or kClosed, kElsewhere
+  std::unique_ptr<const Remote> remote_;
 };
 
 }  // namespace pydist::packs

@@ -2,6 +2,7 @@
 
 `pack` writes a folder's files into a pack folder, `verify` compares one with its checksums,
 `PackFileSystem` reads it through fsspec, and `PackFiles` is a data set of its files for torch.
+`serve` sends the partitions that one node has to readers on others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydist.packs.dataset import PackFiles
     from pydist.packs.filesystem import PackFileSystem
+    from pydist.packs.servers import serve
     from pydist.packs.verifying import verify
     from pydist.packs.writing import PackOptions, pack
 
@@ -21,10 +23,11 @@ _HOMES = {
     "PackFiles": "dataset",
     "PackOptions": "writing",
     "pack": "writing",
+    "serve": "servers",
     "verify": "verifying",
 }
 
-__all__ = ["PackFileSystem", "PackFiles", "PackOptions", "pack", "verify"]
+__all__ = ["PackFileSystem", "PackFiles", "PackOptions", "pack", "serve", "verify"]
 
 
 def __getattr__(name: str) -> Any:

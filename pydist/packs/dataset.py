@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from pydist._loader import native
 from pydist.errors import DataError
+from pydist.packs.servers import open_pack
 
 Decode = Callable[[str, bytes], Any]
 
@@ -44,7 +44,7 @@ class PackFiles(Dataset[Any]):
     ) -> None:
         self.folder = folder
         self.decode = decode
-        self._pack = native.PackFolder(os.fsencode(folder))
+        self._pack = open_pack(folder)
         start = self._pack.find(os.fsencode(under.strip("/")))
         if start is None:
             raise DataError(f"{folder}: the pack has no folder {under!r}")
@@ -70,7 +70,7 @@ class PackFiles(Dataset[Any]):
         return {**self.__dict__, "_pack": self._pack.id}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        pack = native.PackFolder(os.fsencode(state["folder"]))
+        pack = open_pack(state["folder"])
         if pack.id != state["_pack"]:
             raise DataError(f"{state['folder']}: the pack was replaced by another one")
         self.__dict__.update({**state, "_pack": pack})

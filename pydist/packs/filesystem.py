@@ -18,6 +18,7 @@ from typing_extensions import Buffer
 
 from pydist._loader import native
 from pydist.errors import DataError, UsageError
+from pydist.packs.servers import open_pack
 
 _PREFIX = "pydist://"
 _READ_WHOLE = 1 << 20
@@ -43,7 +44,7 @@ class PackFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
 
     def __init__(self, target: str | Path, **options: Any) -> None:
         super().__init__(target, **options)
-        self.pack = native.PackFolder(os.fsencode(target))
+        self.pack = open_pack(target)
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
