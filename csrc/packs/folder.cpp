@@ -1,3 +1,4 @@
+// Reads of files, from this folder or from servers.
 #include "packs/folder.hpp"
 
 #include <fcntl.h>

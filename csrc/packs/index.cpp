@@ -1,3 +1,4 @@
+// Opening, look-ups and listings; index_check.cpp has the full check.
 #include "packs/index.hpp"
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// Connections to servers, and which of them has which partition.
 #include "packs/remote.hpp"
 
 #include <chrono>

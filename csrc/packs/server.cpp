@@ -1,3 +1,4 @@
+// The threads of a server, and the two messages that they answer.
 #include "packs/server.hpp"
 
 #if defined(__linux__)

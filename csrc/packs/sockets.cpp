@@ -1,3 +1,4 @@
+// Addresses, connecting and listening, with time limits.
 #include "packs/sockets.hpp"
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// Partitions are appended to; an index is collected and written at the end.
 #include "packs/writer.hpp"
 
 #include <fcntl.h>
