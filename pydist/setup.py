@@ -23,7 +23,10 @@ from pydist.mesh import Mesh, counts_along, counts_of
 from pydist.runtime import connect
 
 _OF_A_RANK = frozenset(
-    {"PYDIST_RANK", "PYDIST_STORE", "PYDIST_SUPERVISOR", "PYDIST_CACHE", "PYDIST_TRACEBACK"}
+    {
+        *("PYDIST_RANK", "PYDIST_STORE", "PYDIST_SUPERVISOR", "PYDIST_CACHE", "PYDIST_TRACEBACK"),
+        *("PYDIST_PACKS_SERVERS", "PYDIST_PACKS_SECRET"),
+    }
 )
 """Variables that may differ between ranks, as they do not affect exchanges."""
 

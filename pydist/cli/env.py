@@ -58,7 +58,8 @@ def report() -> Iterator[tuple[str, str]]:
     yield from _automatic()
     names = [name for name in sorted(os.environ) if name.startswith("PYDIST_") or name in _FOREIGN]
     for i, name in enumerate(names):
-        yield "" if i else "variables", f"{name}={os.environ[name]}"
+        value = "(set)" if name == "PYDIST_PACKS_SECRET" else os.environ[name]
+        yield "" if i else "variables", f"{name}={value}"
 
 
 def _versions() -> Iterator[str]:

@@ -21,12 +21,15 @@ def test_versions_hardware_and_variables_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYDIST_TUNE", "0")
+    monkeypatch.setenv("PYDIST_PACKS_SECRET", "do not print this")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     text = shown(capsys)
     assert text.startswith(f"pydist       {pydist.__version__} in ")
     assert f"of {os.cpu_count()} cores, kernels for {pydist._native.cpu_isa()}" in text
     assert "variables    OMP_NUM_THREADS=1\n" in text
     assert "             PYDIST_TUNE=0\n" in text
+    assert "PYDIST_PACKS_SECRET=(set)\n" in text
+    assert "do not print this" not in text
     names = [line[:13].strip() for line in text.splitlines()]
     assert [name for name in names if name] == [
         "pydist", "Python", "system", "packages", "CPU", "memory", "launchers", "CUDA", "auto",

@@ -1,0 +1,65 @@
+// Serves the partitions that this node has to readers on other nodes.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "packs/folder.hpp"
+#include "packs/protocol.hpp"
+#include "packs/system.hpp"
+
+namespace pydist::packs {
+
+// A pool of threads that answers requests from one epoll set, by sendfile. Each request names an
+// entry and a range of its stored bytes, which are checked against the index; a reader that does
+// not prove that it knows the secret, or that breaks the protocol, is disconnected. Linux alone.
+class Server {
+ public:
+  // Serves from now on, until it is destroyed. address: see sockets.hpp. Throws PackError if the
+  // folder has none of its partitions, or one that is damaged, or if the address can't be used.
+  Server(std::shared_ptr<const Folder> folder, const std::string& address, const Secret& secret,
+         int threads);
+  ~Server();
+  Server(const Server&) = delete;
+  Server& operator=(const Server&) = delete;
+
+  const std::string& address() const { return address_; }  // with the port
+  std::uint32_t partitions() const { return here_; }       // those on this node
+  std::uint64_t requests() const { return requests_.load(); }
+  std::uint64_t bytes() const { return bytes_.load(); }
+
+ private:
+  struct Connection;
+
+  void work();
+  void accept_all();
+  enum class Step { kNext, kWait, kEnd };  // the next message, when more has come, or never
+  void serve(Connection& connection);
+  Step welcome(Connection& connection);
+  Step answer(Connection& connection);
+  bool send_stored(int socket, const Entry& entry, const Request& request);
+  void arm(int descriptor, std::uint32_t events, bool added);
+  void forget(int descriptor);
+  void drop_late();
+
+  std::shared_ptr<const Folder> folder_;
+  Secret secret_;
+  std::string address_;
+  std::vector<std::byte> bits_;  // the partitions that are here
+  std::uint32_t here_ = 0;
+  std::atomic<std::uint64_t> requests_{0}, bytes_{0};
+  std::atomic<bool> stopped_{false};
+  std::atomic<std::int64_t> swept_{0};  // steady seconds
+  Descriptor listening_, epoll_, wake_;
+  std::mutex mutex_;  // of the connections
+  std::unordered_map<int, std::unique_ptr<Connection>> connections_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace pydist::packs
