@@ -135,5 +135,6 @@ def gather_channels(values: Tensor, layout: Layout) -> Tensor:
     sizes = split.partition.sizes
     padded = values.new_zeros(*values.shape[:-1], max(sizes))
     padded[..., : values.shape[-1]] = values
-    rows = layout.mesh.group(split.axes).all_gather(padded)
+    with layout.mesh.session.timers.measure("redistribute"):
+        rows = layout.mesh.group(split.axes).all_gather(padded)
     return torch.cat([row[..., :n] for row, n in zip(rows, sizes, strict=True)], -1)

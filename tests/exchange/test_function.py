@@ -106,6 +106,9 @@ CALLS = {
     "sum": lambda x, w: x.square().sum((2, 3, 4)),
     "largest": lambda x, w: x.amax((2, 3, 4)),
     "where the largest is": lambda x, w: x.max(2)[0] * x.argmax(2),
+    "adaptive": lambda x, w: F.adaptive_max_pool3d(x, (1, 2, 2)),
+    "unpooled": lambda x, w: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2),
+    "counts": lambda x, w: x * (x > 0).sum() * x.detach().gt(0).nonzero().shape[0],
     "reflection": lambda x, w: F.pad(x, (0, 0, 0, 0, 1, 1), "reflect"),
     "linear": lambda x, w: F.linear(F.linear(x.mean((2, 3, 4)), w[0, :, 0, 0]), w[0, :, 0, 0].T),
 }

@@ -148,7 +148,8 @@ def _of_all_ranks(
     local, axes = local_of(x), axes_of(layout, cut)
     with torch.no_grad():
         y, taps = plan.maxima(local)
-        taps = _first_maximum(y, taps, x.mesh.group(axes))
+        with x.mesh.session.timers.measure("statistics"):
+            taps = _first_maximum(y, taps, x.mesh.group(axes))
     total = all_reduce_sum(values_at_taps(local, taps, plan), x.mesh, axes)
     return wrap(total, plan.plan.out, x), taps, plan
 

@@ -67,14 +67,17 @@ def max_unpool(
         values = values.to(result_dtype(function, (one, values), (one, indices), arguments=(1,)))
     places = operand_for(indices, input._layout, input.shape)
     reach = torch.tensor([_reach(places, input._layout, layout, window)])
-    input.mesh.sample.all_reduce(reach, "min")
+    timers = input.mesh.session.timers
+    with timers.measure("statistics"):
+        input.mesh.sample.all_reduce(reach, "min")
     if reach == _BEYOND:
         raise UsageError(f"indices beyond the result of max_unpool, {layout.shape}")
     exchanger = _exchanger(input._layout, layout, window, everywhere=bool(reach == _ANYWHERE))
     values = average_grad(values, input.mesh, input._layout.unused_axes)
     values = gather_box(values, exchanger, input.mesh)
     gathered = places.new_empty(exchanger.slots[0].shape)
-    exchanger.gather(places, [gathered])
+    with timers.measure("halo"):
+        exchanger.gather(places, [gathered])
     return wrap(_placed(values, gathered, layout), layout, input)
 
 

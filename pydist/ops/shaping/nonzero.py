@@ -18,9 +18,10 @@ def _indices(x: ShardedTensor) -> Tensor:
     if group.size == 1:
         return own
     own = (own + torch.tensor(x._layout.box.lo, device=x.device)).contiguous()
-    counts = group.all_gather(torch.tensor([own.shape[0]])).flatten().tolist()
-    found = own.new_empty(sum(counts), x.dim())
-    group.all_gather_async(own, found, [count * x.dim() for count in counts]).wait()
+    with x.mesh.session.timers.measure("redistribute"):
+        counts = group.all_gather(torch.tensor([own.shape[0]])).flatten().tolist()
+        found = own.new_empty(sum(counts), x.dim())
+        group.all_gather_async(own, found, [count * x.dim() for count in counts]).wait()
     place = torch.zeros(found.shape[0], dtype=torch.int64, device=found.device)
     for d, extent in enumerate(shape):
         place = place * extent + found[:, d]

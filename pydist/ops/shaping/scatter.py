@@ -96,13 +96,15 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     operands = [input] if weights is None else [input, weights]
     layout = broadcast_layout(operands)
     own, *rest = (operand_for(t, layout, layout.shape).detach() for t in operands)
-    group = layout.mesh.group(layout.used_axes)
+    group, timers = layout.mesh.group(layout.used_axes), layout.mesh.session.timers
     length = torch.tensor(max(minlength, int(own.max()) + 1 if own.numel() else 0))
     if group.size > 1:
-        group.all_reduce(length, "max")
+        with timers.measure("statistics"):
+            group.all_reduce(length, "max")
     counts = torch.bincount(own, rest[0] if rest else None, int(length))
     if group.size > 1:
-        group.all_reduce(counts)
+        with timers.measure("statistics"):
+            group.all_reduce(counts)
     return counts
 
 
