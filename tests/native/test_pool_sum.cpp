@@ -184,7 +184,7 @@ TEST(PoolBody, HasNothingToAddWhereTheSourceReachesNothing) {
 }
 
 // Arrays of 512^3 x 32 elements: beyond the indices that 32 bits hold. No memory is needed.
-TEST(PoolLanes, TheLastPlaceIsTheLastElementOfALargeArray) {
+TEST(PoolLanes, TheLastPieceIsTheLastElementOfALargeArray) {
   constexpr index_t kWidth = 512, kArea = kWidth * kWidth, kVolume = kArea * kWidth, kChannels = 32;
   constexpr index_t kAll = kChannels * kVolume;
   const ops::Span targets[] = {{0, kWidth}, {0, kWidth}, {0, kWidth}};
@@ -195,10 +195,10 @@ TEST(PoolLanes, TheLastPlaceIsTheLastElementOfALargeArray) {
     const int elements = array.strides[1] == 1 ? 8 : 1;
     const auto lanes = ops::PoolLanes::make(1, kChannels, targets, array, elements);
     const auto row = lanes.position(lanes.row_count - 1);
-    const auto place = lanes.place(lanes.run_length() - 1);
+    const auto piece = lanes.piece(lanes.run_length() - 1);
     const index_t first =
-        row.sample * array.strides[0] + (row.channel + place.channel) * array.strides[1] +
-        row.z * array.strides[2] + row.y * array.strides[3] + place.x * array.strides[4];
+        row.sample * array.strides[0] + (row.channel + piece.channel) * array.strides[1] +
+        row.z * array.strides[2] + row.y * array.strides[3] + piece.x * array.strides[4];
     EXPECT_EQ(first + elements, kAll);
   }
 }
