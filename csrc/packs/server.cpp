@@ -1,4 +1,4 @@
-// The threads of a server, and the two messages that they answer.
+// The threads of a server, its connections, and the two messages that it answers.
 #include "packs/server.hpp"
 
 #if defined(__linux__)
@@ -6,80 +6,24 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/sendfile.h>
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <array>
-#include <chrono>
-#include <cstring>
 
+#include "packs/connection.hpp"
 #include "packs/sockets.hpp"
 
 namespace pydist::packs {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-constexpr int kStallMilliseconds = kStallSeconds * 1000;
 constexpr std::size_t kMostConnections = 65536;
-constexpr std::chrono::seconds kHelloLimit{10};
-constexpr int kTurn = 64;  // requests of one connection before the others have their turn
-
-// Sends all bytes of a socket whose calls do not block; false if it ends or stalls.
-bool push(int socket, std::span<const std::byte> bytes, int flags) {
-  while (!bytes.empty()) {
-    const ssize_t sent = ::send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL | flags);
-    if (sent > 0) {
-      bytes = bytes.subspan(static_cast<std::size_t>(sent));
-    } else if (sent < 0 && errno == EAGAIN) {
-      pollfd waited{socket, POLLOUT, 0};
-      if (::poll(&waited, 1, kStallMilliseconds) == 0) return false;
-    } else if (sent == 0 || errno != EINTR) {
-      return false;
-    }
-  }
-  return true;
-}
-
-template <class T>
-bool push_value(int socket, const T& value, int flags) {
-  return push(socket, std::as_bytes(std::span(&value, 1)), flags);
-}
+constexpr std::int64_t kHelloSeconds = 10;
+constexpr int kTurn = 64;  // messages of one connection before the others have their turn
 
 }  // namespace
-
-// Used by one thread at a time: that which epoll has woken for it, until it is armed again.
-struct Server::Connection {
-  std::mutex turn;  // hands the connection from one thread to the next one
-  Descriptor socket;
-  Nonce nonce;
-  Clock::time_point began;
-  std::atomic<bool> welcomed{false};
-  std::array<std::byte, sizeof(Hello)> buffer{};
-  std::size_t filled = 0;
-
-  // Receives what has come of a message; kNext when it is complete.
-  template <class T>
-  Step receive(T& message) {
-    static_assert(sizeof(T) <= sizeof(buffer));
-    while (filled < sizeof(T)) {
-      const ssize_t got =
-          ::recv(socket.get(), buffer.data() + filled, sizeof(T) - filled, MSG_DONTWAIT);
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0 && errno == EAGAIN) return Step::kWait;
-      if (got <= 0) return Step::kEnd;
-      filled += static_cast<std::size_t>(got);
-    }
-    std::memcpy(&message, buffer.data(), sizeof(T));
-    filled = 0;
-    return Step::kNext;
-  }
-};
 
 Server::Server(std::shared_ptr<const Folder> folder, const std::string& address,
                const Secret& secret, int threads)
@@ -108,11 +52,6 @@ Server::~Server() {
   stopped_.store(true);
   const std::uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof(one));
-  {
-    // A thread that sends to a reader that does not take it ends as well.
-    const std::lock_guard lock(mutex_);
-    for (const auto& [descriptor, connection] : connections_) ::shutdown(descriptor, SHUT_RDWR);
-  }
   for (std::thread& thread : threads_) thread.join();
   if (address_.find('/') != std::string::npos) ::unlink(address_.c_str());
 }
@@ -170,17 +109,15 @@ void Server::accept_all() {
     ::setsockopt(socket.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
     auto connection = std::make_unique<Connection>();
     connection->nonce = random_nonce();
-    connection->began = Clock::now();
-    const Challenge challenge{kServerMagic, kVersion, 0, connection->nonce};
+    connection->send_later(Challenge{kServerMagic, kVersion, 0, connection->nonce});
     const int descriptor = socket.get();
     connection->socket = std::move(socket);
     {
       const std::lock_guard lock(mutex_);
       if (connections_.size() >= kMostConnections) continue;
-      if (!push_value(descriptor, challenge, 0)) continue;
       connections_[descriptor] = std::move(connection);
     }
-    arm(descriptor, EPOLLIN | EPOLLRDHUP | EPOLLONESHOT, false);
+    arm(descriptor, EPOLLOUT | EPOLLONESHOT, false);
   }
   arm(listening_.get(), EPOLLIN | EPOLLONESHOT, true);
 }
@@ -190,80 +127,78 @@ void Server::serve(Connection& connection) {
   {
     const std::lock_guard lock(connection.turn);
     Step step = Step::kNext;
-    for (int i = 0; i < kTurn && step == Step::kNext; ++i) {
-      step = connection.welcomed.load() ? answer(connection) : welcome(connection);
+    for (int i = 0; i < kTurn && step == Step::kNext; ++i) step = turn(connection);
+    connection.waited_for.store(!connection.welcomed.load() || step == Step::kSend);
+    if (step != Step::kEnd) {
+      const std::uint32_t events = step == Step::kSend ? EPOLLOUT : EPOLLIN;
+      return arm(descriptor, events | EPOLLONESHOT, true);
     }
-    if (step != Step::kEnd) return arm(descriptor, EPOLLIN | EPOLLRDHUP | EPOLLONESHOT, true);
   }
   forget(descriptor);
 }
 
-Server::Step Server::welcome(Connection& connection) {
-  Hello hello{};
-  if (const Step step = connection.receive(hello); step != Step::kNext) return step;
-  const int socket = connection.socket.get();
-  const PackId& id = folder_->index().id();
-  Welcome welcome{Status::kOk, folder_->index().partitions(), 0};
-  if (hello.magic != kReaderMagic) return Step::kEnd;
-  if (hello.version != kVersion) {
-    welcome.status = Status::kOtherVersion;
-  } else if (hello.id != id) {
-    welcome.status = Status::kOtherPack;
-  } else if (hello.proof != proof_of(secret_, Side::kReader, connection.nonce, hello.nonce, id)) {
-    welcome.status = Status::kOtherSecret;
+// Sends what is left to send, and receives one message.
+Step Server::turn(Connection& connection) {
+  if (const Step step = connection.flush(bytes_); step != Step::kNext) return step;
+  if (connection.last) return Step::kEnd;
+  Step step;
+  if (connection.welcomed.load()) {
+    Request request{};
+    step = connection.receive(request);
+    if (step == Step::kNext) answer(connection, request);
+  } else {
+    Hello hello{};
+    step = connection.receive(hello);
+    if (step == Step::kNext) welcome(connection, hello);
   }
-  if (welcome.status != Status::kOk) {
-    welcome.partitions = 0;
-    push_value(socket, welcome, 0);
-    return Step::kEnd;
-  }
-  welcome.proof = proof_of(secret_, Side::kServer, connection.nonce, hello.nonce, id);
-  connection.welcomed.store(true);
-  const bool sent = push_value(socket, welcome, MSG_MORE) && push(socket, bits_, 0);
-  return sent ? Step::kNext : Step::kEnd;
+  return step;
 }
 
-Server::Step Server::answer(Connection& connection) {
-  Request request{};
-  if (const Step step = connection.receive(request); step != Step::kNext) return step;
-  const int socket = connection.socket.get();
+void Server::welcome(Connection& connection, const Hello& hello) {
+  const PackId& id = folder_->index().id();
+  connection.last = true;
+  if (hello.magic != kReaderMagic) return;
+  Welcome welcome{Status::kOk, folder_->index().partitions(), 0};
+  if (hello.version != kVersion) {
+    welcome = {Status::kOtherVersion, 0, 0};
+  } else if (hello.id != id) {
+    welcome = {Status::kOtherPack, 0, 0};
+  } else if (hello.proof != proof_of(secret_, Side::kReader, connection.nonce, hello.nonce, id)) {
+    welcome = {Status::kOtherSecret, 0, 0};
+  } else {
+    welcome.proof = proof_of(secret_, Side::kServer, connection.nonce, hello.nonce, id);
+    connection.welcomed.store(true);
+    connection.last = false;
+  }
+  connection.send_later(welcome);
+  if (connection.last) return;
+  connection.head.insert(connection.head.end(), bits_.begin(), bits_.end());
+}
+
+void Server::answer(Connection& connection, const Request& request) {
   const Index& index = folder_->index();
-  Answer answer{Status::kOk, 0, request.size};
+  requests_.fetch_add(1);
+  const auto refuse = [&](Status status) { connection.send_later(Answer{status, 0, 0}); };
   const Entry* entry = request.entry < index.size() ? &index.entry(request.entry) : nullptr;
   if (entry == nullptr || entry->kind != Kind::kFile || request.offset > entry->stored_size ||
-      request.size > entry->stored_size - request.offset) {
-    answer = {Status::kBadRequest, 0, 0};
-  } else if (entry->partition >= index.partitions() ||
-             (bits_[entry->partition / 8] & (std::byte{1} << (entry->partition % 8))) ==
-                 std::byte{0}) {
-    answer = {Status::kNotHere, 0, 0};
+      request.size > entry->stored_size - request.offset ||
+      entry->partition >= index.partitions()) {
+    return refuse(Status::kBadRequest);
   }
-  requests_.fetch_add(1);
-  const bool empty = answer.size == 0;
-  const bool sent = push_value(socket, answer, empty ? 0 : MSG_MORE) &&
-                    (empty || send_stored(socket, *entry, request));
-  return sent ? Step::kNext : Step::kEnd;
-}
-
-bool Server::send_stored(int socket, const Entry& entry, const Request& request) {
-  // The range is in the partition: its size is checked when it is opened, and so is this sum.
-  const std::uint64_t size = folder_->index().partition_size(entry.partition);
-  if (entry.offset > size || entry.stored_size > size - entry.offset) return false;
-  const int file = folder_->partition_fd(entry.partition);
-  auto offset = static_cast<off_t>(entry.offset + request.offset);
-  for (std::uint64_t left = request.size; left > 0;) {
-    const ssize_t sent = ::sendfile(socket, file, &offset, left);
-    if (sent > 0) {
-      left -= static_cast<std::uint64_t>(sent);
-      bytes_.fetch_add(static_cast<std::uint64_t>(sent));
-    } else if (sent < 0 && errno == EAGAIN) {
-      pollfd waited{socket, POLLOUT, 0};
-      if (::poll(&waited, 1, kStallMilliseconds) == 0) return false;
-    } else if (sent == 0 || errno != EINTR) {
-      return false;  // the reader is gone, or the partition was cut short
-    }
+  const std::uint32_t partition = entry->partition;
+  if ((bits_[partition / 8] & (std::byte{1} << (partition % 8))) == std::byte{0}) {
+    return refuse(Status::kNotHere);
   }
-  return true;
+  // The size of the partition's file was compared with the index when it was opened.
+  const std::uint64_t size = index.partition_size(partition);
+  if (entry->offset > size || entry->stored_size > size - entry->offset) {
+    return refuse(Status::kBadRequest);
+  }
+  connection.send_later(Answer{Status::kOk, 0, request.size});
+  connection.file = folder_->partition_fd(partition);
+  connection.offset = static_cast<off_t>(entry->offset + request.offset);
+  connection.left = request.size;
+  connection.moved.store(now());
 }
 
 void Server::forget(int descriptor) {
@@ -272,13 +207,14 @@ void Server::forget(int descriptor) {
   connections_.erase(descriptor);
 }
 
+// Disconnects readers that say no hello, or take nothing of what is sent to them.
 void Server::drop_late() {
-  const auto now = Clock::now();
-  const auto second = std::chrono::duration_cast<std::chrono::seconds>(now.time_since_epoch());
-  if (swept_.exchange(second.count()) == second.count()) return;
+  const std::int64_t second = now();
+  if (swept_.exchange(second) == second) return;
   const std::lock_guard lock(mutex_);
   for (const auto& [descriptor, connection] : connections_) {
-    if (!connection->welcomed.load() && now - connection->began > kHelloLimit) {
+    const std::int64_t limit = connection->welcomed.load() ? kStallSeconds : kHelloSeconds;
+    if (connection->waited_for.load() && second - connection->moved.load() > limit) {
       ::shutdown(descriptor, SHUT_RDWR);  // its thread closes it
     }
   }
@@ -289,8 +225,6 @@ void Server::drop_late() {
 #else
 
 namespace pydist::packs {
-
-struct Server::Connection {};
 
 Server::Server(std::shared_ptr<const Folder> folder, const std::string&, const Secret&, int) {
   throw PackError(folder->path() + ": packs are served on Linux alone");

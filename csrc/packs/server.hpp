@@ -16,9 +16,13 @@
 
 namespace pydist::packs {
 
+struct Connection;
+enum class Step;
+
 // A pool of threads that answers requests from one epoll set, by sendfile. Each request names an
 // entry and a range of its stored bytes, which are checked against the index; a reader that does
-// not prove that it knows the secret, or that breaks the protocol, is disconnected. Linux alone.
+// not prove that it knows the secret, or that breaks the protocol, is disconnected. No thread
+// waits for a reader: what a socket does not take is sent when it does. Linux alone.
 class Server {
  public:
   // Serves from now on, until it is destroyed. address: see sockets.hpp. Throws PackError if the
@@ -35,15 +39,12 @@ class Server {
   std::uint64_t bytes() const { return bytes_.load(); }
 
  private:
-  struct Connection;
-
   void work();
   void accept_all();
-  enum class Step { kNext, kWait, kEnd };  // the next message, when more has come, or never
   void serve(Connection& connection);
-  Step welcome(Connection& connection);
-  Step answer(Connection& connection);
-  bool send_stored(int socket, const Entry& entry, const Request& request);
+  Step turn(Connection& connection);
+  void welcome(Connection& connection, const Hello& hello);
+  void answer(Connection& connection, const Request& request);
   void arm(int descriptor, std::uint32_t events, bool added);
   void forget(int descriptor);
   void drop_late();

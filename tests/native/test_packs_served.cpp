@@ -230,7 +230,7 @@ TEST_P(ServedRaw, StrangersGetNothing) {
   expect_all(Folder(index_.path(), {socket_}, kSecret));
 }
 
-TEST_P(ServedRaw, ReadersMaySpeakInPiecesOrHangUp) {
+TEST_P(ServedRaw, ReadersMaySpeakInPiecesHangUpOrTakeNothing) {
   const auto server = serve(socket_, 1);
   const std::uint32_t file = Folder(all_.path()).index().find("train/cats/1.jpg").value();
   Speaker slow(socket_);
@@ -243,7 +243,16 @@ TEST_P(ServedRaw, ReadersMaySpeakInPiecesOrHangUp) {
     ASSERT_TRUE(gone.enter());
     for (int k = 0; k < 50; ++k) send_value(gone.socket(), Request{file, 0, 0, 5000});
   }
-  expect_all(Folder(index_.path(), {socket_}, kSecret));  // while `slow` waits for its own rest
+  // More readers than threads ask for more than their sockets take, and take nothing of it.
+  std::vector<std::unique_ptr<Speaker>> stuck;
+  for (int i = 0; i < 4; ++i) {
+    stuck.push_back(std::make_unique<Speaker>(socket_));
+    ASSERT_TRUE(stuck.back()->enter());
+    const Request all{file, 0, 0, 5000};
+    while (::send(stuck.back()->socket(), &all, sizeof(all), MSG_DONTWAIT) > 0) continue;
+  }
+  ::shutdown(stuck.back()->socket(), SHUT_WR);
+  expect_all(Folder(index_.path(), {socket_}, kSecret));
   send_all(slow.socket(), bytes_of(bytes.substr(20)));
   Answer answer{};
   EXPECT_TRUE(receive_value(slow.socket(), answer));
