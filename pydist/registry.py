@@ -68,7 +68,14 @@ def imported(path: str, what: str) -> Any:
 JOINS = ("auto", "mpi", "c10d", "local", "cuda", "host")
 """Ways to join a job; see `pydist.runtime.connect`."""
 
-FORMATS = Registry("format", {"hdf5": "pydist.data.safe_open:SafeFile"})
+FORMATS = Registry(
+    "format",
+    {
+        "hdf5": "pydist.data.safe_open:SafeFile",
+        "zarr": "pydist.data.zarr_file:ZarrFile",
+        "numpy": "pydist.data.numpy_file:NumpyFolder",
+    },
+)
 """Formats of a data set's files: subclasses of `pydist.data.formats.StoredFile`."""
 
 MODELS = Registry(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
@@ -26,7 +26,7 @@ from h5py import h5d, h5f, h5fd, h5l, h5p, h5t
 
 from pydist.data.formats import Readable, StoredFile
 from pydist.data.hdf5_rules import Limits, check_filters, check_size, check_type
-from pydist.data.regular import require_regular
+from pydist.data.regular import Stamp, change_since, require_regular
 from pydist.errors import DataError
 
 HDF5_ERRORS = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)
@@ -56,21 +56,6 @@ def safe_open(
     stamp = None if driver is not None else _check_file(name)
     roots = tuple(Path(root).resolve() for root in allow_roots)
     return SafeFile(name, _open(name, driver), roots, limits or Limits(), stamp)
-
-
-class Stamp(NamedTuple):
-    """Identity and state of a file, which differ after it was replaced or changed."""
-
-    bytes: int
-    device: int
-    inode: int
-    changed: int
-    """Time of the last change to its content, in ns."""
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Stamp:
-        """Returns the stamp of a file from its `stat`."""
-        return cls(status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
 class SafeFile(StoredFile):
@@ -138,7 +123,7 @@ class SafeFile(StoredFile):
         Returns:
             One line that names the file; None without a change.
         """
-        found = None if self._stamp is None else _change(self.path, self._stamp)
+        found = None if self._stamp is None else change_since(self.path, self._stamp)
         changes = (found, *(file.change() for file in self._linked))
         return next((each for each in changes if each is not None), None)
 
@@ -280,21 +265,6 @@ def _check_file(path: Path) -> Stamp:
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: no permission to read it")
     return Stamp.of(status)
-
-
-def _change(path: Path, before: Stamp) -> str | None:
-    """Describes how a file differs from its stamp; see `SafeFile.change`."""
-    try:
-        now = Stamp.of(path.stat())
-    except OSError as error:
-        return f"{path}: lost while it was open: {error.strerror}"
-    if now == before:
-        return None
-    if now.bytes != before.bytes:
-        how = "shrank" if now.bytes < before.bytes else "grew"
-        return f"{path}: {how} from {before.bytes} to {now.bytes} bytes while it was open"
-    replaced = (now.device, now.inode) != (before.device, before.inode)
-    return f"{path}: {'replaced by another file' if replaced else 'changed'} while it was open"
 
 
 def _names(group: h5py.Group, most: int) -> list[str]:
