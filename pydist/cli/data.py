@@ -1,18 +1,25 @@
-"""`pydist data`: generates, converts and verifies data sets."""
+"""`pydist data`: generates, indexes, converts, describes and verifies data sets."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.progress import Progress
 
 from pydist.cli.console import Console
+from pydist.cli.data_info import lines_of
 from pydist.cli.options import parse
+from pydist.data.convert import ConvertOptions, convert_dataset
+from pydist.data.each_file import cores
+from pydist.data.index import IndexOptions, index_dataset, verify_dataset
+from pydist.data.info import deep_facts, kept_facts, outline
 from pydist.data.manifest import Manifest
 from pydist.data.medical import CTOptions, NiftiOptions, convert_nifti, generate_ct
 from pydist.data.universes import UniverseOptions, generate_universes
@@ -54,12 +61,60 @@ class _Nifti:
     """Options of the conversion."""
 
 
+_Workers = Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="(default: all cores)")]
+
+
+@dataclass(frozen=True)
+class _Index:
+    """Makes a data set of existing files, in place: writes dataset.json into FOLDER."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder with HDF5 files, such as the public CosmoFlow universes; or with Zarr or NumPy
+    folders."""
+    index: tyro.conf.OmitArgPrefixes[IndexOptions] = field(default_factory=IndexOptions)
+    """What a sample is, and what is computed."""
+    workers: _Workers = field(default_factory=cores)
+    """Processes that read files."""
+    overwrite: bool = False
+    """Replace a dataset.json that was made in another way."""
+
+
+@dataclass(frozen=True)
+class _Convert:
+    """Copies a data set into another file format."""
+
+    source: tyro.conf.Positional[Path]
+    """Folder of a data set."""
+    folder: tyro.conf.Positional[Path]
+    """Folder of the copy."""
+    conversion: tyro.conf.OmitArgPrefixes[ConvertOptions] = field(default_factory=ConvertOptions)
+    """Format and storage."""
+    workers: _Workers = field(default_factory=cores)
+    """Processes that copy; each holds one file in memory."""
+
+
+@dataclass(frozen=True)
+class _Info:
+    """Describes a data set: shapes, types, splits, and with --deep its values."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder of the data set."""
+    deep: bool = False
+    """Read all voxels: ranges, NaN and infinite values, voxels by class, checksums."""
+    json: bool = False
+    """Print JSON."""
+    workers: _Workers = field(default_factory=cores)
+    """Processes that read files."""
+
+
 @dataclass(frozen=True)
 class _Verify:
     """Reads every file of a data set and compares it with the manifest's checksums."""
 
     folder: tyro.conf.Positional[Path]
     """Folder of the data set."""
+    workers: _Workers = field(default_factory=cores)
+    """Threads that read files."""
 
 
 def universes(arguments: Sequence[str]) -> int:
@@ -94,14 +149,65 @@ def nifti(arguments: Sequence[str]) -> int:
     return 0
 
 
+def index(arguments: Sequence[str]) -> int:
+    """Runs `pydist data index`; see `pydist data index --help`."""
+    chosen = parse(_Index, arguments, "pydist data index")
+    console = Console()
+    began = time.perf_counter()
+    with _told(console) as told:
+        manifest = index_dataset(
+            chosen.folder,
+            chosen.index,
+            told,
+            workers=chosen.workers,
+            overwrite=chosen.overwrite,
+        )
+    what = f"{len(manifest.files)} {manifest.file_format} files"
+    _say(console, what, manifest, chosen.folder, began)
+    return 0
+
+
+def convert(arguments: Sequence[str]) -> int:
+    """Runs `pydist data convert`; see `pydist data convert --help`."""
+    chosen = parse(_Convert, arguments, "pydist data convert")
+    console = Console()
+    began = time.perf_counter()
+    with _told(console) as told:
+        manifest = convert_dataset(
+            chosen.source, chosen.folder, chosen.conversion, told, workers=chosen.workers
+        )
+    what = f"{len(manifest.files)} {manifest.file_format} files"
+    _say(console, what, manifest, chosen.folder, began)
+    return 0
+
+
+def info(arguments: Sequence[str]) -> int:
+    """Runs `pydist data info`; see `pydist data info --help`."""
+    chosen = parse(_Info, arguments, "pydist data info")
+    console = Console()
+    described = outline(chosen.folder)
+    found = kept_facts(chosen.folder)
+    if chosen.deep and found is None:
+        with _told(console) as told:
+            found = deep_facts(chosen.folder, told, workers=chosen.workers)
+    if chosen.json:
+        deep = None if found is None else {split: asdict(f) for split, f in found.items()}
+        print(json.dumps({**described, "deep": deep}, indent=1))
+    else:
+        for line in lines_of(described, found):
+            console.print(line, soft_wrap=True, markup=False)
+    faults = sum(len(facts.faults) for facts in (found or {}).values())
+    if faults:
+        raise DataError(f"{chosen.folder} has damaged or missing files ({faults})")
+    return 0
+
+
 def verify(arguments: Sequence[str]) -> int:
     """Runs `pydist data verify`; see `pydist data verify --help`."""
-    from pydist.data.index import verify_dataset
-
     chosen = parse(_Verify, arguments, "pydist data verify")
     console = Console()
     with _told(console) as told:
-        faults = verify_dataset(chosen.folder, told)
+        faults = verify_dataset(chosen.folder, told, workers=chosen.workers)
     for fault in faults:
         console.print(f"damaged    {fault}", soft_wrap=True, markup=False)
     if faults:

@@ -183,6 +183,15 @@ class StoredFile(ABC):
         return False
 
     @classmethod
+    def check_storage(cls, storage: Storage) -> None:
+        """Checks that files of this format can be written, for `convert_dataset`.
+
+        Raises:
+            UsageError: they can't, or not with this storage.
+        """
+        raise UsageError("files of this format can't be written")
+
+    @classmethod
     def write(
         cls,
         path: Path,
@@ -196,13 +205,12 @@ class StoredFile(ABC):
             path: the file.
             arrays: the content by name.
             texts: texts to store beside the arrays, by name.
-            storage: chunks and compression.
+            storage: chunks and compression; `check_storage` accepts it.
 
         Raises:
-            UsageError: the format can't be written, or has no such storage.
             DiskError: the disk is full, or the folder can't be written.
         """
-        raise UsageError(f"{path}: files of this format can't be written")
+        cls.check_storage(storage)
 
     def change(self) -> str | None:
         """Describes a change of the file since it was opened, in one line; `None` for none.

@@ -5,6 +5,7 @@ Arrays are mapped into memory, so that a read copies only the block. Nothing is 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.formats import Readable, StoredArray, StoredFile, Storage
+from pydist.data.formats import Readable, Storage, StoredArray, StoredFile
 from pydist.data.publish import publish_folder
 from pydist.data.regular import Stamp, Tree, change_since
 from pydist.errors import DataError, UsageError
@@ -106,6 +107,12 @@ class NumpyFolder(StoredFile):
         return {name: text for name, text in found if isinstance(text, str)}
 
     @classmethod
+    def check_storage(cls, storage: Storage) -> None:
+        """Checks that a kind of storage is NumPy's; see `StoredFile.check_storage`."""
+        if storage.chunks or storage.shards or storage.compression != "none":
+            raise UsageError("NumPy files have no chunks, shards or compression")
+
+    @classmethod
     def write(
         cls,
         path: Path,
@@ -114,12 +121,8 @@ class NumpyFolder(StoredFile):
         storage: Storage,
     ) -> None:
         """Writes arrays as files; see `StoredFile.write`."""
-        if storage.chunks or storage.shards or storage.compression != "none":
-            raise UsageError("NumPy files have no chunks, shards or compression")
 
         def fill(folder: Path) -> None:
-            import json
-
             for name, values in arrays.items():
                 target = folder / f"{name}{SUFFIX}"
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ times as much).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,10 +24,13 @@ import numpy as np
 import numpy.typing as npt
 from h5py import h5d, h5f, h5fd, h5l, h5p, h5t
 
-from pydist.data.formats import Readable, StoredFile
+from pydist.data.file_image import write_hdf5
+from pydist.data.formats import Readable, Storage, StoredFile
 from pydist.data.hdf5_rules import Limits, check_filters, check_size, check_type
 from pydist.data.regular import Stamp, change_since, require_regular
-from pydist.errors import DataError
+from pydist.errors import DataError, UsageError
+
+SUFFIXES = (".hdf5", ".h5")
 
 HDF5_ERRORS = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)
 """The exceptions that h5py raises for damaged files, depending on the damaged part."""
@@ -155,6 +158,37 @@ class SafeFile(StoredFile):
             return bytes(self._file.attrs[name]).decode()
         except HDF5_ERRORS as error:
             raise DataError(f"{self.path}: {name!r} is damaged: {_line(error)}") from error
+
+    def texts(self) -> dict[str, str]:
+        """Returns the attributes of the file that are strings of fixed length."""
+        try:
+            names = list(self._file.attrs)[: self._limits.attributes]
+        except HDF5_ERRORS as error:
+            raise DataError(f"{self.path}: its attributes are damaged: {_line(error)}") from error
+        found = {name: self.text(name) for name in names}
+        return {name: text for name, text in found.items() if text is not None}
+
+    @classmethod
+    def is_one(cls, path: Path) -> bool:
+        """Returns whether a file's name is that of an HDF5 file."""
+        return path.suffix in SUFFIXES and path.is_file()
+
+    @classmethod
+    def check_storage(cls, storage: Storage) -> None:
+        """Checks that HDF5 has a kind of storage; see `StoredFile.check_storage`."""
+        if storage.shards or storage.compression not in ("none", "gzip"):
+            raise UsageError("HDF5 files have no shards, and no compression but gzip")
+
+    @classmethod
+    def write(
+        cls,
+        path: Path,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        texts: Mapping[str, str],
+        storage: Storage,
+    ) -> None:
+        """Writes arrays; see `write_hdf5`."""
+        write_hdf5(path, arrays, texts, storage)
 
     def _find(self, name: str) -> h5py.Dataset:
         """Follows `name` link by link."""

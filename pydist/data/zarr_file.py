@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.formats import Readable, StoredArray, StoredFile, Storage
+from pydist.data.formats import Readable, Storage, StoredArray, StoredFile
 from pydist.data.hdf5_rules import Limits
 from pydist.data.publish import publish_folder
 from pydist.data.regular import Stamp, Tree, change_since
-from pydist.data.zarr_rules import COMPLETE, CheckedArray, check_array
+from pydist.data.zarr_rules import COMPLETE, check_array
 from pydist.errors import DataError, UsageError
 from pydist.parsing import parse_json
 
@@ -118,6 +118,11 @@ class ZarrFile(StoredFile):
         return {name: text for name, text in attributes.items() if isinstance(text, str)}
 
     @classmethod
+    def check_storage(cls, storage: Storage) -> None:
+        """Checks that Zarr files can be written; see `StoredFile.check_storage`."""
+        require_zarr()
+
+    @classmethod
     def write(
         cls,
         path: Path,
@@ -126,7 +131,6 @@ class ZarrFile(StoredFile):
         storage: Storage,
     ) -> None:
         """Writes arrays with all their chunks; see `StoredFile.write`."""
-        require_zarr()
         publish_folder(path, lambda folder: _fill(folder, arrays, texts, storage))
 
     def _metadata(self, name: str, tree: Tree) -> Any:
@@ -186,6 +190,7 @@ def _fill(
         "zstd": (ZstdCodec(level=3, checksum=True),),
         "blosc": (BloscCodec(cname="zstd", clevel=3, shuffle="bitshuffle"),),
     }
+    config: Any = {"write_empty_chunks": True}
     root = zarr.create_group(folder, attributes=dict(texts))
     for name, values in arrays.items():
         chunks, shards = storage.of(values.shape)
@@ -199,7 +204,6 @@ def _fill(
             filters=(),
             fill_value=0,
             attributes={COMPLETE: True},
-            config={"write_empty_chunks": True},
+            config=config,
         )
         array[...] = values
-

@@ -85,9 +85,7 @@ def check_array(where: str, record: Any, limits: Limits) -> CheckedArray:
         what = "shards" if sharded else "chunks"
         raise DataError(f"{where} has {what} of {size} bytes; {most} are possible")
     if sharded and (inner := math.prod(sharded) * itemsize) > limits.chunk_bytes:
-        raise DataError(
-            f"{where} has chunks of {inner} bytes; {limits.chunk_bytes} are possible"
-        )
+        raise DataError(f"{where} has chunks of {inner} bytes; {limits.chunk_bytes} are possible")
     attributes = record.get("attributes")
     return CheckedArray(
         {name: record[name] for name in _PASSED_ON if name in record},
