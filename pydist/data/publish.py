@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pydist import owner
@@ -14,6 +15,8 @@ from pydist.errors import DiskError, UsageError
 
 GZIP_RATIO = 1040
 """Upper bound of gzip's compression ratio."""
+_SYNCED = 16
+"""Files that are flushed to disk at the same time."""
 _SMALLEST_FILE = 512
 """Least bytes on disk of a file that is not empty."""
 
@@ -64,10 +67,9 @@ def publish_folder(path: Path, fill: Callable[[Path], None]) -> None:
     try:
         temporary.mkdir()
         fill(temporary)
-        for parent, _, names in os.walk(temporary, topdown=False):
-            for name in names:
-                _sync(Path(parent, name))
-            _sync(Path(parent))
+        written = [temporary, *temporary.rglob("*")]
+        with ThreadPoolExecutor(_SYNCED) as pool:  # file systems flush several at once
+            list(pool.map(_sync, written))
         if path.exists():  # a folder can't replace one that has content
             path.replace(replaced)
         temporary.replace(path)
