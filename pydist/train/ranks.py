@@ -184,6 +184,11 @@ def _mistakes_in_list(mesh: MeshConfig, default: Mapping[str, Any]) -> Iterator[
 
 def _mistakes_in_stages(config: Config) -> Iterator[str]:
     mesh, meshes = config.mesh, len(meshes_of(config.mesh))
+    if config.data.on_bad_sample == "skip":
+        yield (
+            'data.on_bad_sample = "skip" with mesh.stages: the stages read their blocks '
+            'independently; "stop" is possible'
+        )
     if mesh.order is not None and {*mesh.order} != {*range(meshes)}:
         yield (
             f"mesh.order = {_shown(mesh.order)}: expected the mesh of each stage, each of 0 to "
