@@ -74,6 +74,7 @@ FORMATS = Registry(
         "hdf5": "pydist.data.safe_open:SafeFile",
         "zarr": "pydist.data.zarr_file:ZarrFile",
         "numpy": "pydist.data.numpy_file:NumpyFolder",
+        "tfrecord": "pydist.data.tfrecord_file:TfrecordFile",
     },
 )
 """Formats of a data set's files: subclasses of `pydist.data.formats.StoredFile`."""

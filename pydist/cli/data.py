@@ -23,7 +23,7 @@ from pydist.data.info import deep_facts, kept_facts, outline
 from pydist.data.manifest import Manifest
 from pydist.data.medical import CTOptions, NiftiOptions, convert_nifti, generate_ct
 from pydist.data.universes import UniverseOptions, generate_universes
-from pydist.errors import DataError
+from pydist.errors import DataError, UsageError
 
 Told = Callable[[int, int, str], None]
 
@@ -62,6 +62,19 @@ class _Nifti:
 
 
 _Workers = Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="(default: all cores)")]
+
+
+@dataclass(frozen=True)
+class _Dicom:
+    """Converts DICOM series with labels to HDF5 files and dataset.json in FOLDER."""
+
+    source: tyro.conf.Positional[Path]
+    """Folder with a folder of slices for each case; --labels names a folder with CASE.nii.gz, or
+    with a series CASE, for each of them."""
+    folder: tyro.conf.Positional[Path]
+    """Folder of the data set."""
+    conversion: tyro.conf.OmitArgPrefixes[NiftiOptions] = field(default_factory=NiftiOptions)
+    """Options of the conversion."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,21 @@ def ct(arguments: Sequence[str]) -> int:
 
 def nifti(arguments: Sequence[str]) -> int:
     """Runs `pydist data nifti`; see `pydist data nifti --help`."""
-    chosen = parse(_Nifti, arguments, "pydist data nifti")
+    _convert_medical(parse(_Nifti, arguments, "pydist data nifti"))
+    return 0
+
+
+def dicom(arguments: Sequence[str]) -> int:
+    """Runs `pydist data dicom`; see `pydist data dicom --help`."""
+    chosen = parse(_Dicom, arguments, "pydist data dicom")
+    if chosen.conversion.labels is None:
+        raise UsageError("--labels: the folder with the labels is needed")
+    _convert_medical(chosen)
+    return 0
+
+
+def _convert_medical(chosen: _Nifti | _Dicom) -> None:
+    """Converts images with labels, with a progress bar, and says which were rejected."""
     console = Console()
     began = time.perf_counter()
     with _told(console) as told:
@@ -146,7 +173,6 @@ def nifti(arguments: Sequence[str]) -> int:
     ignored = manifest.origin["options"].get("ignore_label")
     if ignored is not None:
         console.print(f"next       set train.ignore_label = {ignored}: these voxels have no class")
-    return 0
 
 
 def index(arguments: Sequence[str]) -> int:

@@ -30,6 +30,7 @@ COMMANDS = {
     "data universes": Command("pydist.cli.data", "universes", "make synthetic universes"),
     "data ct": Command("pydist.cli.data", "ct", "make synthetic CT volumes with labels"),
     "data nifti": Command("pydist.cli.data", "nifti", "convert NIfTI images and labels"),
+    "data dicom": Command("pydist.cli.data", "dicom", "convert DICOM series and labels"),
     "data index": Command("pydist.cli.data", "index", "make a data set of existing files"),
     "data convert": Command("pydist.cli.data", "convert", "copy a data set into another format"),
     "data info": Command("pydist.cli.data", "info", "describe a data set"),

@@ -231,8 +231,9 @@ def _names(manifest: Manifest, options: ConvertOptions) -> list[tuple[str, ...]]
     names = []
     for entry in manifest.files:
         path = PurePosixPath(entry.path)
-        known = path.suffix in (".hdf5", ".h5", ".zarr")
-        stem = str(path.with_suffix("") if known else path)
+        suffixes = (".hdf5", ".h5", ".zarr", ".tfrecord.gz", ".tfrecords", ".tfrecord")
+        ending = next((each for each in suffixes if path.name.endswith(each)), "")
+        stem = entry.path.removesuffix(ending)
         count = len(entry.offsets) if options.layout == "channel-first" else 1
         several = [f"{stem}_{n:0{len(str(count - 1))}}" for n in range(count)]
         names.append(tuple(f"{each}{suffix}" for each in (several if count > 1 else [stem])))

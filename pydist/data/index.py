@@ -38,8 +38,8 @@ class IndexOptions:
             called train, val, validation or test always belong to that split.
         statistics: read all data once, for normalize="mean" and "standardize".
         checksums: read all files once, for `verify_dataset`.
-        format: "hdf5", "zarr", "numpy" or that of a package; "auto" is the first of which there
-            are files.
+        format: "hdf5", "zarr", "numpy", "tfrecord" or that of a package; "auto" is the first of
+            which there are files.
     """
 
     width: int | None = None

@@ -146,7 +146,7 @@ def test_damage_is_not_copied(public_universes: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"format": "tiff"}, "format 'tiff' is none of hdf5, zarr, numpy"),
+        ({"format": "tiff"}, "format 'tiff' is none of hdf5, zarr, numpy, tfrecord"),
         ({"format": "numpy", "compression": "gzip"}, "no chunks, shards or compression"),
         ({"format": "hdf5", "shards": (32, 32, 32)}, "no shards"),
         ({"format": "hdf5", "compression": "zstd"}, "no compression but gzip"),

@@ -80,7 +80,7 @@ def test_wrong_calls(foreign: Path, tmp_path_factory: pytest.TempPathFactory) ->
         index_folder(foreign, IndexOptions(width=64))
     with pytest.raises(UsageError, match="fraction"):
         index_folder(foreign, IndexOptions(validation=1.0))
-    with pytest.raises(DataError, match=r"no files of the format hdf5, zarr, numpy"):
+    with pytest.raises(DataError, match=r"no files of the format hdf5, zarr, numpy, tfrecord"):
         index_folder(tmp_path_factory.mktemp("empty"))
     with pytest.raises(DataError, match="no 'volume' in '/'; it has full"):
         index_folder(foreign, IndexOptions(dataset="volume"))

@@ -37,7 +37,7 @@ def damaged(universes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def without(root: Path, to: Path, damaged: Path) -> Path:
+def without(root: Path, to: Path) -> Path:
     """Writes the manifest of the undamaged samples, sample 3 of the training set in place of 2."""
     manifest = Manifest.load(root)
     training = [f for f in manifest.files if f.split == "train"]
@@ -74,7 +74,7 @@ def test_a_bad_sample_is_replaced_in_training_and_left_out_of_validation(
     skipping = change(config, data={"path": damaged, "on_bad_sample": "skip"})
     skipping = change(skipping, output={"folder": tmp_path / "skipping"})
     (tmp_path / "good").mkdir()
-    good = change(config, data={"path": without(universes, tmp_path / "good", damaged)})
+    good = change(config, data={"path": without(universes, tmp_path / "good")})
     run_local(job, ranks, skipping, data, spatial)
     run_local(job, ranks, good, data, spatial)
     assert [e["loss"] for e in events(skipping, "step")] == [
