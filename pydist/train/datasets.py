@@ -32,6 +32,7 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
             window=wanted.window,
             manifest=manifest,
             ignore_label=config.train.ignore_label,
+            untrusted=wanted.untrusted,
         )
 
     return normalized("train"), normalized("val") if "val" in manifest.splits else None

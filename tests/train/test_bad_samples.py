@@ -103,6 +103,14 @@ def test_bytes_of_each_epoch_are_logged(config: Config) -> None:
     assert 6 * BLOCK <= read["val"] <= 6 * BLOCK + 1000
 
 
+def test_a_run_whose_files_another_process_reads(config: Config, tmp_path: Path) -> None:
+    other = change(config, data={"untrusted": True}, output={"folder": tmp_path / "other"})
+    run_local(job, 1, config)
+    run_local(job, 1, other)
+    assert [e["loss"] for e in events(other, "step")] == [e["loss"] for e in events(config, "step")]
+    assert events(other, "data")[0]["file_bytes"] >= 6 * BLOCK
+
+
 def test_stages_can_not_skip(config: Config) -> None:
     staged = change(config, data={"on_bad_sample": "skip"}, mesh={"stages": 2})
     with pytest.raises(UsageError, match=r'on_bad_sample = "skip" with mesh\.stages'):
