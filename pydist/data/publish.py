@@ -75,7 +75,8 @@ def publish_folder(path: Path, fill: Callable[[Path], None]) -> None:
         temporary.replace(path)
         _sync(path.parent)
     except OSError as error:
-        raise DiskError(f"{path}: could not be written: {error.strerror}") from error
+        # NumPy's errors on a full disk have a text alone.
+        raise DiskError(f"{path}: could not be written: {error.strerror or error}") from error
     finally:
         for each in (temporary, replaced):
             shutil.rmtree(each, ignore_errors=True)

@@ -63,8 +63,9 @@ def _record(path: Path) -> memoryview:
         ValueError: it is damaged, too large, or not the only one.
     """
     most = Limits().chunk_bytes
+    size = path.stat().st_size
     with path.open("rb") as file:
-        content = file.read(most + 1)
+        content = file.read(min(size, most) + 1)
     if content.startswith(_GZIP):
         content = _unpacked(content, most)
     if len(content) > most:

@@ -180,22 +180,26 @@ def _pairs(images: Path, labels: Path) -> Found:
 
 def _volumes(folder: Path) -> list[Path]:
     """Returns the NIfTI files in a folder, and the folders in it with DICOM series."""
-    series = sorted(p for p in folder.iterdir() if is_series(p)) if folder.is_dir() else []
-    try:
-        return [*_files(folder), *series]
-    except DataError:
-        if not series:
-            raise
-        return series
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    series = sorted(path for path in folder.iterdir() if is_series(path))
+    found = [*_nifti_files(folder), *series]
+    if not found:
+        raise DataError(f"{folder}: no files ending in .nii or .nii.gz, and no DICOM series")
+    return found
 
 
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    found = sorted(p for p in folder.iterdir() if is_nifti(p) and p.is_file())
+    found = _nifti_files(folder)
     if not found:
         raise DataError(f"{folder}: no files ending in .nii or .nii.gz")
     return found
+
+
+def _nifti_files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if is_nifti(p) and p.is_file())
 
 
 def _with_labels(cases: list[Case]) -> tuple[Case, ...]:
