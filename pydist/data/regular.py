@@ -91,9 +91,7 @@ class Tree:
         Raises:
             DataError: the name, or a link on the path, leads out of the tree.
         """
-        parts = name.split("/")
-        if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            raise DataError(f"{self.root}: {name!r} leads out of it, or is no name in it")
+        self._require_name(name)
         path = self.root / name
         self._require_inside(path)
         return path
@@ -109,10 +107,11 @@ class Tree:
                 file.
             OSError: it can't be opened.
         """
+        self._require_name(name)
         path = f"{self.root}/{name}"
         folder = path.rpartition("/")[0]
-        if folder not in self._folders or "/../" in path or path.endswith("/.."):
-            self.path(name)
+        if folder not in self._folders:  # a chunk of Zarr is one of many in its folder
+            self._require_inside(Path(folder))
             self._folders.add(folder)
         # Without O_NONBLOCK, opening a pipe would wait for its other end.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -121,12 +120,17 @@ class Tree:
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
-            descriptor = os.open(os.path.realpath(self.path(name)), flags)
+            self._require_inside(Path(path))
+            descriptor = os.open(os.path.realpath(path), flags)
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
             raise DataError(f"{path}: not a regular file")
         return descriptor, status
+
+    def _require_name(self, name: str) -> None:
+        if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
+            raise DataError(f"{self.root}: {name!r} leads out of it, or is no name in it")
 
     def _require_inside(self, path: Path) -> None:
         real = os.path.realpath(path)
