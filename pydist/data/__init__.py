@@ -2,9 +2,9 @@
 
 `generate_universes` and `generate_ct` make synthetic data, `convert_nifti` converts medical
 volumes with labels, `index_dataset` makes a data set of existing files, `convert_dataset` copies
-one into another format, `deep_facts` and `verify_dataset` read all of it, `ShardDataset` reads blocks of samples, `MeshSampler` assigns samples to the
-groups of ranks, and `Loader` returns batches as sharded tensors, read while the previous step
-computes.
+one into another format, `deep_facts` and `verify_dataset` read all of it, `ShardDataset` reads
+blocks of samples, `MeshSampler` assigns samples to the groups of ranks, and `Loader` returns
+batches as sharded tensors, read while the previous step computes.
 """
 
 from __future__ import annotations

@@ -140,6 +140,7 @@ class _Task:
         storage: of the copy.
         cut: whether each sample becomes a file, channel first.
         names: of the files to write.
+        before: their entries in the manifest, if an earlier run has written them.
     """
 
     source: Path
@@ -149,6 +150,7 @@ class _Task:
     storage: Storage
     cut: bool
     names: tuple[str, ...]
+    before: tuple[DataFile, ...] = ()
 
     @property
     def entry(self) -> DataFile:
@@ -157,7 +159,9 @@ class _Task:
 
 
 def _copy(task: _Task) -> list[DataFile]:
-    """Copies one file."""
+    """Copies one file, unless its copies of an earlier run are intact."""
+    if task.before and not any(fault_of(task.folder, file) for file in task.before):
+        return list(task.before)
     if (fault := fault_of(task.source, task.entry)) is not None:
         raise DataError(fault)
     files = OpenFiles(task.source, task.manifest, (), 1, None)
@@ -256,18 +260,13 @@ def _made(
         remove_temporaries(folder)
     same = present is not None and present.origin.get(RECIPE) == recipe
     entries = {file.path: file for file in present.files} if present and same else {}
+    known = []
+    for task in tasks:
+        before = [entries.get(n) or _of_journal(journal, recipe, task, n) for n in task.names]
+        complete = [file for file in before if file is not None]
+        known.append(replace(task, before=tuple(complete) if len(complete) == len(before) else ()))
     found: dict[int, list[DataFile]] = {}
-    for number, task in enumerate(tasks):
-        kept = [entries.get(name) or _of_journal(journal, recipe, task, i)
-                for i, name in enumerate(task.names)]  # fmt: skip
-        intact = [file for file in kept if file and fault_of(task.folder, file) is None]
-        if len(intact) == len(task.names):
-            found[number] = intact
-    missing = [number for number in range(len(tasks)) if number not in found]
-    if progress and found:
-        progress(len(found), len(tasks), "files of an earlier run")
-    for position, made in for_each(_copy, [tasks[n] for n in missing], workers):
-        number = missing[position]
+    for number, made in for_each(_copy, known, workers):
         found[number] = made
         for file in made:
             journal.add(file.path, [recipe, file.bytes, file.crc32])
@@ -276,12 +275,12 @@ def _made(
     return [found[number] for number in range(len(tasks))]
 
 
-def _of_journal(journal: Journal, recipe: str, task: _Task, number: int) -> DataFile | None:
-    name = task.names[number]
+def _of_journal(journal: Journal, recipe: str, task: _Task, name: str) -> DataFile | None:
     try:
         made_by, size, checksum = journal.get(name)
     except (TypeError, ValueError):
         return None
+    number = task.names.index(name)
     return _entry(task, number, name, size, checksum) if made_by == recipe else None
 
 

@@ -33,7 +33,9 @@ def serve(options: str) -> None:
     for standard in (0, 1):
         os.dup2(nowhere, standard)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (wanted["memory"],) * 2)
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    memory = wanted["memory"] if most == resource.RLIM_INFINITY else min(wanted["memory"], most)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     reader = _Reader(wanted)
     for line in requests:
         replies.write(json.dumps(reader.answer(json.loads(line))).encode() + b"\n")

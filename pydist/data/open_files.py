@@ -187,7 +187,7 @@ class OpenFiles:
             return self._format.open(path, self._allow_roots, driver)
         if handles.reader is None:
             shape, dtype = self.manifest.sample_shape, np.dtype(self.manifest.dtype)
-            memory = MEMORY + 2 * math.prod(shape) * dtype.itemsize
+            memory = min(MEMORY + 2 * math.prod(shape) * dtype.itemsize, 1 << 62)
             handles.reader = ReadingProcess(
                 self.manifest.file_format, self._allow_roots, memory, self._limit
             )
@@ -219,7 +219,7 @@ class OpenFiles:
     def _needed(self, entry: DataFile) -> tuple[int, ...]:
         """Returns the least extents (D, H, W) of the file's arrays."""
         extents = entry.extents or self.manifest.sample_shape[1:]
-        reach = [max(offset[axis] for offset in entry.offsets) for axis in range(3)]
+        reach = [max((offset[axis] for offset in entry.offsets), default=0) for axis in range(3)]
         return tuple(r + n for r, n in zip(reach, extents, strict=True))
 
 

@@ -18,6 +18,7 @@ from pydist.data import convert as module
 from pydist.data.convert import ConvertOptions, convert_dataset
 from pydist.data.index import verify_dataset
 from pydist.data.lock import FolderLock
+from pydist.data.numpy_file import NumpyFolder
 from pydist.data.safe_open import safe_open
 from pydist.errors import DataError, UsageError
 from support.data.damage import flip_bit
@@ -93,8 +94,13 @@ def test_an_interrupted_copy_goes_on(
         convert_dataset(universes, tmp_path, options, stop)
     assert not (tmp_path / "dataset.json").exists()
     copied: list[str] = []
-    real = module._copy
-    monkeypatch.setattr(module, "_copy", lambda task: copied.append(task.names[0]) or real(task))
+    real = NumpyFolder.write
+
+    def write(path: Path, *rest: Any) -> None:
+        copied.append(path.name)
+        real(path, *rest)
+
+    monkeypatch.setattr(NumpyFolder, "write", write)
     damaged = tmp_path / "univ_000000_0_0_0" / "full.npy"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")
     made = convert_dataset(universes, tmp_path, options)
