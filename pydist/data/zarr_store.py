@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import zlib
 from collections.abc import AsyncIterator, Iterable
@@ -169,12 +170,14 @@ class Bounded(BytesBytesCodec):
     name: str
     checksums: int = 0
 
-    async def _decode_single(self, chunk_bytes: Any, chunk_spec: Any) -> Any:
+    def _decode_sync(self, chunk_bytes: Any, chunk_spec: Any) -> Any:
         itemsize = chunk_spec.dtype.to_native_dtype().itemsize
-        size = int(np.prod(chunk_spec.shape, dtype=object)) * itemsize + self.checksums
-        packed = chunk_bytes.as_numpy_array()
-        values = await asyncio.to_thread(unpack, self.name, packed, size)
+        size = math.prod(chunk_spec.shape) * itemsize + self.checksums
+        values = unpack(self.name, chunk_bytes.as_numpy_array(), size)
         return chunk_spec.prototype.buffer.from_array_like(values)
+
+    async def _decode_single(self, chunk_bytes: Any, chunk_spec: Any) -> Any:
+        return await asyncio.to_thread(self._decode_sync, chunk_bytes, chunk_spec)
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: Any) -> int:
         """Is never called: arrays are only read."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from pydist.cli.main import main
 
 
@@ -56,6 +58,7 @@ def test_export(tmp_path, capsys):
 
 
 def test_index_convert_info(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("zarr")
     monkeypatch.chdir(tmp_path)
     made = ["data", "universes", "a", "--count", "4", "--width", "8", "--layout", "cosmoflow"]
     assert main(made) == 0

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("zarr")
+
 from pydist.data import CTOptions, Manifest, ShardDataset, generate_ct
 from pydist.data import convert as module
 from pydist.data.convert import ConvertOptions, convert_dataset

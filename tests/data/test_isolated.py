@@ -17,6 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("zarr")
+
 from pydist.data import BadSample, CTOptions, ShardDataset, generate_ct, open_files
 from pydist.data.convert import ConvertOptions, convert_dataset
 from pydist.data.isolated import ReadingProcess
