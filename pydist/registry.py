@@ -68,7 +68,15 @@ def imported(path: str, what: str) -> Any:
 JOINS = ("auto", "mpi", "c10d", "local", "cuda", "host")
 """Ways to join a job, which build on no other transport; see `pydist.runtime.connect`."""
 
-FORMATS = Registry("format", {"hdf5": "pydist.data.safe_open:SafeFile"})
+FORMATS = Registry(
+    "format",
+    {
+        "hdf5": "pydist.data.safe_open:SafeFile",
+        "zarr": "pydist.data.zarr_file:ZarrFile",
+        "numpy": "pydist.data.numpy_file:NumpyFolder",
+        "tfrecord": "pydist.data.tfrecord_file:TfrecordFile",
+    },
+)
 """Formats of a data set's files: subclasses of `pydist.data.formats.StoredFile`."""
 
 MODELS = Registry(

@@ -291,7 +291,7 @@ def test_a_file_format_of_another_package_is_trained_from_as_hdf5_is(trained):
     ("file_format", "code", "said"),
     [
         ("npy", 65, r"numbers/1: FileNotFoundError: .*ct\.npy"),
-        ("zip", 2, "format 'zip' is none of hdf5, npy, torn"),
+        ("zip", 2, "format 'zip' is none of hdf5, zarr, numpy, tfrecord, npy, torn"),
         ("torn", 2, r"format 'torn' \(my_torn:Format\): invalid syntax"),
     ],
 )

@@ -1,11 +1,12 @@
-"""`pydist data`: generates, converts and verifies data sets."""
+"""`pydist data`: generates, indexes, converts, describes and verifies data sets."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +14,16 @@ import tyro
 from rich.progress import Progress
 
 from pydist.cli.console import Console
+from pydist.cli.data_info import lines_of
 from pydist.cli.options import parse
+from pydist.data.convert import ConvertOptions, convert_dataset
+from pydist.data.each_file import cores
+from pydist.data.index import IndexOptions, index_dataset, verify_dataset
+from pydist.data.info import deep_facts, kept_facts, outline
 from pydist.data.manifest import Manifest
 from pydist.data.medical import CTOptions, NiftiOptions, convert_nifti, generate_ct
 from pydist.data.universes import UniverseOptions, generate_universes
-from pydist.errors import DataError
+from pydist.errors import DataError, UsageError
 from pydist.packs.writing import PackOptions
 
 Told = Callable[[int, int, str], None]
@@ -56,6 +62,65 @@ class _Nifti:
     """Options of the conversion."""
 
 
+_Workers = Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="(default: all cores)")]
+
+
+@dataclass(frozen=True)
+class _Dicom:
+    """Converts DICOM series with labels to HDF5 files and dataset.json in FOLDER."""
+
+    source: tyro.conf.Positional[Path]
+    """Folder with a folder of slices for each case; --labels names a folder with CASE.nii.gz, or
+    with a series CASE, for each of them."""
+    folder: tyro.conf.Positional[Path]
+    """Folder of the data set."""
+    conversion: tyro.conf.OmitArgPrefixes[NiftiOptions] = field(default_factory=NiftiOptions)
+    """Options of the conversion."""
+
+
+@dataclass(frozen=True)
+class _Index:
+    """Makes a data set of existing files, in place: writes dataset.json into FOLDER."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder with HDF5 files, such as the public CosmoFlow universes; or with Zarr or NumPy
+    folders."""
+    index: tyro.conf.OmitArgPrefixes[IndexOptions] = field(default_factory=IndexOptions)
+    """What a sample is, and what is computed."""
+    workers: _Workers = field(default_factory=cores)
+    """Processes that read files."""
+    overwrite: bool = False
+    """Replace a dataset.json that was made in another way."""
+
+
+@dataclass(frozen=True)
+class _Convert:
+    """Copies a data set into another file format."""
+
+    source: tyro.conf.Positional[Path]
+    """Folder of a data set."""
+    folder: tyro.conf.Positional[Path]
+    """Folder of the copy."""
+    conversion: tyro.conf.OmitArgPrefixes[ConvertOptions] = field(default_factory=ConvertOptions)
+    """Format and storage."""
+    workers: _Workers = field(default_factory=cores)
+    """Processes that copy; each holds one file in memory."""
+
+
+@dataclass(frozen=True)
+class _Info:
+    """Describes a data set: shapes, types, splits, and with --deep its values."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder of the data set."""
+    deep: bool = False
+    """Read all voxels: ranges, NaN and infinite values, voxels by class, checksums."""
+    json: bool = False
+    """Print JSON."""
+    workers: _Workers = field(default_factory=cores)
+    """Processes that read files."""
+
+
 @dataclass(frozen=True)
 class _Pack:
     """Packs many small files into a few large ones with an index, from which they are read."""
@@ -74,6 +139,8 @@ class _Verify:
 
     folder: tyro.conf.Positional[Path]
     """Folder of the data set or of the pack."""
+    workers: _Workers = field(default_factory=cores)
+    """Threads that read files."""
 
 
 def universes(arguments: Sequence[str]) -> int:
@@ -92,7 +159,21 @@ def ct(arguments: Sequence[str]) -> int:
 
 def nifti(arguments: Sequence[str]) -> int:
     """Runs `pydist data nifti`; see `pydist data nifti --help`."""
-    chosen = parse(_Nifti, arguments, "pydist data nifti")
+    _convert_medical(parse(_Nifti, arguments, "pydist data nifti"))
+    return 0
+
+
+def dicom(arguments: Sequence[str]) -> int:
+    """Runs `pydist data dicom`; see `pydist data dicom --help`."""
+    chosen = parse(_Dicom, arguments, "pydist data dicom")
+    if chosen.conversion.labels is None:
+        raise UsageError("--labels: the folder with the labels is needed")
+    _convert_medical(chosen)
+    return 0
+
+
+def _convert_medical(chosen: _Nifti | _Dicom) -> None:
+    """Converts images with labels, with a progress bar, and says which were rejected."""
     console = Console()
     began = time.perf_counter()
     with _told(console) as told:
@@ -105,6 +186,58 @@ def nifti(arguments: Sequence[str]) -> int:
     ignored = manifest.origin["options"].get("ignore_label")
     if ignored is not None:
         console.print(f"next       set train.ignore_label = {ignored}: these voxels have no class")
+
+
+def index(arguments: Sequence[str]) -> int:
+    """Runs `pydist data index`; see `pydist data index --help`."""
+    chosen = parse(_Index, arguments, "pydist data index")
+    console = Console()
+    began = time.perf_counter()
+    with _told(console) as told:
+        manifest = index_dataset(
+            chosen.folder,
+            chosen.index,
+            told,
+            workers=chosen.workers,
+            overwrite=chosen.overwrite,
+        )
+    what = f"{len(manifest.files)} {manifest.file_format} files"
+    _say(console, what, manifest, chosen.folder, began)
+    return 0
+
+
+def convert(arguments: Sequence[str]) -> int:
+    """Runs `pydist data convert`; see `pydist data convert --help`."""
+    chosen = parse(_Convert, arguments, "pydist data convert")
+    console = Console()
+    began = time.perf_counter()
+    with _told(console) as told:
+        manifest = convert_dataset(
+            chosen.source, chosen.folder, chosen.conversion, told, workers=chosen.workers
+        )
+    what = f"{len(manifest.files)} {manifest.file_format} files"
+    _say(console, what, manifest, chosen.folder, began)
+    return 0
+
+
+def info(arguments: Sequence[str]) -> int:
+    """Runs `pydist data info`; see `pydist data info --help`."""
+    chosen = parse(_Info, arguments, "pydist data info")
+    console = Console()
+    described = outline(chosen.folder)
+    found = kept_facts(chosen.folder)
+    if chosen.deep and found is None:
+        with _told(console) as told:
+            found = deep_facts(chosen.folder, told, workers=chosen.workers)
+    if chosen.json:
+        deep = None if found is None else {split: asdict(f) for split, f in found.items()}
+        print(json.dumps({**described, "deep": deep}, indent=1))
+    else:
+        for line in lines_of(described, found):
+            console.print(line, soft_wrap=True, markup=False)
+    faults = sum(len(facts.faults) for facts in (found or {}).values())
+    if faults:
+        raise DataError(f"{chosen.folder} has damaged or missing files ({faults})")
     return 0
 
 
@@ -131,14 +264,16 @@ def pack(arguments: Sequence[str]) -> int:
 
 def verify(arguments: Sequence[str]) -> int:
     """Runs `pydist data verify`; see `pydist data verify --help`."""
-    from pydist.data.index import verify_dataset
     from pydist.packs import verifying
 
     chosen = parse(_Verify, arguments, "pydist data verify")
     console = Console()
     packed = verifying.is_pack(chosen.folder)
     with _told(console) as told:
-        faults = (verifying.verify if packed else verify_dataset)(chosen.folder, told)
+        if packed:
+            faults = verifying.verify(chosen.folder, told)
+        else:
+            faults = verify_dataset(chosen.folder, told, workers=chosen.workers)
     for fault in faults:
         console.print(f"damaged    {fault}", soft_wrap=True, markup=False)
     if faults:

@@ -1,9 +1,10 @@
-"""Data sets of universes and other volumes in HDF5 files, read by blocks.
+"""Data sets of universes and other volumes in HDF5, Zarr or NumPy files, read by blocks.
 
 `generate_universes` and `generate_ct` make synthetic data, `convert_nifti` converts medical
-volumes with labels, `ShardDataset` reads blocks of samples, `MeshSampler` assigns samples to the
-groups of ranks, and `Loader` returns batches as sharded tensors, read while the previous step
-computes.
+volumes with labels, `index_dataset` makes a data set of existing files, `convert_dataset` copies
+one into another format, `deep_facts` and `verify_dataset` read all of it, `ShardDataset` reads
+blocks of samples, `MeshSampler` assigns samples to the groups of ranks, and `Loader` returns
+batches as sharded tensors, read while the previous step computes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydist.data.batch_sizes import BatchSizes, PassRule
+    from pydist.data.convert import ConvertOptions, convert_dataset
     from pydist.data.dataset import BadSample, ShardDataset
+    from pydist.data.index import IndexOptions, index_dataset, index_folder, verify_dataset
+    from pydist.data.info import Facts, deep_facts
     from pydist.data.loader import Batch, Loader
     from pydist.data.manifest import Manifest
     from pydist.data.medical import (
@@ -32,7 +36,10 @@ _HOMES = {
     "Batch": "loader",
     "BatchSizes": "batch_sizes",
     "CTOptions": "medical",
+    "ConvertOptions": "convert",
+    "Facts": "info",
     "GridOptions": "medical",
+    "IndexOptions": "index",
     "Loader": "loader",
     "Manifest": "manifest",
     "MeshSampler": "sampler",
@@ -40,9 +47,14 @@ _HOMES = {
     "PassRule": "batch_sizes",
     "ShardDataset": "dataset",
     "UniverseOptions": "universes",
+    "convert_dataset": "convert",
     "convert_nifti": "medical",
+    "deep_facts": "info",
     "generate_ct": "medical",
     "generate_universes": "universes",
+    "index_dataset": "index",
+    "index_folder": "index",
+    "verify_dataset": "index",
 }
 
 __all__ = [
@@ -50,7 +62,10 @@ __all__ = [
     "Batch",
     "BatchSizes",
     "CTOptions",
+    "ConvertOptions",
+    "Facts",
     "GridOptions",
+    "IndexOptions",
     "Loader",
     "Manifest",
     "MeshSampler",
@@ -58,9 +73,14 @@ __all__ = [
     "PassRule",
     "ShardDataset",
     "UniverseOptions",
+    "convert_dataset",
     "convert_nifti",
+    "deep_facts",
     "generate_ct",
     "generate_universes",
+    "index_dataset",
+    "index_folder",
+    "verify_dataset",
 ]
 
 

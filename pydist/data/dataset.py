@@ -53,6 +53,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         driver: makes the file object for reading a path; by default the format's library reads
             the file.
         ignore_label: a label that voxels may have besides the classes.
+        untrusted: read the files in another process with limited memory, so that a file that
+            crashes a library is a `DataError`.
 
     Raises:
         DataError: the manifest is missing or damaged, or lacks what `normalize` needs.
@@ -72,6 +74,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         manifest: Manifest | None = None,
         driver: Callable[[Path], Readable] | None = None,
         ignore_label: int | None = None,
+        untrusted: bool = False,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise UsageError(f"dtype={dtype}; possible are torch.float32 and torch.float64")
@@ -89,7 +92,9 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         if not self._samples:
             found = ", ".join(f"{k} ({n} samples)" for k, n in self.manifest.splits.items())
             raise UsageError(f"{self.root} has no split {split!r}; it has {found or 'none'}")
-        self._files = OpenFiles(self.root, self.manifest, allow_roots, open_files, driver)
+        self._files = OpenFiles(
+            self.root, self.manifest, allow_roots, open_files, driver, untrusted
+        )
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -9,10 +9,16 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
+import numpy.typing as npt
+
+from pydist.data.formats import Storage
+from pydist.data.publish import make_folder, publish
 
 RECIPE = "pydist_recipe"
 """File attribute: hash of a file's sources and options, so that a second run can keep the file."""
@@ -21,12 +27,39 @@ CHUNK = 32
 """Side of a chunk in voxels: 64 kB of int16."""
 
 
+_GZIP = {"compression": "gzip", "compression_opts": 4, "shuffle": True}
+
+
 def file_image(fill: Callable[[h5py.File], None]) -> memoryview:
     """Returns the bytes of the HDF5 file that `fill` writes."""
     image = io.BytesIO()
     with h5py.File(image, "w") as file:
         fill(file)
     return image.getbuffer()
+
+
+def write_hdf5(
+    path: Path, arrays: Mapping[str, npt.NDArray[Any]], texts: Mapping[str, str], storage: Storage
+) -> None:
+    """Writes arrays to an HDF5 file, atomically; in chunks with checksums if `storage` names any.
+
+    Raises:
+        DiskError: the disk is full, or the folder can't be written.
+    """
+    chunked = storage.chunks or storage.compression == "gzip"
+
+    def fill(file: h5py.File) -> None:
+        for name, values in arrays.items():
+            more: dict[str, Any] = {}
+            if chunked and values.ndim in (3, 4):
+                more = {"chunks": storage.of(values.shape)[0], "fletcher32": True}
+                more |= _GZIP if storage.compression == "gzip" else {}
+            file.create_dataset(name, data=values, **more)
+        for name, text in texts.items():
+            file.attrs[name] = np.bytes_(text.encode())
+
+    make_folder(path.parent)
+    publish(path, file_image(fill))
 
 
 def recipe_hash(content: Any) -> str:
@@ -53,9 +86,8 @@ def storage_options(
     chunk = [min(CHUNK, n) for n in shape]
     if channel_axis is not None:
         chunk[channel_axis] = 1 if channel_axis == 0 else shape[channel_axis]
-    packing = {"compression": "gzip", "compression_opts": 4, "shuffle": True}
     return {
         "chunks": tuple(chunk),
         "fletcher32": True,
-        **(packing if compression == "gzip" else {}),
+        **(_GZIP if compression == "gzip" else {}),
     }

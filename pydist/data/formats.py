@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,56 @@ class StoredArray(Protocol):
     def __getitem__(self, window: tuple[slice, ...], /) -> Any:
         """Reads a part of the array, and nothing else, from the disk."""
         ...
+
+
+Compression = Literal["none", "gzip", "zstd", "blosc"]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How `StoredFile.write` stores arrays: [C, D, H, W] or [D, H, W, C], labels [D, H, W], others.
+
+    Attributes:
+        chunks: extents (D, H, W) of a chunk; empty for the format's default. A chunk holds one
+            channel where channels come first, all where they come last.
+        shards: extents (D, H, W) of a shard, a file with all channels of several chunks; empty for
+            one file a chunk.
+        compression: of chunks.
+        channels_last: whether channels come last.
+    """
+
+    chunks: tuple[int, ...] = ()
+    shards: tuple[int, ...] = ()
+    compression: Compression = "none"
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        for name, extents in (("chunks", self.chunks), ("shards", self.shards)):
+            if len(extents) not in (0, 3) or min(extents, default=1) < 1:
+                raise UsageError(f"{name}={extents}: voxels along depth, height and width")
+        chunks = self.chunks or (SIDE,) * 3
+        if any(s % c for s, c in zip(self.shards, chunks, strict=False)):
+            raise UsageError(f"shards={self.shards}: multiples of the chunks' {chunks}")
+
+    def of(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Returns the extents of an array's chunks, and of its shards (None without)."""
+        if len(shape) not in (3, 4):
+            return tuple(max(1, n) for n in shape), None
+        axis = 3 if self.channels_last else 0
+        voxels = [n for i, n in enumerate(shape) if len(shape) == 3 or i != axis]
+        wanted = self.chunks or (SIDE,) * 3
+        chunks = [max(1, min(c, n)) for c, n in zip(wanted, voxels, strict=True)]
+        shards = [
+            c * -(-min(s, n) // c) for s, c, n in zip(self.shards, chunks, voxels, strict=False)
+        ]
+        if len(shape) == 4:
+            chunks.insert(axis, shape[3] if self.channels_last else 1)
+            shards.insert(axis, shape[axis])
+        return tuple(chunks), tuple(shards) if self.shards else None
+
+
+SIDE = 32
+"""Voxels along a side of a chunk, by default."""
 
 
 class StoredFile(ABC):
@@ -121,6 +172,45 @@ class StoredFile(ABC):
             raise ValueError(f"{found.shape} was read where {out.shape} was asked for")
         out[...] = found
         return out
+
+    def texts(self) -> dict[str, str]:
+        """Returns the texts that are stored beside the arrays, by name."""
+        return {}
+
+    @classmethod
+    def is_one(cls, path: Path) -> bool:
+        """Returns whether a path looks like a file of this format, for `index_folder`."""
+        return False
+
+    @classmethod
+    def check_storage(cls, storage: Storage) -> None:
+        """Checks that files of this format can be written, for `convert_dataset`.
+
+        Raises:
+            UsageError: they can't, or not with this storage.
+        """
+        raise UsageError("files of this format can't be written")
+
+    @classmethod
+    def write(
+        cls,
+        path: Path,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        texts: Mapping[str, str],
+        storage: Storage,
+    ) -> None:
+        """Writes a file atomically, for `convert_dataset`.
+
+        Args:
+            path: the file.
+            arrays: the content by name.
+            texts: texts to store beside the arrays, by name.
+            storage: chunks and compression; `check_storage` accepts it.
+
+        Raises:
+            DiskError: the disk is full, or the folder can't be written.
+        """
+        cls.check_storage(storage)
 
     def change(self) -> str | None:
         """Describes a change of the file since it was opened, in one line; `None` for none.

@@ -44,6 +44,7 @@ class Limits:
         chunk_bytes: bytes of the largest chunk; a read unpacks a chunk in full.
         depth: components of a dataset's name, and links followed.
         names: number of names in an error message.
+        attributes: number of attributes that are read.
     """
 
     declared_bytes: int = 4 * GIB
@@ -51,6 +52,7 @@ class Limits:
     chunk_bytes: int = GIB
     depth: int = 16
     names: int = 20
+    attributes: int = 100
 
 
 def check_type(where: str, kind: h5t.TypeID) -> None:

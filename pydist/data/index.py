@@ -1,29 +1,28 @@
-"""Makes manifests for existing HDF5 files, such as the public CosmoFlow set, and checks files."""
+"""Makes manifests for existing files, such as the public CosmoFlow set, and checks files."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import h5py
 import numpy as np
-import numpy.typing as npt
 
+from pydist.data.each_file import Progress, for_each
+from pydist.data.formats import StoredFile
+from pydist.data.indexed import Indexed, Task, index_file
+from pydist.data.journal import Journal
+from pydist.data.lock import FolderLock, lock_if_writable
 from pydist.data.made import checksum_of_file
-from pydist.data.manifest import Axes, DataFile, Manifest
-from pydist.data.regular import require_regular
-from pydist.data.safe_open import SafeFile, safe_open
+from pydist.data.manifest import FILE_NAME, DataFile, Manifest
 from pydist.errors import DataError, UsageError
 from pydist.registry import FORMATS
 
-SUFFIXES = (".hdf5", ".h5")
-COSMOFLOW_TARGETS = ("Omega_m", "sigma_8", "N_spec", "H_0")
-
-Progress = Callable[[int, int, str], None]
-"""Called with (files done, files in total, the latest file)."""
+_ORIGIN = "indexed files"
+_JOURNAL = ".indexed.jsonl"
+_SPLITS = {"train": "train", "val": "val", "validation": "val", "test": "test"}
+"""Splits by the name of a folder."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,11 @@ class IndexOptions:
         dataset: name of the 4-D dataset, channel first or last.
         target: name of the 1-D dataset to predict.
         validation: fraction of the files for the split "val", the last by name. Files in folders
-            called train, val or test always belong to that split.
+            called train, val, validation or test always belong to that split.
         statistics: read all data once, for normalize="mean" and "standardize".
         checksums: read all files once, for `verify_dataset`.
+        format: "hdf5", "zarr", "numpy", "tfrecord" or that of a package; "auto" is the first of
+            which there are files.
     """
 
     width: int | None = None
@@ -47,14 +48,27 @@ class IndexOptions:
     validation: float = 0.1
     statistics: bool = True
     checksums: bool = True
+    format: str = "auto"
 
 
 def index_folder(
-    root: str | Path, options: IndexOptions | None = None, progress: Progress | None = None
+    root: str | Path,
+    options: IndexOptions | None = None,
+    progress: Progress | None = None,
+    *,
+    workers: int = 1,
+    journal: Path | None = None,
 ) -> Manifest:
-    """Describes the HDF5 files below `root` in a manifest, which `Manifest.save` can write.
+    """Describes the files below `root` in a manifest, which `Manifest.save` can write.
 
     All files must have the same type and number of channels, and all samples the same shape.
+
+    Args:
+        root: the folder.
+        options: what a sample is, and what is computed.
+        progress: called after each file.
+        workers: processes that read files; see `for_each`.
+        journal: a file that keeps the results until all are there: a repeated call goes on from it.
 
     Raises:
         DataError: there are no files, or one of them does not fit or is damaged.
@@ -67,128 +81,197 @@ def index_folder(
             "least one voxel"
         )
     folder = Path(root)
-    paths = sorted(p for p in folder.rglob("*") if p.suffix in SUFFIXES and p.is_file())
-    if not paths:
-        raise DataError(f"{folder}: no files ending in {' or '.join(SUFFIXES)}")
-    splits = _splits(folder, paths, options.validation)
-    total = _Totals()
-    files: list[DataFile] = []
-    kind: _Kind | None = None
-    for done, (path, split) in enumerate(zip(paths, splits, strict=True), 1):
-        with safe_open(path) as file:
-            volume = _volume(file, options)
-            kind = kind or volume.kind
-            if volume.kind != kind:
-                raise DataError(f"{path} holds {volume.kind}, but {paths[0]} holds {kind}")
-            files.append(_entry(path, split, volume, options, root=folder, total=total))
-            if change := file.change():
-                raise DataError(change)
-        if progress:
-            progress(done, len(paths), path.name)
-    assert kind is not None
-    mean, std = total.log1p()
+    file_format, paths = _files(folder, options.format)
+    tasks = [
+        Task(
+            folder, path, file_format, split, options.width, options.dataset, options.target,
+            options.statistics, options.checksums,
+        )
+        for path, split in zip(paths, _splits(folder, paths, options.validation), strict=True)
+    ]  # fmt: skip
+    found = _indexed(tasks, None if journal is None else Journal(journal), progress, workers)
+    kind = found[0].kind
+    for each in found:
+        if each.kind != kind:
+            first = folder / found[0].file.path
+            raise DataError(
+                f"{folder / each.file.path} holds {each.kind}, but {first} holds {kind}"
+            )
+    mean, std = _log1p(found)
     return Manifest(
         sample_shape=kind.sample_shape,
         axes=kind.axes,
         dtype=kind.dtype,
-        files=tuple(files),
+        files=tuple(each.file for each in found),
         dataset=options.dataset,
         target=options.target,
         target_names=kind.target_names,
         log1p_mean=mean,
         log1p_std=std,
-        origin={"kind": "indexed files", "options": vars(options)},
+        origin={"kind": _ORIGIN, "options": asdict(options)},
+        file_format=file_format,
     )
 
 
-def verify_dataset(root: str | Path, progress: Progress | None = None) -> list[str]:
+def index_dataset(
+    root: str | Path,
+    options: IndexOptions | None = None,
+    progress: Progress | None = None,
+    *,
+    workers: int = 1,
+    overwrite: bool = False,
+) -> Manifest:
+    """Makes a data set of the files below `root`, in place: writes `dataset.json` beside them.
+
+    An interrupted run can be repeated, and reads only the files that it has not read or that have
+    changed.
+
+    Args:
+        root: the folder.
+        options: see `index_folder`.
+        progress: see `index_folder`.
+        workers: see `index_folder`.
+        overwrite: replace a manifest that was made in another way.
+
+    Raises:
+        DataError: see `index_folder`.
+        UsageError: see `index_folder`; or another process writes there, or the manifest was made in
+            another way.
+        DiskError: the folder can't be written.
+    """
+    folder = Path(root)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    with FolderLock(folder):
+        if (folder / FILE_NAME).exists() and not overwrite:
+            kind = Manifest.load(folder).origin.get("kind")
+            if kind != _ORIGIN:
+                raise UsageError(
+                    f"{folder} is a data set already ({kind}); overwrite replaces its manifest"
+                )
+        journal = folder / _JOURNAL
+        manifest = index_folder(folder, options, progress, workers=workers, journal=journal)
+        manifest.save(folder)
+        Journal(journal).remove()
+    return manifest
+
+
+def verify_dataset(
+    root: str | Path, progress: Progress | None = None, *, workers: int = 1
+) -> list[str]:
     """Reads every file of a data set and compares size and checksum with the manifest.
 
-    Contiguous HDF5 has no checksums of its own: without this, a flipped bit goes unnoticed. For
-    formats whose files are folders, only the existence of the folders is checked.
+    Contiguous HDF5 has no checksums of its own: without this, a flipped bit goes unnoticed. Of
+    files that are folders and have no checksum in the manifest, only the existence is checked.
+
+    Args:
+        root: the folder.
+        progress: called after each file.
+        workers: threads that read files.
 
     Returns:
         One line for each file that is missing or differs; empty if there is none.
 
     Raises:
         DataError: the manifest itself is missing or damaged.
-        UsageError: it names a format that is not installed.
+        UsageError: it names a format that is not installed; or another process writes there.
     """
     folder = Path(root)
     manifest = Manifest.load(folder)
     FORMATS.get(manifest.file_format)
+    if workers < 1:
+        raise UsageError(f"workers={workers}: at least 1")
     faults = []
-    for done, entry in enumerate(manifest.files, 1):
-        path = folder / entry.path
-        if path.is_dir() and not entry.crc32:
-            continue
+    with lock_if_writable(folder), ThreadPoolExecutor(workers, "verify") as pool:
         try:
-            require_regular(path)
-            size, checksum = checksum_of_file(path)
-        except DataError as error:
-            faults.append(str(error))
-        except OSError as error:
-            faults.append(f"{path}: {error.strerror}")
-        else:
-            if size != entry.bytes:
-                faults.append(f"{path}: {size} bytes, the manifest says {entry.bytes}")
-            elif entry.crc32 and checksum != entry.crc32:
-                faults.append(f"{path}: checksum {checksum}, the manifest says {entry.crc32}")
-        if progress:
-            progress(done, len(manifest.files), path.name)
+            found = pool.map(lambda entry: fault_of(folder, entry), manifest.files)
+            for done, (entry, fault) in enumerate(zip(manifest.files, found, strict=True), 1):
+                faults += [] if fault is None else [fault]
+                if progress:
+                    progress(done, len(manifest.files), entry.path)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     return faults
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """The properties that all files of a data set share."""
-
-    axes: Axes
-    dtype: str
-    sample_shape: tuple[int, int, int, int]
-    target_names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Volume:
-    """The array of one file, and its extents in voxels."""
-
-    array: h5py.Dataset
-    extents: tuple[int, ...]
-    kind: _Kind
-
-    def read(self, offset: tuple[int, int, int]) -> npt.NDArray[Any]:
-        """Reads one sample, channel first."""
-        window: tuple[slice, ...] = tuple(
-            slice(o, o + n) for o, n in zip(offset, self.kind.sample_shape[1:], strict=True)
-        )
-        last = self.kind.axes == "DHWC"
-        window = (*window, slice(None)) if last else (slice(None), *window)
-        sample = np.asarray(self.array[window])
-        return np.moveaxis(sample, -1, 0) if last else sample
+def fault_of(folder: Path, entry: DataFile) -> str | None:
+    """Compares a file with its entry in the manifest; returns one line if it differs."""
+    path = folder / entry.path
+    if path.is_dir() and not entry.crc32:
+        return None
+    try:
+        size, checksum = checksum_of_file(path)
+    except DataError as error:
+        return str(error)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if size != entry.bytes:
+        return f"{path}: {size} bytes, the manifest says {entry.bytes}"
+    if entry.crc32 and checksum != entry.crc32:
+        return f"{path}: checksum {checksum}, the manifest says {entry.crc32}"
+    return None
 
 
-class _Totals:
-    """Sums of log(1 + x) over the training samples, per channel."""
+def _files(folder: Path, file_format: str) -> tuple[str, list[Path]]:
+    """Returns a format, and its files below a folder in the order of their names."""
+    for name in FORMATS.names if file_format == "auto" else (file_format,):
+        kind: type[StoredFile] = FORMATS.get(name)
+        if found := list(_below(folder, kind)):
+            return name, found
+    formats = ", ".join(FORMATS.names) if file_format == "auto" else file_format
+    raise DataError(f"{folder}: no files of the format {formats} below it")
 
-    def __init__(self) -> None:
-        self.voxels = 0
-        self.sums: Any = 0.0
-        self.squares: Any = 0.0
 
-    def add(self, sample: npt.NDArray[Any]) -> None:
-        logs = np.log1p(sample.reshape(sample.shape[0], -1), dtype=np.float64)
-        self.voxels += logs.shape[1]
-        self.sums = self.sums + logs.sum(1)
-        self.squares = self.squares + (logs * logs).sum(1)
+def _below(folder: Path, kind: type[StoredFile]) -> Iterator[Path]:
+    try:
+        inner = sorted(folder.iterdir())
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}") from error
+    for path in inner:
+        if path.name.startswith("."):
+            continue
+        if kind.is_one(path):
+            yield path
+        elif path.is_dir() and not path.is_symlink():
+            yield from _below(path, kind)
 
-    def log1p(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Returns mean and standard deviation per channel; empty without samples."""
-        if not self.voxels:
-            return (), ()
-        mean = self.sums / self.voxels
-        std = np.sqrt(np.maximum(self.squares / self.voxels - mean**2, 0))
-        return tuple(map(float, mean)), tuple(map(float, std))
+
+def _indexed(
+    tasks: Sequence[Task], journal: Journal | None, progress: Progress | None, workers: int
+) -> list[Indexed]:
+    """Describes files, except those whose results the journal has."""
+    found: dict[int, Indexed] = {}
+    for number, task in enumerate(tasks):
+        kept = None if journal is None else journal.get(task.name)
+        try:
+            if kept is not None and kept["recipe"] == task.recipe:
+                found[number] = Indexed.of(kept["found"])
+        except (LookupError, TypeError, ValueError):
+            continue
+    missing = [number for number in range(len(tasks)) if number not in found]
+    recipes = {number: tasks[number].recipe for number in missing}  # before they are read
+    for position, result in for_each(index_file, [tasks[n] for n in missing], workers):
+        number = missing[position]
+        found[number] = result
+        if journal is not None:
+            journal.add(tasks[number].name, {"recipe": recipes[number], "found": result.record()})
+        if progress:
+            progress(len(found), len(tasks), tasks[number].path.name)
+    return [found[number] for number in range(len(tasks))]
+
+
+def _log1p(found: Sequence[Indexed]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns mean and standard deviation of log(1 + x); empty without samples or logarithms."""
+    voxels = sum(each.voxels for each in found)
+    if not voxels:
+        return (), ()
+    mean = np.sum([each.sums for each in found], axis=0) / voxels
+    square = np.sum([each.squares for each in found], axis=0) / voxels
+    std = np.sqrt(np.maximum(square - mean**2, 0))
+    if not np.isfinite(std).all():
+        return (), ()
+    return tuple(map(float, mean)), tuple(map(float, std))
 
 
 def _splits(root: Path, paths: list[Path], validation: float) -> list[str]:
@@ -197,54 +280,6 @@ def _splits(root: Path, paths: list[Path], validation: float) -> list[str]:
     first = len(paths) - round(len(paths) * validation)
     for i, path in enumerate(paths):
         folders = path.relative_to(root).parts[:-1]
-        named = [f for f in folders if f in ("train", "val", "test")]
+        named = [_SPLITS[f] for f in folders if f in _SPLITS]
         splits.append(named[-1] if named else "train" if i < first else "val")
     return splits
-
-
-def _volume(file: SafeFile, options: IndexOptions) -> _Volume:
-    array, target = file.dataset(options.dataset), file.dataset(options.target)
-    shape = array.shape
-    if array.ndim != 4 or target.ndim != 1:
-        raise DataError(
-            f"{file.path}: {options.dataset!r} has the shape {shape}, {options.target!r} "
-            f"{target.shape}; 4-D and 1-D are needed"
-        )
-    last = shape[3] < shape[0]
-    extents, channels = (shape[:3], shape[3]) if last else (shape[1:], shape[0])
-    width = options.width
-    if width is not None and width > min(extents):
-        raise DataError(f"{file.path}: {options.dataset!r}, {extents} voxels, fits no {width}^3")
-    depth, height, breadth = extents if width is None else (width,) * 3
-    count = target.shape[0]
-    names = tuple(f"target {i}" for i in range(count))
-    kind = _Kind(
-        "DHWC" if last else "CDHW",
-        array.dtype.name,
-        (channels, depth, height, breadth),
-        COSMOFLOW_TARGETS if options.target == "unitPar" and count == 4 else names,
-    )
-    return _Volume(array, extents, kind)
-
-
-def _entry(
-    path: Path, split: str, volume: _Volume, options: IndexOptions, *, root: Path, total: _Totals
-) -> DataFile:
-    offsets = tuple(_corners(volume))
-    means = []
-    for offset in offsets if options.statistics else ():
-        sample = volume.read(offset)
-        means.append(float(sample.mean(dtype=np.float64)))
-        if not np.isfinite(means[-1]):
-            raise DataError(f"{path}: {options.dataset!r} has NaN or infinity in {offset}")
-        if split == "train":
-            total.add(sample)
-    size, checksum = checksum_of_file(path) if options.checksums else (path.stat().st_size, "")
-    name = path.relative_to(root).as_posix()
-    return DataFile(name, split, size, checksum, offsets, tuple(means))
-
-
-def _corners(volume: _Volume) -> Iterator[tuple[int, int, int]]:
-    steps = zip(volume.extents, volume.kind.sample_shape[1:], strict=True)
-    depth, height, width = (range(0, n - w + 1, w) for n, w in steps)
-    yield from itertools.product(depth, height, width)

@@ -24,10 +24,14 @@ from pydist.data.device_input import DeviceInput
 from pydist.data.read_ahead import ReadAhead
 from pydist.data.sampler import GroupBatch, MeshSampler
 from pydist.data.store.memory import KINDS, MemoryStore, bytes_of
+from pydist.data.store.source import CountedReads
 from pydist.errors import DataError, UsageError
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.tensor import ShardedTensor
+
+ELSEWHERE = "bad on another rank"
+"""Why a sample is skipped whose block on this rank is good."""
 
 SKIP_LIMIT = 0.01
 """Largest fraction of the samples that `on_bad_sample="skip"` may leave out."""
@@ -182,6 +186,8 @@ class Loader:
         self.on_bad_sample = on_bad_sample
         self.skipped: dict[int, str] = {}
         """Bad samples that were left out, and why."""
+        self.replaced = 0
+        """How often a sample of a batch was replaced by another one so far."""
         self.device = torch.device(device)
         device_input = (
             None if self.device.type == "cpu" else DeviceInput(self.device, memory_format)
@@ -206,6 +212,11 @@ class Loader:
     def waited_s(self) -> float:
         """Seconds that the consumer has waited for data so far."""
         return self._ahead.waited_s
+
+    @property
+    def bytes_read(self) -> int | None:
+        """Bytes that this process has read from files so far; None if the source counts none."""
+        return self.dataset.bytes_read if isinstance(self.dataset, CountedReads) else None
 
     def __len__(self) -> int:
         """Returns the number of global batches in the epoch of the next one."""
@@ -279,7 +290,7 @@ class Loader:
         for n in (n for n, is_bad in enumerate(bad) if is_bad):
             self._skip(read.plan.indices[n], read.bad.get(n))
             self._replace(read, n)
-            read.bad.setdefault(n, BadSample("bad on another rank"))
+            read.bad.setdefault(n, BadSample(ELSEWHERE))
         return read
 
     def _diagnosed(self, plan: GroupBatch, n: int) -> BadSample:
@@ -295,9 +306,8 @@ class Loader:
         """Reads the next sample that is good on all ranks of the group into position `n`."""
         shape = self.dataset.shape_of(read.plan.indices[0])
         layout = layout_for_sample(self.mesh, (len(read.plan.indices), *shape))
-        candidate = read.plan.indices[n]
-        while True:
-            candidate = (candidate + 1) % len(self.dataset)
+        bad, count = read.plan.indices[n], len(self.dataset)
+        for candidate in (*range(bad + 1, count), *range(bad)):
             if self.dataset.shape_of(candidate) != shape:
                 continue
             error = None
@@ -307,11 +317,13 @@ class Loader:
             except BadSample as caught:
                 error = caught
             if not self._agree([error is not None])[0]:
+                self.replaced += 1
                 return
             self._skip(candidate, error)
+        raise DataError(f"no good sample can replace a bad one: {self.skipped[bad]}")
 
     def _skip(self, index: int, error: BadSample | None) -> None:
-        self.skipped[index] = str(error) if error else "bad on another rank"
+        self.skipped[index] = str(error) if error else ELSEWHERE
         most = max(1, int(SKIP_LIMIT * len(self.dataset)))
         if len(self.skipped) > most:
             raise DataError(

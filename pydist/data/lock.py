@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -193,6 +194,19 @@ class FolderLock:
             with contextlib.suppress(OSError):
                 if self._holds():
                     os.utime(self._path)
+
+
+@contextlib.contextmanager
+def lock_if_writable(folder: Path) -> Iterator[None]:
+    """Locks a folder for this process while it is read, unless it can't be written.
+
+    Raises:
+        UsageError: another process writes into the folder.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(DiskError):
+            stack.enter_context(FolderLock(folder))
+        yield
 
 
 def _open(path: Path) -> tuple[int, bool]:

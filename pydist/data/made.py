@@ -8,16 +8,13 @@ file without a recorded checksum, or with a different one, is made again.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import threading
 import zlib
 from pathlib import Path
 
+from pydist.data.journal import Journal
 from pydist.data.manifest import Manifest
 from pydist.data.publish import publish
-from pydist.errors import DiskError
-from pydist.parsing import parse_json
+from pydist.data.regular import Stamp, require_regular
 
 JOURNAL = ".made.jsonl"
 
@@ -32,13 +29,8 @@ class MadeFiles:
 
     def __init__(self, root: Path, manifest: Manifest | None) -> None:
         self._root = root
-        self._lock = threading.Lock()
-        self._checksums = {file.path: file.crc32 for file in manifest.files} if manifest else {}
-        with contextlib.suppress(FileNotFoundError):
-            for line in (root / JOURNAL).read_bytes().splitlines():
-                with contextlib.suppress(ValueError, TypeError):  # the last one may be cut short
-                    name, checksum = parse_json(line)
-                    self._checksums[name] = checksum
+        self._journal = Journal(root / JOURNAL)
+        self._before = {file.path: file.crc32 for file in manifest.files} if manifest else {}
 
     def publish(self, name: str, content: bytes | memoryview) -> None:
         """Writes a file atomically, and records its checksum.
@@ -47,16 +39,11 @@ class MadeFiles:
             DiskError: the disk is full, or the folder can't be written.
         """
         publish(self._root / name, content)
-        line = json.dumps([name, checksum_of(content)])
-        try:
-            with self._lock, (self._root / JOURNAL).open("a", encoding="utf-8") as journal:
-                journal.write(f"\n{line}\n")  # the first ends a line that was cut short
-        except OSError as error:
-            raise DiskError(f"{self._root / JOURNAL}: {error.strerror}") from error
+        self._journal.add(name, checksum_of(content))
 
     def read(self, name: str) -> bytes | None:
         """Returns the content of a file that is unchanged since it was made, else `None`."""
-        noted = self._checksums.get(name)
+        noted = self._journal.get(name) or self._before.get(name)
         if noted is None:
             return None
         try:
@@ -67,8 +54,7 @@ class MadeFiles:
 
     def complete(self) -> None:
         """Removes the journal: the manifest has the checksums now."""
-        with contextlib.suppress(OSError):
-            (self._root / JOURNAL).unlink(missing_ok=True)
+        self._journal.remove()
 
 
 def checksum_of(content: bytes | memoryview) -> str:
@@ -77,8 +63,37 @@ def checksum_of(content: bytes | memoryview) -> str:
 
 
 def checksum_of_file(path: Path) -> tuple[int, str]:
-    """Returns a file's size in bytes and its CRC-32."""
-    size = crc = 0
+    """Returns a file's size in bytes and its CRC-32.
+
+    For a folder: the size of all files in it, and the CRC-32 of their names and contents, in the
+    order of the names.
+
+    Raises:
+        DataError: it is missing, or it is or holds no regular file.
+        OSError: it can't be read.
+    """
+    if not path.is_dir():
+        return _checksum(path, 0)
+    size, crc = 0, 0
+    for each in sorted(p for p in path.rglob("*") if not p.is_dir()):
+        crc = zlib.crc32(f"{each.relative_to(path).as_posix()}\0".encode(), crc)
+        length, checksum = _checksum(each, crc)
+        size, crc = size + length, int(checksum, 16)
+    return size, f"{crc:08x}"
+
+
+def state_of(path: Path) -> list[int]:
+    """Returns numbers that differ after a file, or a file in a folder, was changed."""
+    if not path.is_dir():
+        return list(Stamp.of(path.stat()))
+    stamps = sorted(Stamp.of(each.lstat()) for each in path.rglob("*"))
+    return [len(stamps), zlib.crc32(repr(stamps).encode())]
+
+
+def _checksum(path: Path, crc: int) -> tuple[int, str]:
+    """Returns a file's size, and the CRC-32 of what precedes it and its content."""
+    require_regular(path)
+    size = 0
     with path.open("rb") as file:
         while piece := file.read(1 << 24):
             size += len(piece)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import OrderedDict
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.formats import Readable, StoredArray, StoredFile
+from pydist.data.isolated import MEMORY, ReadingProcess
 from pydist.data.made import checksum_of_file
 from pydist.data.manifest import DataFile, Manifest
 from pydist.errors import DataError, PydistError, UsageError
@@ -48,9 +50,11 @@ class OpenFiles:
         limit: the largest number of files that stay open.
         driver: makes the file object for reading a path; by default the format's library reads
             the file.
+        untrusted: read the files in another process; see `pydist.data.isolated`.
 
     Raises:
-        UsageError: no format has the manifest's `file_format` as its name.
+        UsageError: no format has the manifest's `file_format` as its name; or a driver for
+            untrusted files.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class OpenFiles:
         allow_roots: Sequence[str | Path],
         limit: int,
         driver: Callable[[Path], Readable] | None,
+        untrusted: bool = False,
     ) -> None:
         self.root = root
         self.manifest = manifest
@@ -72,6 +77,9 @@ class OpenFiles:
                 f"format '{manifest.file_format}' is {self._format!r}, which is no subclass of "
                 "pydist.data.formats.StoredFile"
             )
+        if untrusted and driver is not None:
+            raise UsageError("untrusted files are read by another process: no driver is possible")
+        self._untrusted = untrusted
         self._handles = _Handles()
 
     @property
@@ -140,6 +148,8 @@ class OpenFiles:
         with handles.lock:
             while handles.files:
                 handles.files.popitem()[1].file.close()
+            if handles.reader is not None:
+                handles.reader.close()
 
     def _current(self) -> _Handles:
         """Returns the open files of this process; those of a parent process are left alone."""
@@ -153,9 +163,8 @@ class OpenFiles:
             handles.files.move_to_end(entry.path)
             return handles.files[entry.path]
         path = self.root / entry.path
-        driver = None if self._driver is None else self._driver(path)
         with in_one_line(self._format, path):
-            file = self._format.open(path, self._allow_roots, driver)
+            file = self._opened(handles, path)
         try:
             with in_one_line(self._format, path):
                 samples = file.dataset(self.manifest.dataset)
@@ -170,6 +179,19 @@ class OpenFiles:
         if len(handles.files) > self._limit:
             handles.files.popitem(last=False)[1].file.close()
         return handles.files[entry.path]
+
+    def _opened(self, handles: _Handles, path: Path) -> StoredFile:
+        """Opens a file, in this process or in that of `handles`."""
+        if not self._untrusted:
+            driver = None if self._driver is None else self._driver(path)
+            return self._format.open(path, self._allow_roots, driver)
+        if handles.reader is None:
+            shape, dtype = self.manifest.sample_shape, np.dtype(self.manifest.dtype)
+            memory = min(MEMORY + 2 * math.prod(shape) * dtype.itemsize, 1 << 62)
+            handles.reader = ReadingProcess(
+                self.manifest.file_format, self._allow_roots, memory, self._limit
+            )
+        return handles.reader.open(path)
 
     def _check_samples(self, file: StoredFile, dataset: StoredArray, entry: DataFile) -> None:
         """Compares the array of samples with the manifest."""
@@ -197,7 +219,7 @@ class OpenFiles:
     def _needed(self, entry: DataFile) -> tuple[int, ...]:
         """Returns the least extents (D, H, W) of the file's arrays."""
         extents = entry.extents or self.manifest.sample_shape[1:]
-        reach = [max(offset[axis] for offset in entry.offsets) for axis in range(3)]
+        reach = [max((offset[axis] for offset in entry.offsets), default=0) for axis in range(3)]
         return tuple(r + n for r, n in zip(reach, extents, strict=True))
 
 
@@ -209,6 +231,7 @@ class _Handles:
         self.lock = threading.Lock()
         self.bytes_read = 0
         self.files: OrderedDict[str, OpenedFile] = OrderedDict()
+        self.reader: ReadingProcess | None = None
 
 
 @contextmanager

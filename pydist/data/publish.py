@@ -6,7 +6,8 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pydist import owner
@@ -14,6 +15,8 @@ from pydist.errors import DiskError, UsageError
 
 GZIP_RATIO = 1040
 """Upper bound of gzip's compression ratio."""
+_SYNCED = 16
+"""Files that are flushed to disk at the same time."""
 _SMALLEST_FILE = 512
 """Least bytes on disk of a file that is not empty."""
 
@@ -38,7 +41,7 @@ def publish(path: Path, content: bytes | memoryview) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        _sync(path.parent)
     except OSError as error:
         raise DiskError(
             f"{path}: could not write {len(content)} bytes: {error.strerror}"
@@ -46,6 +49,37 @@ def publish(path: Path, content: bytes | memoryview) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def publish_folder(path: Path, fill: Callable[[Path], None]) -> None:
+    """Writes a folder atomically: under a temporary name, flushed to disk, then renamed.
+
+    Args:
+        path: the final name; an existing folder is replaced.
+        fill: writes the content into an empty folder.
+
+    Raises:
+        DiskError: the disk is full, or the folder can't be written.
+    """
+    temporary = owner.temporary(path.with_name(f".{path.name}"))
+    replaced = owner.temporary(path.with_name(f".{path.name}-replaced"))
+    make_folder(path.parent)
+    try:
+        temporary.mkdir()
+        fill(temporary)
+        written = [temporary, *temporary.rglob("*")]
+        with ThreadPoolExecutor(_SYNCED) as pool:  # file systems flush several at once
+            list(pool.map(_sync, written))
+        if path.exists():  # a folder can't replace one that has content
+            path.replace(replaced)
+        temporary.replace(path)
+        _sync(path.parent)
+    except OSError as error:
+        # NumPy's errors on a full disk have a text alone.
+        raise DiskError(f"{path}: could not be written: {error.strerror or error}") from error
+    finally:
+        for each in (temporary, replaced):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def make_folder(folder: Path) -> None:
@@ -114,8 +148,9 @@ def _require_writable(folder: Path) -> None:
         raise DiskError(f"{folder}: no files can be written there: {error.strerror}") from error
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Flushes a file or a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

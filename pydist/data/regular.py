@@ -1,9 +1,17 @@
-"""Checks that a path is a regular file: opening a pipe would block forever."""
+"""Regular files in trusted places: pipes that block, links that lead elsewhere, files that change.
+
+Opening a pipe would block forever, a link may lead out of the folder that the user trusts, and a
+file that changes while it is open yields neither the old nor the new values.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pydist.errors import DataError
 
@@ -21,3 +29,111 @@ def require_regular(path: Path) -> os.stat_result:
     if not path.is_file():
         raise DataError(f"{path}: not a regular file")
     return status
+
+
+class Stamp(NamedTuple):
+    """Identity and state of a file, which differ after it was replaced or changed."""
+
+    bytes: int
+    device: int
+    inode: int
+    changed: int
+    """Time of the last change to its content, in ns."""
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        """Returns the stamp of a file from its `stat`."""
+        return cls(status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns)
+
+
+def change_since(path: Path, before: Stamp) -> str | None:
+    """Describes how a file differs from its stamp, in one line; `None` for no change."""
+    try:
+        now = Stamp.of(path.stat())
+    except OSError as error:
+        return f"{path}: lost while it was open: {error.strerror}"
+    if now == before:
+        return None
+    if now.bytes != before.bytes:
+        how = "shrank" if now.bytes < before.bytes else "grew"
+        return f"{path}: {how} from {before.bytes} to {now.bytes} bytes while it was open"
+    replaced = (now.device, now.inode) != (before.device, before.inode)
+    return f"{path}: {'replaced by another file' if replaced else 'changed'} while it was open"
+
+
+class Tree:
+    """A folder that serves as one file of a data set; links may not lead out of it.
+
+    Args:
+        root: the folder.
+        allow_roots: other folders to which links in it may lead.
+    """
+
+    def __init__(self, root: Path, allow_roots: Sequence[str | Path] = ()) -> None:
+        self.root = root
+        self._allow_roots = tuple(allow_roots)
+        self._trusted = tuple(os.path.realpath(each) for each in (root, *allow_roots))
+        self._folders: set[str] = set()
+        """Folders that were found to be in the tree."""
+
+    def inner(self, name: str) -> Tree:
+        """Returns the tree of a folder in this one; its links may lead wherever this one's may."""
+        inner = Tree(self.path(name), self._allow_roots)
+        inner._trusted = self._trusted
+        return inner
+
+    def path(self, name: str) -> Path:
+        """Returns the path of a file or folder in the tree, whether or not it exists.
+
+        Args:
+            name: its path relative to the root, with forward slashes.
+
+        Raises:
+            DataError: the name, or a link on the path, leads out of the tree.
+        """
+        self._require_name(name)
+        path = self.root / name
+        self._require_inside(path)
+        return path
+
+    def open(self, name: str) -> tuple[int, os.stat_result]:
+        """Opens a regular file in the tree for reading.
+
+        Returns:
+            The descriptor, which the caller closes, and the file's `stat`.
+
+        Raises:
+            DataError: the name, or a link on the path, leads out of the tree; or it is no regular
+                file.
+            OSError: it can't be opened.
+        """
+        self._require_name(name)
+        path = f"{self.root}/{name}"
+        folder = path.rpartition("/")[0]
+        if folder not in self._folders:  # a chunk of Zarr is one of many in its folder
+            self._require_inside(Path(folder))
+            self._folders.add(folder)
+        # Without O_NONBLOCK, opening a pipe would wait for its other end.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            self._require_inside(Path(path))
+            descriptor = os.open(os.path.realpath(path), flags)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise DataError(f"{path}: not a regular file")
+        return descriptor, status
+
+    def _require_name(self, name: str) -> None:
+        if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
+            raise DataError(f"{self.root}: {name!r} leads out of it, or is no name in it")
+
+    def _require_inside(self, path: Path) -> None:
+        real = os.path.realpath(path)
+        if not any(real == root or real.startswith(f"{root}{os.sep}") for root in self._trusted):
+            allowed = ", ".join(map(str, self._allow_roots)) or "none"
+            raise DataError(f"{path}: a link to {real}, outside allow_roots ({allowed})")

@@ -13,21 +13,24 @@ times as much).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 from h5py import h5d, h5f, h5fd, h5l, h5p, h5t
 
-from pydist.data.formats import Readable, StoredFile
+from pydist.data.file_image import write_hdf5
+from pydist.data.formats import Readable, Storage, StoredFile
 from pydist.data.hdf5_rules import Limits, check_filters, check_size, check_type
-from pydist.data.regular import require_regular
-from pydist.errors import DataError
+from pydist.data.regular import Stamp, change_since, require_regular
+from pydist.errors import DataError, UsageError
+
+SUFFIXES = (".hdf5", ".h5")
 
 HDF5_ERRORS = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)
 """The exceptions that h5py raises for damaged files, depending on the damaged part."""
@@ -56,21 +59,6 @@ def safe_open(
     stamp = None if driver is not None else _check_file(name)
     roots = tuple(Path(root).resolve() for root in allow_roots)
     return SafeFile(name, _open(name, driver), roots, limits or Limits(), stamp)
-
-
-class Stamp(NamedTuple):
-    """Identity and state of a file, which differ after it was replaced or changed."""
-
-    bytes: int
-    device: int
-    inode: int
-    changed: int
-    """Time of the last change to its content, in ns."""
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Stamp:
-        """Returns the stamp of a file from its `stat`."""
-        return cls(status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
 class SafeFile(StoredFile):
@@ -138,7 +126,7 @@ class SafeFile(StoredFile):
         Returns:
             One line that names the file; None without a change.
         """
-        found = None if self._stamp is None else _change(self.path, self._stamp)
+        found = None if self._stamp is None else change_since(self.path, self._stamp)
         changes = (found, *(file.change() for file in self._linked))
         return next((each for each in changes if each is not None), None)
 
@@ -170,6 +158,37 @@ class SafeFile(StoredFile):
             return bytes(self._file.attrs[name]).decode()
         except HDF5_ERRORS as error:
             raise DataError(f"{self.path}: {name!r} is damaged: {_line(error)}") from error
+
+    def texts(self) -> dict[str, str]:
+        """Returns the attributes of the file that are strings of fixed length."""
+        try:
+            names = list(self._file.attrs)[: self._limits.attributes]
+        except HDF5_ERRORS as error:
+            raise DataError(f"{self.path}: its attributes are damaged: {_line(error)}") from error
+        found = {name: self.text(name) for name in names}
+        return {name: text for name, text in found.items() if text is not None}
+
+    @classmethod
+    def is_one(cls, path: Path) -> bool:
+        """Returns whether a file's name is that of an HDF5 file."""
+        return path.suffix in SUFFIXES and path.is_file()
+
+    @classmethod
+    def check_storage(cls, storage: Storage) -> None:
+        """Checks that HDF5 has a kind of storage; see `StoredFile.check_storage`."""
+        if storage.shards or storage.compression not in ("none", "gzip"):
+            raise UsageError("HDF5 files have no shards, and no compression but gzip")
+
+    @classmethod
+    def write(
+        cls,
+        path: Path,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        texts: Mapping[str, str],
+        storage: Storage,
+    ) -> None:
+        """Writes arrays; see `write_hdf5`."""
+        write_hdf5(path, arrays, texts, storage)
 
     def _find(self, name: str) -> h5py.Dataset:
         """Follows `name` link by link."""
@@ -280,21 +299,6 @@ def _check_file(path: Path) -> Stamp:
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: no permission to read it")
     return Stamp.of(status)
-
-
-def _change(path: Path, before: Stamp) -> str | None:
-    """Describes how a file differs from its stamp; see `SafeFile.change`."""
-    try:
-        now = Stamp.of(path.stat())
-    except OSError as error:
-        return f"{path}: lost while it was open: {error.strerror}"
-    if now == before:
-        return None
-    if now.bytes != before.bytes:
-        how = "shrank" if now.bytes < before.bytes else "grew"
-        return f"{path}: {how} from {before.bytes} to {now.bytes} bytes while it was open"
-    replaced = (now.device, now.inode) != (before.device, before.inode)
-    return f"{path}: {'replaced by another file' if replaced else 'changed'} while it was open"
 
 
 def _names(group: h5py.Group, most: int) -> list[str]:

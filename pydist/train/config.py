@@ -210,6 +210,12 @@ class DataConfig(Table):
     """Lowest and highest intensity, in Hounsfield units for CT."""
     prefetch: Count = 2
     """Batches that are read ahead in the background."""
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    """Whether a sample with NaN, infinite values or damaged bytes ends the run: "skip" trains on
+    the next good sample instead, and validates without it, while at most 1 % are bad."""
+    untrusted: bool = False
+    """Whether another process with limited memory reads the files: a file that crashes a library is
+    then an error that names it. Each block is copied once more."""
     store: Literal["off", "memory"] = "off"
     """Whether the ranks' memory keeps the samples: "memory" holds each block once, on the rank that
     reads it first. From the second epoch on ranks receive blocks from one another, and no file is

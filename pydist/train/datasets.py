@@ -32,6 +32,7 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
             window=wanted.window,
             manifest=manifest,
             ignore_label=config.train.ignore_label,
+            untrusted=wanted.untrusted,
         )
 
     return normalized("train"), normalized("val") if "val" in manifest.splits else None
@@ -83,6 +84,7 @@ def make_loader(
         batch_sizes(config, len(data)) if training else config.train.batch,
         training=training,
         prefetch=config.data.prefetch,
+        on_bad_sample=config.data.on_bad_sample,
         device=device,
         memory_format=memory_format(config.train, device),
         pad=False,  # the networks accept empty batches

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from pydist.backend.autotuner import Autotuner, autotuner_of
 from pydist.comm.consensus import any_rank, together
+from pydist.data.loader import ELSEWHERE
 from pydist.data.publish import publish
 from pydist.errors import DataError, DiskError, PydistError, Stopped
 from pydist.train.cuda_graph import GraphedStep
@@ -98,6 +100,10 @@ class Trainer:
         """Global loss of the last step."""
         self._saved_at = state.step
         self._sent = state.network.gradients.sent()
+        self._loaded: dict[str, Any] = {}
+        """Bytes read and samples replaced by split, up to the last event."""
+        self._told: dict[str, set[int]] = {}
+        """Skipped samples that the log names, by split."""
         self._tuner = autotuner_of(self.mesh)
         self._tuner.listener = partial(_announce_tuning, log, self._tuner)
         self._tuned = 0
@@ -183,7 +189,7 @@ class Trainer:
                 number = self.stop.signal.name if self.stop.signal else "a signal on another rank"
                 raise Stopped(f"stopped by {number} after step {self.state.step}, checkpoint saved")
             if done:
-                self._log_store(self.loader, "train", batch.epoch)
+                self._log_data(self.loader, "train", batch.epoch)
                 break
             self.clock.start()
 
@@ -313,7 +319,9 @@ class Trainer:
             output = self.state.network.evaluate(batch.inputs)
             if output is not None:
                 with torch.no_grad():
-                    rows.append(self.task.measure(output, batch))
+                    measured = self.task.measure(output, batch)
+                    measured[(batch.weight == 0).to(measured.device)] = math.nan  # of a replacement
+                    rows.append(measured)
                 indices += batch.indices
         model.train()
         with phase("collecting the validation"):
@@ -325,11 +333,24 @@ class Trainer:
             samples=found.samples,
             **found.figures(),
         )
-        self._log_store(self.validation_loader, "val", epoch)
+        self._log_data(self.validation_loader, "val", epoch)
         return found
 
-    def _log_store(self, loader: Loader, split: str, epoch: int) -> None:
-        """Logs what a loader's store has saved in an epoch, if it has one. Collective."""
+    def _log_data(self, loader: Loader, split: str, epoch: int) -> None:
+        """Logs what a loader has read in an epoch, and what its store has saved. Collective."""
+        total = np.array([loader.bytes_read or 0, loader.replaced])
+        since = torch.from_numpy(total - self._loaded.get(split, 0))
+        self._loaded[split] = total
+        self.job.world.all_reduce(since)
+        self.log.emit(
+            "data",
+            step=self.state.step,
+            epoch=epoch,
+            split=split,
+            file_bytes=int(since[0]),
+            skipped=int(since[1]) // self.job.ranks_a_sample,
+        )
+        self._tell_skipped(loader, split)
         if loader.store is None:
             return
         found = loader.store.counted().over(self.job.world)
@@ -344,6 +365,19 @@ class Trainer:
             held_bytes=found.held_bytes,
             most_held_bytes=found.most_held_bytes,
         )
+
+    def _tell_skipped(self, loader: Loader, split: str) -> None:
+        """Logs why samples were skipped, on any rank. Collective."""
+        if loader.on_bad_sample == "stop":
+            return
+        everyones: dict[int, set[str]] = {}
+        for message in self.job.world.all_gather_bytes(json.dumps(loader.skipped).encode()):
+            for index, why in json.loads(message).items():
+                everyones.setdefault(int(index), set()).add(why)
+        for index in sorted(everyones.keys() - self._told.setdefault(split, set())):
+            self._told[split].add(index)
+            why = next(iter(sorted(everyones[index] - {ELSEWHERE})), ELSEWHERE)
+            self.log.emit("notice", text=f"skipped {split} sample {index}: {why}")
 
     def _publish_tuning(self) -> None:
         """Writes the choices of kernels next to the checkpoint folder. Collective."""

@@ -185,6 +185,11 @@ def _mistakes_in_list(mesh: MeshConfig, default: Mapping[str, Any]) -> Iterator[
 
 def _mistakes_in_stages(config: Config) -> Iterator[str]:
     mesh, meshes = config.mesh, len(meshes_of(config.mesh))
+    if config.data.on_bad_sample == "skip":
+        yield (
+            'data.on_bad_sample = "skip" with mesh.stages: the stages read their blocks '
+            'independently; "stop" is possible'
+        )
     if mesh.rebalance is not None:
         yield (
             f'mesh.rebalance = "{mesh.rebalance}" with mesh.stages: it changes the parts of one '

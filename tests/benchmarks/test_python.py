@@ -251,3 +251,13 @@ def test_channel_forms(tmp_path):
         check_times(row["step"])
         if row["form"] == "chosen":
             assert row["chosen"] == "sum"  # of tiny layers
+
+
+def test_data_sources(tmp_path):
+    pytest.importorskip("zarr")
+    rows = run("data_sources", tmp_path)["rows"]
+    assert len({row["storage"] for row in rows}) == 9
+    for row in rows:
+        check_times(row)
+        assert row["bytes"] == 4 * 16**3 * 2 // {"depth 2 × height 2": 4}.get(row["cut"], 2)
+        assert row["over_reader"] > 0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from pydist.cli.main import main
 
 
@@ -73,3 +77,52 @@ def test_pack_and_verify(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr()
     assert "damaged    p: " in shown.out
     assert "p does not match its checksums (files: 1)" in shown.err
+
+
+def test_index_convert_info(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("zarr")
+    monkeypatch.chdir(tmp_path)
+    made = ["data", "universes", "a", "--count", "4", "--width", "8", "--layout", "cosmoflow"]
+    assert main(made) == 0
+    (tmp_path / "a" / "dataset.json").unlink()
+    assert main(["data", "index", "a", "--width", "8", "--validation", "0.5"]) == 0
+    assert "4 hdf5 files → 32 samples of 8³ (16 train, 16 val) in a" in capsys.readouterr().out
+    chunks = ["--chunks", "4", "4", "4", "--shards", "8", "8", "8", "--compression", "zstd"]
+    converted = ["data", "convert", "a", "b", "--layout", "channel-first", "--workers", "1"]
+    assert main([*converted, *chunks]) == 0
+    assert "32 zarr files → 32 samples of 8³" in capsys.readouterr().out
+    assert main(["data", "info", "b"]) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        "samples    32 (16 train, 16 val)",
+        "shape      4 channels; 8 × 8 × 8 voxels: 32",
+        "stored     int16 CDHW: full, unitPar",
+        "normalize  none, log1p, window, mean, standardize",
+        "values     not read; --deep reads all of them",
+    ):
+        assert line in shown
+    assert main(["data", "info", "b", "--deep", "--workers", "1"]) == 0
+    assert "; 0 NaN, 0 infinite values" in capsys.readouterr().out
+    assert main(["data", "info", "b", "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert (described["format"], described["deep"]["val"]["files"]) == ("zarr", 16)
+    assert main(["data", "verify", "b", "--workers", "2"]) == 0
+    (tmp_path / "b/univ_000001_3.zarr/full/c/0/0/0/0").write_bytes(b"")
+    capsys.readouterr()
+    assert main(["data", "info", "b", "--deep", "--workers", "1"]) == 65
+    shown = capsys.readouterr()
+    assert "damaged    b/univ_000001_3.zarr: " in shown.out
+    assert "b has damaged or missing files (1)" in shown.err
+
+
+def test_labels_in_info(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "ct", "a", "--count", "1", "--shape", "8", "8", "8"]) == 0
+    assert main(["data", "info", "a", "--deep", "--workers", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "label 0 (background): " in shown
+    assert "shape      1 channel; " in shown
+    assert main(["data", "info", "b"]) == 65
+    assert main(["data", "convert", "a", "b", "--format", "tiff"]) == 2
+    assert main(["data", "index", "a"]) == 2
+    assert "overwrite replaces its manifest" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pydist.data import ShardDataset, index
+from pydist.data import ShardDataset, indexed
 from pydist.data.index import index_folder
 from pydist.data.manifest import Manifest
 from pydist.errors import DataError
@@ -129,13 +129,13 @@ def test_a_file_that_changes_while_it_is_indexed(
     write_samples: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write_samples([SAMPLE])
-    real = index._volume
+    real = indexed._kind
 
     def volume(*args: object) -> object:
         found = real(*args)
         cut(root / "sample_0.hdf5", 3000)
         return found
 
-    monkeypatch.setattr(index, "_volume", volume)
+    monkeypatch.setattr(indexed, "_kind", volume)
     with pytest.raises(DataError, match=r"sample_0\.hdf5: shrank from"):
         index_folder(root)

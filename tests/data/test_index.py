@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from pydist.data import Manifest, ShardDataset
-from pydist.data.index import IndexOptions, index_folder, verify_dataset
+from pydist.data import Manifest, ShardDataset, index
+from pydist.data.convert import ConvertOptions, convert_dataset
+from pydist.data.index import IndexOptions, index_dataset, index_folder, verify_dataset
+from pydist.data.lock import FolderLock
 from pydist.errors import DataError, UsageError
 
 
@@ -78,7 +80,7 @@ def test_wrong_calls(foreign: Path, tmp_path_factory: pytest.TempPathFactory) ->
         index_folder(foreign, IndexOptions(width=64))
     with pytest.raises(UsageError, match="fraction"):
         index_folder(foreign, IndexOptions(validation=1.0))
-    with pytest.raises(DataError, match=r"no files ending in \.hdf5 or \.h5"):
+    with pytest.raises(DataError, match=r"no files of the format hdf5, zarr, numpy, tfrecord"):
         index_folder(tmp_path_factory.mktemp("empty"))
     with pytest.raises(DataError, match="no 'volume' in '/'; it has full"):
         index_folder(foreign, IndexOptions(dataset="volume"))
@@ -110,3 +112,95 @@ def test_verify_finds_every_kind_of_damage(public_universes: Path, tmp_path: Pat
     ):
         assert f"univ_00000{name}.hdf5" in fault
         assert why in fault
+
+
+def formats(root: Path, source: Path) -> dict[str, Path]:
+    """Returns folders with the same universes in each format, without a manifest."""
+    pytest.importorskip("zarr")
+    folders = {}
+    for name in ("hdf5", "zarr", "numpy"):
+        folders[name] = root / name
+        convert_dataset(source, folders[name], ConvertOptions(name))
+        (folders[name] / "dataset.json").unlink()
+    return folders
+
+
+def test_files_of_any_format(public_universes: Path, tmp_path: Path) -> None:
+    made = []
+    for name, folder in formats(tmp_path, public_universes).items():
+        manifest = index_dataset(folder, IndexOptions(width=8))
+        assert manifest.file_format == name
+        assert verify_dataset(folder) == []
+        data = ShardDataset(folder, normalize="standardize")
+        made.append((manifest.splits, manifest.log1p_std, data[5]))
+        again = index_dataset(folder, IndexOptions(width=8, format=name), workers=2)
+        assert again.files == manifest.files
+    for splits, std, (x, y) in made[1:]:
+        assert (splits, std) == made[0][:2]
+        assert torch.equal(x, made[0][2][0])
+        assert torch.equal(y, made[0][2][1])
+    with pytest.raises(DataError, match="no files of the format zarr below it"):
+        index_folder(tmp_path / "numpy", IndexOptions(format="zarr"))
+
+
+def test_indexing_goes_on_where_it_stopped(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = index.index_file
+    monkeypatch.setattr(index, "index_file", lambda task: read.append(task.name) or real(task))
+
+    def stop(done: int, total: int, what: str) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        index_dataset(foreign, progress=stop)
+    assert not (foreign / "dataset.json").exists()
+    first = foreign / "univ_000000.hdf5"
+    first.write_bytes(first.read_bytes() + b"x")
+    manifest = index_dataset(foreign)
+    assert read == [f"univ_00000{n}.hdf5" for n in (0, 1, 2, 0, 3)]
+    assert manifest == Manifest.load(foreign)
+    assert sorted(p.name for p in foreign.glob(".*")) == []
+    read.clear()
+    assert index_dataset(foreign, IndexOptions(width=8)).splits == {"train": 32}
+    assert len(read) == 4, "another manifest of the same files"
+
+
+def test_manifests_that_are_kept(universes: Path, tmp_path: Path) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(universes, root)
+    with pytest.raises(UsageError, match=r"is a data set already .*; overwrite replaces"):
+        index_dataset(root)
+    assert index_dataset(root, overwrite=True).splits == {"train": 29, "val": 3}
+    with FolderLock(root):
+        for attempt in (index_dataset, verify_dataset):
+            with pytest.raises(UsageError, match="process"):
+                attempt(root)
+    with pytest.raises(DataError, match="none: no such folder"):
+        index_dataset(tmp_path / "none")
+
+
+def test_layout_of_mlperf(tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        (tmp_path / split).mkdir()
+        with h5py.File(tmp_path / split / "univ.hdf5", "w") as file:
+            file["x"] = np.ones((8, 8, 8, 4), np.int16)
+            file["y"] = np.zeros(4, np.float32)
+    manifest = index_dataset(tmp_path, IndexOptions(dataset="x", target="y"))
+    assert manifest.splits == {"train": 1, "val": 1}
+    assert manifest.target_names == ("Omega_m", "sigma_8", "N_spec", "H_0")
+
+
+def test_values_without_logarithms_have_no_statistics(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "ct.h5", "w") as file:
+        file["full"] = np.full((1, 4, 4, 4), -1000, np.int16)
+        file["unitPar"] = np.zeros(1)
+    manifest = index_dataset(tmp_path)
+    assert (manifest.log1p_mean, manifest.files[0].means) == ((), (-1000.0,))
+    assert Manifest.load(tmp_path) == manifest
+
+
+@pytest.mark.parametrize("text", ['["univ_000000.hdf5", 5]', '["univ_000000.hdf5", {}]', "{"])
+def test_a_damaged_journal_is_ignored(foreign: Path, text: str) -> None:
+    (foreign / ".indexed.jsonl").write_text(text)
+    assert index_dataset(foreign).splits == {"train": 4}

@@ -398,6 +398,27 @@ def test_too_many_bad_samples_stop_the_run() -> None:
     on_ranks(1, job)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_no_sample_can_replace_a_bad_one(count: int) -> None:
+    """All others have another shape, or there is no other."""
+
+    class Mixed(Numbers):
+        def shape_of(self, index: int) -> tuple[int, int, int, int]:
+            return self.sample_shape if index == 0 else (1, 9, 9, 9)
+
+    def job(transport: Transport) -> None:
+        dataset = Mixed(count, bad={0: None})
+        with (
+            Loader(
+                dataset, Mesh(transport), 1, training=False, on_bad_sample="skip", prefetch=1
+            ) as loader,
+            pytest.raises(DataError, match="no good sample can replace a bad one: numbers: sample"),
+        ):
+            next(iter(loader))
+
+    on_ranks(1, job)
+
+
 def test_nan_in_one_ranks_block_is_skipped_from_files(write_samples: Callable[..., Path]) -> None:
     samples = [np.full((1, 4, 4, 4), i, np.float32) for i in range(3)]
     root = write_samples(samples)

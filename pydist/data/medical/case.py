@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.medical.collection import LabelledVolume
+from pydist.data.medical.dicom import read_dicom
 from pydist.data.medical.grid import GridOptions, VoxelGrid
 from pydist.data.medical.layouts import Case
 from pydist.data.medical.nifti import Nifti, read_nifti, without_private, write_nifti
@@ -38,7 +39,7 @@ def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False)
         DataError: a file is damaged, the files do not match, or a label is not an integer.
     """
     image, first = read_image(case.images, options)
-    label = read_nifti(case.label)
+    label = _read(case.label)
     _require_alike(first, label)
     grid = VoxelGrid(label.block, options, str(case.label))
     blocks = {IMAGE_HEADER: first.block, LABEL_HEADER: label.block}
@@ -59,13 +60,18 @@ def read_image(paths: tuple[Path, ...], options: GridOptions) -> tuple[npt.NDArr
         DataError: a file is damaged, or the files do not match.
     """
     parts = []
-    first = read_nifti(paths[0])
+    first = _read(paths[0])
     grid = VoxelGrid(first.block, options, str(first.path))
     for path in paths:
-        part = first if path == paths[0] else read_nifti(path)
+        part = first if path == paths[0] else _read(path)
         _require_alike(first, part)
         parts.append(grid.image(part.values()))
     return np.concatenate(parts), first
+
+
+def _read(path: Path) -> Nifti:
+    """Reads a NIfTI file, or a folder with a DICOM series."""
+    return read_dicom(path) if path.is_dir() else read_nifti(path)
 
 
 def write_labels(

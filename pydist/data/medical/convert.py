@@ -1,4 +1,4 @@
-"""Converts NIfTI files to HDF5 files that ranks can read by blocks.
+"""Converts NIfTI files and DICOM series to HDF5 files that ranks can read by blocks.
 
 A compressed NIfTI file can't be read by blocks, so each is converted once. The HDF5 files are
 contiguous by default, depth first: a depth block is one run of bytes, and reading a block reads
@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydist.data.file_image import RECIPE, recipe_hash
+from pydist.data.made import state_of
 from pydist.data.manifest import Manifest
 from pydist.data.medical.case import convert_case
 from pydist.data.medical.collection import Progress, Source, Storage, unlike, write_set
+from pydist.data.medical.dicom import outline_of_dicom
 from pydist.data.medical.grid import GridOptions
 from pydist.data.medical.layouts import Case, find_cases
 from pydist.data.medical.nifti import Outline, outline_of
@@ -79,7 +81,7 @@ def convert_nifti(
     options: NiftiOptions | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Makes a data set of the NIfTI files in a folder.
+    """Makes a data set of the NIfTI files, or DICOM series, in a folder.
 
     Args:
         source: the folder; see `find_cases`.
@@ -92,7 +94,7 @@ def convert_nifti(
 
     Raises:
         DataError: a file is missing, damaged or contradicts another.
-        UsageError: nibabel is not installed, or `out_dir` holds another data set.
+        UsageError: nibabel or pydicom is not installed, or `out_dir` holds another data set.
         DiskError: not enough space, or the folder can't be written.
     """
     options = options or NiftiOptions()
@@ -142,7 +144,9 @@ def convert_nifti(
 def _outlines(case: Case) -> list[Outline]:
     """Reads the headers of a case's images; an empty list if one can't be read (reported later)."""
     try:
-        return [outline_of(path) for path in case.images]
+        return [
+            outline_of_dicom(path) if path.is_dir() else outline_of(path) for path in case.images
+        ]
     except DataError:
         return []
 
@@ -161,5 +165,7 @@ def _recipe(options: NiftiOptions, dtype: str, case: Case) -> str:
     files = []
     for path in (*case.images, case.label):
         status = path.stat()
-        files.append([path.name, status.st_size, status.st_mtime_ns])
+        folder = path.is_dir()
+        known = state_of(path) if folder else [status.st_size, status.st_mtime_ns]
+        files.append([path.name, *known])
     return recipe_hash([options.recipe(), dtype, files])

@@ -3,7 +3,8 @@
 nnU-Net: `dataset.json` with "channel_names", `imagesTr/CASE_0000.nii.gz` (one file per channel),
 `labelsTr/CASE.nii.gz`. Medical Segmentation Decathlon: `dataset.json` with "modality" and a list
 "training" of pairs, channels in one file. Else two folders whose files have equal names, or the
-names of LiTS (`volume-7.nii`, `segmentation-7.nii`), which may also share one folder.
+names of LiTS (`volume-7.nii`, `segmentation-7.nii`), which may also share one folder. There an
+image or a label may be a folder instead, with the slices of a DICOM series.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydist.data.medical.dicom import is_series
 from pydist.data.medical.nifti import is_nifti, stem
 from pydist.errors import DataError, UsageError
 from pydist.parsing import parse_json
@@ -155,8 +157,8 @@ def _decathlon(folder: Path, record: Mapping[str, Any]) -> Found:
 
 def _pairs(images: Path, labels: Path) -> Found:
     cases = []
-    for path in _files(images):
-        name = stem(path)
+    for path in _volumes(images):
+        name = path.name if path.is_dir() else stem(path)
         if images == labels and not name.startswith(_IMAGE_PREFIX):
             if name.startswith(_LABEL_PREFIX):
                 continue
@@ -169,26 +171,41 @@ def _pairs(images: Path, labels: Path) -> Found:
             names.append(_LABEL_PREFIX + name.removeprefix(_IMAGE_PREFIX))
         if (channel := _CHANNEL.fullmatch(name)) is not None and channel[2] == "0000":
             names.append(channel[1])
-        candidates = [labels / f"{n}{end}" for n in names for end in (".nii.gz", ".nii")]
+        candidates = [labels / f"{n}{end}" for n in names for end in (".nii.gz", ".nii", "")]
         others = [c for c in candidates if c != path]
-        label = next((c for c in others if c.is_file()), others[0])
+        label = next((c for c in others if c.is_file() or is_series(c)), others[0])
         cases.append(Case(name, (path,), label))
     return Found(_with_labels(cases))
+
+
+def _volumes(folder: Path) -> list[Path]:
+    """Returns the NIfTI files in a folder, and the folders in it with DICOM series."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    series = sorted(path for path in folder.iterdir() if is_series(path))
+    found = [*_nifti_files(folder), *series]
+    if not found:
+        raise DataError(f"{folder}: no files ending in .nii or .nii.gz, and no DICOM series")
+    return found
 
 
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    found = sorted(p for p in folder.iterdir() if is_nifti(p) and p.is_file())
+    found = _nifti_files(folder)
     if not found:
         raise DataError(f"{folder}: no files ending in .nii or .nii.gz")
     return found
 
 
+def _nifti_files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if is_nifti(p) and p.is_file())
+
+
 def _with_labels(cases: list[Case]) -> tuple[Case, ...]:
     seen: set[str] = set()
     for case in cases:
-        if not case.label.is_file():
+        if not case.label.exists():
             raise DataError(f"{case.images[0]}: its label {case.label} is missing")
         if case.name in seen:
             raise DataError(f"{case.images[0]}: there are two cases of the name {case.name!r}")

@@ -80,7 +80,10 @@ class Task(Protocol):
         ...
 
     def judge(self, rows: Tensor) -> Validation:
-        """Computes the validation from all samples' rows, in the order of the data set."""
+        """Computes the validation from all samples' rows, in the order of the data set.
+
+        Rows of samples that were skipped are NaN; `measured_rows` leaves them out.
+        """
         ...
 
     def write_results(self, folder: Path, data: ShardDataset, validation: Validation) -> None:
@@ -103,6 +106,11 @@ class Task(Protocol):
             mesh: the configuration of the grid of ranks, whose blocks are shown.
         """
         ...
+
+
+def measured_rows(rows: Tensor) -> Tensor:
+    """Returns which rows are of samples that were measured, and not skipped, [N] bool."""
+    return ~rows.flatten(1).isnan().all(1)
 
 
 def call_of(network: type[nn.Module], arguments: Mapping[str, Any]) -> str:

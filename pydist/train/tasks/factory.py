@@ -16,7 +16,12 @@ from pydist.check.factory import load_factory, load_object
 from pydist.errors import UsageError, in_words
 from pydist.tensor import ShardedTensor
 from pydist.train import report
-from pydist.train.tasks.base import Criterion, Validation, refuse_options_of_voxels
+from pydist.train.tasks.base import (
+    Criterion,
+    Validation,
+    measured_rows,
+    refuse_options_of_voxels,
+)
 from pydist.train.tasks.regression import Regression
 from pydist.train.tasks.segmentation import Segmentation
 
@@ -207,6 +212,7 @@ class AnyClassification:
 
     def judge(self, rows: Tensor) -> ClassificationValidation:
         """Computes loss and accuracy over all samples."""
+        rows = rows[measured_rows(rows)]
         return ClassificationValidation(
             samples=len(rows),
             loss=float(rows[:, 0].mean()),

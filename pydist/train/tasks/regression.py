@@ -15,7 +15,13 @@ from pydist.errors import UsageError
 from pydist.models import CosmoFlow
 from pydist.tensor import ShardedTensor
 from pydist.train import report
-from pydist.train.tasks.base import Criterion, Validation, call_of, refuse_options_of_voxels
+from pydist.train.tasks.base import (
+    Criterion,
+    Validation,
+    call_of,
+    measured_rows,
+    refuse_options_of_voxels,
+)
 
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
@@ -96,7 +102,7 @@ class Regression:
 
     def judge(self, rows: Tensor) -> RegressionValidation:
         """Computes the errors over all samples and outputs."""
-        predicted, true = rows.unbind(1)
+        predicted, true = rows[measured_rows(rows)].unbind(1)
         error = predicted - true
         return RegressionValidation(
             samples=len(error),

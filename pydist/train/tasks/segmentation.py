@@ -23,7 +23,7 @@ from pydist.train.losses import (
     ratio,
     scored_classes,
 )
-from pydist.train.tasks.base import Criterion, Validation, call_of
+from pydist.train.tasks.base import Criterion, Validation, call_of, measured_rows
 
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
@@ -167,6 +167,9 @@ class Segmentation:
     def judge(self, rows: Tensor) -> SegmentationValidation:
         """Computes the loss, and the Dice by volume and of all voxels."""
         classes = len(self._class_names)
+        measured = measured_rows(rows)
+        dice = dice_scores(rows[:, 3:].view(-1, classes, classes))  # NaN for skipped ones
+        rows = rows[measured]
         counts = rows[:, 3:].view(-1, classes, classes)
         sums = rows[:, :2]
         # As in training: the mean is over voxels if their weights differ, else over samples.
@@ -176,7 +179,7 @@ class Segmentation:
             samples=len(rows),
             loss=float(entropy + rows[:, 2].mean()),
             class_names=tuple(self._class_names[c + 1] for c in scored),
-            dice=dice_scores(counts)[:, scored],
+            dice=dice[:, scored],
             pooled=dice_scores(counts.sum(0))[scored],
         )
 

@@ -1,0 +1,76 @@
+"""Applies a function to all files of a data set, in several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+from pydist.errors import DoesNotFit, UsageError
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+Progress = Callable[[int, int, str], None]
+"""Called with (files done, files in total, the latest file)."""
+
+
+def for_each(
+    work: Callable[[_T], _R], tasks: Sequence[_T], workers: int
+) -> Iterator[tuple[int, _R]]:
+    """Yields each task's number and result, in the order in which they are done.
+
+    Args:
+        work: a function at the top of a module.
+        tasks: its arguments.
+        workers: the number of processes; 1 is this process. More need a main module that may be
+            imported (`if __name__ == "__main__"`).
+
+    Raises:
+        UsageError: `workers` is below 1.
+        DoesNotFit: the system has ended a process.
+    """
+    if workers < 1:
+        raise UsageError(f"workers={workers}: at least 1")
+    workers = min(workers, len(tasks))
+    if workers <= 1:
+        yield from enumerate(map(work, tasks))
+        return
+    # A fork would copy the locks of this process's threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _prepare, (os.getpid(),)) as pool:
+        numbers = {pool.submit(work, task): number for number, task in enumerate(tasks)}
+        try:
+            for done in as_completed(numbers):
+                yield numbers[done], done.result()
+        except BrokenProcessPool as error:
+            raise DoesNotFit(
+                "a worker process was ended, probably for lack of memory: fewer workers need less"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _prepare(parent: int) -> None:
+    """Leaves interrupts to the parent, and ends this process when the parent has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

@@ -1,0 +1,241 @@
+"""Describes one existing file for the manifest of a data set."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pydist.data.formats import StoredArray, StoredFile
+from pydist.data.made import checksum_of_file, state_of
+from pydist.data.manifest import Axes, DataFile
+from pydist.data.open_files import in_one_line
+from pydist.errors import DataError
+from pydist.registry import FORMATS
+
+COSMOFLOW_TARGETS = ("Omega_m", "sigma_8", "N_spec", "H_0")
+_COSMOFLOW_NAMES = ("unitPar", "y")
+"""Names of the targets' array in the public files, and in MLPerf's."""
+
+SLAB_BYTES = 1 << 26
+"""Bytes of the part of a sample that is read at a time."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A file to be described.
+
+    Attributes:
+        root: the data set's folder.
+        path: the file.
+        file_format: its format.
+        split: its split.
+        width: voxels along a side of a sample; None for full files.
+        dataset: name of the samples' array.
+        target: name of the targets' array.
+        statistics: whether all voxels are read, for means and sums.
+        checksums: whether all bytes are read, for a checksum.
+    """
+
+    root: Path
+    path: Path
+    file_format: str
+    split: str
+    width: int | None
+    dataset: str
+    target: str
+    statistics: bool
+    checksums: bool
+
+    @property
+    def name(self) -> str:
+        """The path relative to the data set's folder."""
+        return self.path.relative_to(self.root).as_posix()
+
+    @property
+    def recipe(self) -> list[Any]:
+        """What the result depends on: the options, and the file's size and time."""
+        options = [value for name, value in asdict(self).items() if name not in ("root", "path")]
+        return [*options, *state_of(self.path)]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The properties that all files of a data set share."""
+
+    axes: Axes
+    dtype: str
+    sample_shape: tuple[int, int, int, int]
+    target_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """Description of one file.
+
+    Attributes:
+        kind: what it has in common with the other files.
+        file: its entry in the manifest.
+        voxels: number of its voxels in `sums`; 0 outside of the training set.
+        sums: sum of log(1 + x) over them, per channel.
+        squares: sum of its square.
+    """
+
+    kind: Kind
+    file: DataFile
+    voxels: int
+    sums: tuple[float, ...]
+    squares: tuple[float, ...]
+
+    def record(self) -> dict[str, Any]:
+        """Returns plain values, for `of`."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Indexed:
+        """Returns the description from its record.
+
+        Raises:
+            LookupError, TypeError or ValueError: it is no such record.
+        """
+        kind, file = record["kind"], record["file"]
+        depth, height, width = zip(*file["offsets"], strict=True)
+        return cls(
+            Kind(
+                kind["axes"], kind["dtype"], tuple(kind["sample_shape"]),
+                tuple(kind["target_names"]),
+            ),
+            DataFile(
+                file["path"], file["split"], file["bytes"], file["crc32"],
+                tuple(zip(depth, height, width, strict=True)), tuple(file["means"]),
+            ),
+            record["voxels"],
+            tuple(record["sums"]),
+            tuple(record["squares"]),
+        )  # fmt: skip
+
+
+def index_file(task: Task) -> Indexed:
+    """Reads and describes one file.
+
+    Raises:
+        DataError: it is damaged, or has no such arrays.
+    """
+    kind: type[StoredFile] = FORMATS.get(task.file_format)
+    with in_one_line(kind, task.path):
+        file = kind.open(task.path)
+        try:
+            found = _described(task, file)
+            if change := file.change():
+                raise DataError(change)
+        finally:
+            file.close()
+    return found
+
+
+def _described(task: Task, file: StoredFile) -> Indexed:
+    array = file.dataset(task.dataset)
+    kind, extents = _kind(task, file, array)
+    offsets = tuple(_corners(extents, kind.sample_shape[1:]))
+    means = []
+    total = _Totals(kind.sample_shape[0])
+    for offset in offsets if task.statistics else ():
+        sums = 0.0
+        for slab in slabs(file, array, kind.axes, offset, kind.sample_shape[1:]):
+            sums += float(slab.sum(dtype=np.float64))
+            if task.split == "train":
+                total.add(slab)
+        means.append(sums / np.prod(kind.sample_shape, dtype=np.float64).item())
+        if not np.isfinite(means[-1]):
+            raise DataError(f"{task.path}: {task.dataset!r} has NaN or infinity in {offset}")
+    size, checksum = checksum_of_file(task.path) if task.checksums else (_size(task.path), "")
+    entry = DataFile(task.name, task.split, size, checksum, offsets, tuple(means))
+    return Indexed(kind, entry, total.voxels, tuple(total.sums), tuple(total.squares))
+
+
+def slabs(
+    file: StoredFile,
+    array: StoredArray,
+    axes: Axes,
+    offset: Sequence[int],
+    extents: Sequence[int],
+) -> Iterator[npt.NDArray[Any]]:
+    """Yields a box of an array in parts along the depth, channel first.
+
+    Args:
+        file: the open file.
+        array: of samples.
+        axes: order of its axes.
+        offset: first voxel (D, H, W).
+        extents: voxels (D, H, W).
+    """
+    depth, height, width = (slice(o, o + n) for o, n in zip(offset, extents, strict=True))
+    last = axes == "DHWC"
+    channels = array.shape[3 if last else 0]
+    plane = max(1, channels * extents[1] * extents[2] * array.dtype.itemsize)
+    step = max(1, SLAB_BYTES // plane)
+    for start in range(depth.start, depth.stop, step):
+        part = slice(start, min(start + step, depth.stop)), height, width
+        every = slice(0, channels)
+        window = (*part, every) if last else (every, *part)
+        found = file.read(array, window)
+        yield np.moveaxis(found, -1, 0) if last else found
+
+
+class _Totals:
+    """Sums of log(1 + x) per channel."""
+
+    def __init__(self, channels: int) -> None:
+        self.voxels = 0
+        self.sums = [0.0] * channels
+        self.squares = [0.0] * channels
+
+    def add(self, slab: npt.NDArray[Any]) -> None:
+        self.voxels += slab[0].size
+        for channel, values in enumerate(slab):
+            with np.errstate(invalid="ignore", divide="ignore"):  # below -1; then there are none
+                logs = np.log1p(values, dtype=np.float64)
+            self.sums[channel] += float(logs.sum())
+            self.squares[channel] += float((logs * logs).sum())
+
+
+def _kind(task: Task, file: StoredFile, array: StoredArray) -> tuple[Kind, tuple[int, ...]]:
+    """Returns the kind of a file, and the extents (D, H, W) of its array."""
+    target = file.dataset(task.target)
+    shape = array.shape
+    if array.ndim != 4 or target.ndim != 1:
+        raise DataError(
+            f"{task.path}: {task.dataset!r} has the shape {shape}, {task.target!r} "
+            f"{target.shape}; 4-D and 1-D are needed"
+        )
+    last = shape[3] < shape[0]
+    extents, channels = (shape[:3], shape[3]) if last else (shape[1:], shape[0])
+    width = task.width
+    if min(shape) < 1 or (width is not None and width > min(extents)):
+        fits = "has no voxels" if width is None else f"fits no {width}^3"
+        raise DataError(f"{task.path}: {task.dataset!r}, {extents} voxels, {fits}")
+    depth, height, breadth = extents if width is None else (width,) * 3
+    count = target.shape[0]
+    public = task.target in _COSMOFLOW_NAMES and count == len(COSMOFLOW_TARGETS)
+    names = COSMOFLOW_TARGETS if public else tuple(f"target {i}" for i in range(count))
+    kind = Kind(
+        "DHWC" if last else "CDHW", array.dtype.name, (channels, depth, height, breadth), names
+    )
+    return kind, extents
+
+
+def _corners(extents: Sequence[int], sample: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    steps = zip(extents, sample, strict=True)
+    depth, height, width = (range(0, n - w + 1, w) for n, w in steps)
+    yield from itertools.product(depth, height, width)
+
+
+def _size(path: Path) -> int:
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())

@@ -1,0 +1,158 @@
+"""Folders of NumPy files as a format of data sets: one `.npy` file for each array of a sample.
+
+Arrays are mapped into memory, so that a read copies only the block. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pydist.data.formats import Readable, Storage, StoredArray, StoredFile
+from pydist.data.publish import publish_folder
+from pydist.data.regular import Stamp, Tree, change_since
+from pydist.errors import DataError, UsageError
+from pydist.parsing import parse_json
+
+SUFFIX = ".npy"
+_TEXTS = "texts.json"
+
+
+class NumpyFolder(StoredFile):
+    """A folder with a `.npy` file for each array."""
+
+    errors = (*StoredFile.errors, TypeError, ArithmeticError)
+
+    def __init__(self, path: Path, allow_roots: Sequence[str | Path] = ()) -> None:
+        super().__init__(path)
+        self._tree = Tree(path, allow_roots)
+        self._stamps: dict[Path, Stamp] = {}
+
+    @classmethod
+    def is_one(cls, path: Path) -> bool:
+        """Returns whether a path is a folder with NumPy files."""
+        return path.is_dir() and any(each.suffix == SUFFIX for each in path.iterdir())
+
+    @classmethod
+    def open(
+        cls, path: Path, allow_roots: Sequence[str | Path] = (), driver: Readable | None = None
+    ) -> NumpyFolder:
+        """Opens a folder; see `StoredFile.open`."""
+        super().open(path, allow_roots, driver)  # refuses a driver
+        if not path.is_dir():
+            raise DataError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}")
+        return cls(path, allow_roots)
+
+    def dataset(self, name: str) -> StoredArray:
+        """Maps an array of numbers into memory.
+
+        Raises:
+            DataError: there is none of that name, it is damaged, or it holds something else.
+        """
+        path = self._tree.root / f"{name}{SUFFIX}"
+        try:
+            descriptor, status = self._tree.open(f"{name}{SUFFIX}")
+        except FileNotFoundError:
+            found = sorted(each.stem for each in self.path.iterdir() if each.suffix == SUFFIX)
+            shown = ", ".join(found[:20]) or "nothing"
+            raise DataError(f"{self.path}: no array {name!r}; it has {shown}") from None
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+        with os.fdopen(descriptor, "rb") as file:
+            try:
+                array = _map(file, status.st_size)
+            except self.errors as error:
+                line = " ".join(str(error).split())
+                raise DataError(f"{path}: damaged, or not NumPy's: {line}") from error
+        self._stamps[path] = Stamp.of(status)
+        return array
+
+    def read(
+        self,
+        dataset: StoredArray,
+        window: tuple[slice, ...],
+        out: npt.NDArray[Any] | None = None,
+    ) -> npt.NDArray[Any]:
+        """Copies a part of an array."""
+        # Memory of a file that shrank can't be read: the process would end with a signal.
+        if (change := self.change()) is not None:
+            raise DataError(change)
+        found = super().read(dataset, window, out)
+        return np.array(found) if out is None else found
+
+    def change(self) -> str | None:
+        """Describes a change of a file since it was mapped."""
+        found = (change_since(path, stamp) for path, stamp in self._stamps.items())
+        return next((each for each in found if each is not None), None)
+
+    def texts(self) -> dict[str, str]:
+        """Returns the texts that `write` has stored."""
+        try:
+            descriptor, _ = self._tree.open(_TEXTS)
+        except FileNotFoundError:
+            return {}
+        with os.fdopen(descriptor, "rb") as file:
+            try:
+                record = parse_json(file.read())
+            except ValueError as error:
+                raise DataError(f"{self.path / _TEXTS}: not JSON: {error}") from error
+        found = record.items() if isinstance(record, dict) else ()
+        return {name: text for name, text in found if isinstance(text, str)}
+
+    @classmethod
+    def check_storage(cls, storage: Storage) -> None:
+        """Checks that a kind of storage is NumPy's; see `StoredFile.check_storage`."""
+        if storage.chunks or storage.shards or storage.compression != "none":
+            raise UsageError("NumPy files have no chunks, shards or compression")
+
+    @classmethod
+    def write(
+        cls,
+        path: Path,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        texts: Mapping[str, str],
+        storage: Storage,
+    ) -> None:
+        """Writes arrays as files; see `StoredFile.write`."""
+
+        def fill(folder: Path) -> None:
+            for name, values in arrays.items():
+                target = folder / f"{name}{SUFFIX}"
+                target.parent.mkdir(parents=True, exist_ok=True)
+                np.save(target, np.ascontiguousarray(values), allow_pickle=False)
+            if texts:
+                (folder / _TEXTS).write_text(json.dumps(dict(texts)))
+
+        publish_folder(path, fill)
+
+
+def _map(file: Any, size: int) -> npt.NDArray[Any]:
+    """Maps the array of an open file.
+
+    Raises:
+        ValueError: the header is damaged, or says something that the file does not hold.
+    """
+    version = np.lib.format.read_magic(file)
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in readers:
+        raise ValueError(f"its format has the version {version}; 1.0 and 2.0 are read")
+    shape, backwards, dtype = readers[version](file)
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise ValueError(f"it holds {dtype}; numbers of up to 8 bytes are possible")
+    start, needed = file.tell(), math.prod(shape) * dtype.itemsize
+    if min(shape, default=1) < 0 or start + needed > size:
+        raise ValueError(f"cut short: {start + needed} bytes are declared, it has {size}")
+    order: Any = "F" if backwards else "C"
+    if not needed:
+        return np.empty(shape, dtype, order)
+    return np.memmap(file, dtype, "r", start, shape, order)

@@ -1,0 +1,43 @@
+"""Tests that folders are published completely or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pydist.data.publish import publish_folder
+from pydist.errors import DiskError
+
+
+def fill(folder: Path) -> None:
+    (folder / "inner").mkdir()
+    (folder / "inner/file").write_text("new")
+
+
+def broken(folder: Path) -> None:
+    fill(folder)
+    raise OSError("100 requested and 7 written")
+
+
+def test_a_folder_replaces_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "above" / "folder"
+    publish_folder(path, fill)
+    (path / "old").touch()
+    publish_folder(path, fill)
+    assert [p.name for p in path.rglob("*")] == ["inner", "file"]
+    assert [p.name for p in path.parent.iterdir()] == ["folder"]
+
+
+def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    with pytest.raises(DiskError, match="folder: could not be written: 100 requested and 7"):
+        publish_folder(path, broken)
+    assert list(tmp_path.iterdir()) == []
+    publish_folder(path, fill)
+    with pytest.raises(DiskError):
+        publish_folder(path, broken)
+    with pytest.raises(KeyboardInterrupt):
+        publish_folder(path, lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert (path / "inner/file").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
