@@ -36,11 +36,14 @@ FUNCTIONS = {
     "missing": "why a transport can't be used, on one line",
     "name_of": "the name that users write",
     "obstacle": "why the argument is not supported, on one line, or None",
+    "pack": "the command calls the function",
     "parametric": "PReLU of a norm",
     "read": "reads the file that the module names",
     "register_hook": "torch's function",
     "seconds_of": "measures a call",
+    "serve": "the command calls the function",
     "train": "the command calls the function",
+    "verify": "the command calls the function",
 }
 """Names of public functions of several modules, with their one meaning."""
 

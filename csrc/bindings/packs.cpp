@@ -210,7 +210,7 @@ void bind_pack_writing(py::module_& module) {
              "The name of a partition's file.");
   module.attr("PACK_INDEX") = packs::kIndexName;
 
-  py::class_<Stored>(module, "StoredFile", py::is_final(), "Where a partition has a file.")
+  py::class_<Stored>(module, "PackedFile", py::is_final(), "Where a partition has a file.")
       .def_readonly("stored_size", &Stored::stored_size)
       .def_readonly("raw_size", &Stored::raw_size);
 

@@ -20,7 +20,7 @@ from pydist.errors import (
     out_of_memory,
 )
 from pydist.launch.failures import describe
-from pydist.train.settings import axes_of, with_axes
+from pydist.train.settings import counts_of_axes, with_axes
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def check(arguments: Sequence[str]) -> int:
             factory, sample, spatial, stages=options.stages,
             micro_batches=options.micro_batches, batch=options.batch,
             dtype=getattr(torch, options.dtype), train=not options.eval,
-            tolerance=options.tolerance, seed=options.seed, **axes_of(options),
+            tolerance=options.tolerance, seed=options.seed, **counts_of_axes(options),
         )  # fmt: skip
     except PydistError:
         raise

@@ -17,13 +17,13 @@ from pydist.cli.console import Console
 from pydist.cli.data_info import lines_of
 from pydist.cli.options import parse
 from pydist.data.convert import ConvertOptions, convert_dataset
-from pydist.data.each_file import cores
 from pydist.data.index import IndexOptions, index_dataset, verify_dataset
 from pydist.data.info import deep_facts, kept_facts, outline
 from pydist.data.manifest import Manifest
 from pydist.data.medical import CTOptions, NiftiOptions, convert_nifti, generate_ct
 from pydist.data.universes import UniverseOptions, generate_universes
 from pydist.errors import DataError, UsageError
+from pydist.launch.backends import cores
 from pydist.packs.writing import PackOptions
 
 Told = Callable[[int, int, str], None]

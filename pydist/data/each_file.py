@@ -57,13 +57,6 @@ def for_each(
             pool.shutdown(cancel_futures=True)
 
 
-def cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _prepare(parent: int) -> None:
     """Leaves interrupts to the parent, and ends this process when the parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -11,7 +11,7 @@ import numpy as np
 
 from pydist.data.each_file import Progress, for_each
 from pydist.data.formats import StoredFile
-from pydist.data.indexed import Indexed, Task, index_file
+from pydist.data.indexed import FileTask, Indexed, index_file
 from pydist.data.journal import Journal
 from pydist.data.lock import FolderLock, lock_if_writable
 from pydist.data.made import checksum_of_file
@@ -83,7 +83,7 @@ def index_folder(
     folder = Path(root)
     file_format, paths = _files(folder, options.format)
     tasks = [
-        Task(
+        FileTask(
             folder, path, file_format, split, options.width, options.dataset, options.target,
             options.statistics, options.checksums,
         )
@@ -238,7 +238,7 @@ def _below(folder: Path, kind: type[StoredFile]) -> Iterator[Path]:
 
 
 def _indexed(
-    tasks: Sequence[Task], journal: Journal | None, progress: Progress | None, workers: int
+    tasks: Sequence[FileTask], journal: Journal | None, progress: Progress | None, workers: int
 ) -> list[Indexed]:
     """Describes files, except those whose results the journal has."""
     found: dict[int, Indexed] = {}

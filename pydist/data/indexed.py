@@ -27,7 +27,7 @@ SLAB_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class Task:
+class FileTask:
     """A file to be described.
 
     Attributes:
@@ -120,7 +120,7 @@ class Indexed:
         )  # fmt: skip
 
 
-def index_file(task: Task) -> Indexed:
+def index_file(task: FileTask) -> Indexed:
     """Reads and describes one file.
 
     Raises:
@@ -138,7 +138,7 @@ def index_file(task: Task) -> Indexed:
     return found
 
 
-def _described(task: Task, file: StoredFile) -> Indexed:
+def _described(task: FileTask, file: StoredFile) -> Indexed:
     array = file.dataset(task.dataset)
     kind, extents = _kind(task, file, array)
     offsets = tuple(_corners(extents, kind.sample_shape[1:]))
@@ -204,7 +204,7 @@ class _Totals:
             self.squares[channel] += float((logs * logs).sum())
 
 
-def _kind(task: Task, file: StoredFile, array: StoredArray) -> tuple[Kind, tuple[int, ...]]:
+def _kind(task: FileTask, file: StoredFile, array: StoredArray) -> tuple[Kind, tuple[int, ...]]:
     """Returns the kind of a file, and the extents (D, H, W) of its array."""
     target = file.dataset(task.target)
     shape = array.shape

@@ -37,7 +37,7 @@ _LONGEST = 1 << 16
 """Bytes of the longest reply."""
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from pydist.data.isolated_reader import serve; serve(sys.argv[2])"
+    "from pydist.data.isolated_reader import serve_reads; serve_reads(sys.argv[2])"
 )
 
 

@@ -18,7 +18,7 @@ from pydist.errors import DataError
 from pydist.registry import FORMATS
 
 
-def serve(options: str) -> None:
+def serve_reads(options: str) -> None:
     """Answers requests from standard input, one JSON line each, until it ends.
 
     Args:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pydist.data.formats import Readable, Storage, StoredArray, StoredFile
 from pydist.data.publish import publish_folder
-from pydist.data.regular import Stamp, Tree, change_since
+from pydist.data.regular import Stamp, TrustedTree, change_since
 from pydist.errors import DataError, UsageError
 from pydist.parsing import parse_json
 
@@ -32,7 +32,7 @@ class NumpyFolder(StoredFile):
 
     def __init__(self, path: Path, allow_roots: Sequence[str | Path] = ()) -> None:
         super().__init__(path)
-        self._tree = Tree(path, allow_roots)
+        self._tree = TrustedTree(path, allow_roots)
         self._stamps: dict[Path, Stamp] = {}
 
     @classmethod

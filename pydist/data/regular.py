@@ -61,7 +61,7 @@ def change_since(path: Path, before: Stamp) -> str | None:
     return f"{path}: {'replaced by another file' if replaced else 'changed'} while it was open"
 
 
-class Tree:
+class TrustedTree:
     """A folder that serves as one file of a data set; links may not lead out of it.
 
     Args:
@@ -76,9 +76,9 @@ class Tree:
         self._folders: set[str] = set()
         """Folders that were found to be in the tree."""
 
-    def inner(self, name: str) -> Tree:
+    def inner(self, name: str) -> TrustedTree:
         """Returns the tree of a folder in this one; its links may lead wherever this one's may."""
-        inner = Tree(self.path(name), self._allow_roots)
+        inner = TrustedTree(self.path(name), self._allow_roots)
         inner._trusted = self._trusted
         return inner
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pydist.data.formats import Readable, Storage, StoredArray, StoredFile
 from pydist.data.hdf5_rules import Limits
 from pydist.data.publish import publish_folder
-from pydist.data.regular import Stamp, Tree, change_since
+from pydist.data.regular import Stamp, TrustedTree, change_since
 from pydist.data.zarr_rules import COMPLETE, check_array
 from pydist.errors import DataError, UsageError
 from pydist.parsing import parse_json
@@ -36,7 +36,7 @@ class ZarrFile(StoredFile):
 
     def __init__(self, path: Path, allow_roots: Sequence[str | Path] = ()) -> None:
         super().__init__(path)
-        self._tree = Tree(path, allow_roots)
+        self._tree = TrustedTree(path, allow_roots)
         self._limits = Limits()
         self._stamps: dict[Path, Stamp] = {}
         """Of the metadata that were read."""
@@ -133,7 +133,7 @@ class ZarrFile(StoredFile):
         """Writes arrays with all their chunks; see `StoredFile.write`."""
         publish_folder(path, lambda folder: _fill(folder, arrays, texts, storage))
 
-    def _metadata(self, name: str, tree: Tree) -> Any:
+    def _metadata(self, name: str, tree: TrustedTree) -> Any:
         """Returns the JSON of an array's or a group's metadata."""
         path = tree.root / METADATA
         try:

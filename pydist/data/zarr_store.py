@@ -27,7 +27,7 @@ from zarr.buffer import cpu
 from zarr.codecs import ShardingCodec
 from zarr.storage import StorePath
 
-from pydist.data.regular import Stamp, Tree
+from pydist.data.regular import Stamp, TrustedTree
 from pydist.data.zarr_rules import COMPRESSORS, CheckedArray
 
 _SLACK = 1 << 16
@@ -35,7 +35,7 @@ _SLACK = 1 << 16
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
-def open_array(tree: Tree, checked: CheckedArray) -> Array[Any]:
+def open_array(tree: TrustedTree, checked: CheckedArray) -> Array[Any]:
     """Opens an array whose metadata was checked; nothing is read before a box is."""
     metadata = {**checked.metadata, "codecs": _bounded(checked.metadata["codecs"])}
     array: Any = AsyncArray  # takes codecs, too, which its types do not say
@@ -52,7 +52,7 @@ class ChunkStore(Store):
 
     supports_writes = supports_deletes = supports_listing = False
 
-    def __init__(self, tree: Tree, checked: CheckedArray) -> None:
+    def __init__(self, tree: TrustedTree, checked: CheckedArray) -> None:
         super().__init__(read_only=True)
         self._tree = tree
         self._most = 2 * checked.object_bytes + _SLACK

@@ -1,4 +1,4 @@
-"""Packs of many small files: a few large files with an index, read without unpacking them.
+"""Packs many small files into a few large ones with an index, from which they are read.
 
 `pack` writes a folder's files into a pack folder, `verify` compares one with its checksums,
 `PackFileSystem` reads it through fsspec, and `PackFiles` is a data set of its files for torch.

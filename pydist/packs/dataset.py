@@ -1,4 +1,4 @@
-"""The files of a pack as a data set for torch."""
+"""Gives torch the files of a pack as a data set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Decode = Callable[[str, bytes], Any]
 
 
 class PackFiles(Dataset[Any]):
-    """Data set of the files of a pack, in the order of their paths.
+    """Data set whose samples are the files of a pack, in the order of their paths.
 
     An item is (path, content), or what `decode` returns for them; contents are compared with their
     checksums. Can be pickled and used by forked or spawned workers of a `DataLoader`, which share

@@ -1,4 +1,4 @@
-"""The file system of a pack, for fsspec: `pydist://FOLDER/path`, or `PackFileSystem(FOLDER)`."""
+"""Gives fsspec the file system of a pack: `pydist://FOLDER/path`, or `PackFileSystem(FOLDER)`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _READ_WHOLE = 1 << 20
 
 
 class PackFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types
-    """Read-only file system of one pack.
+    """Read-only file system that shows one pack.
 
     Paths are relative to the packed folder. Names that are not UTF-8 are decoded as Python decodes
     those of files (`os.fsdecode`). Instances can be pickled, and used after a fork and by several

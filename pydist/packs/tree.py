@@ -41,8 +41,8 @@ class Node:
     size: int
 
 
-class Tree:
-    """The files and folders below a folder, in breadth-first order and sorted by name.
+class SourceTree:
+    """Files and folders that are below a folder, in breadth-first order and sorted by name.
 
     Symbolic links to files inside the folder are those files.
 
@@ -72,12 +72,12 @@ class Tree:
 
     @property
     def files(self) -> list[int]:
-        """Numbers of the files."""
+        """Numbers of the entries that are files."""
         return [number for number, node in enumerate(self.nodes) if not node.directory]
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Number of bytes that all files have together."""
         return sum(node.size for node in self.nodes)
 
     def path(self, number: int) -> bytes:

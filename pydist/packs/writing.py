@@ -21,7 +21,7 @@ from pydist.data.lock import FILE_NAME as LOCK_NAME
 from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, need_space, publish, real_path
 from pydist.errors import DataError, DiskError, UsageError
-from pydist.packs.tree import Tree, shown
+from pydist.packs.tree import SourceTree, shown
 from pydist.parsing import byte_count, parse_json
 
 MOST_PARTITIONS = 4096
@@ -33,7 +33,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class PackOptions:
-    """Options for packing a folder.
+    """Options that say how a folder is packed.
 
     Attributes:
         partition_bytes: size of a partition before compression, such as "1GB" or a number of bytes.
@@ -88,7 +88,7 @@ def pack(
     inner, outer = Path(real_path(folder)), Path(real_path(source))
     if inner == outer or outer in inner.parents:
         raise UsageError(f"{folder}: inside of {source}, which is to be packed; choose another one")
-    tree = Tree(source)
+    tree = SourceTree(source)
     count = options.partitions or max(1, math.ceil(tree.size / limit))
     if count > MOST_PARTITIONS:
         raise UsageError(
@@ -106,7 +106,7 @@ def pack(
         return _Packing(tree, root, options, progress).run(count, recipe, lock)
 
 
-def origin_of(folder: native.PackFolder) -> dict[str, Any]:
+def record_of(folder: native.PackFolder) -> dict[str, Any]:
     """Returns how a pack was made; empty if it does not say so."""
     with contextlib.suppress(ValueError):
         found = parse_json(folder.origin)
@@ -143,7 +143,7 @@ def _earlier(root: Path, recipe: dict[str, Any]) -> dict[str, Any] | None:
     names = {path.name for path in root.iterdir()} - {LOCK_NAME}
     if native.PACK_INDEX in names:
         pack = native.PackFolder(os.fsencode(root))
-        origin = origin_of(pack)
+        origin = record_of(pack)
         if {key: origin.get(key) for key in recipe} != recipe:
             raise UsageError(
                 f"{root} has a pack of other files or with other options; choose another folder"
@@ -162,7 +162,7 @@ def _earlier(root: Path, recipe: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def divided(sizes: Sequence[int], parts: int) -> list[int]:
+def parts_by_bytes(sizes: Sequence[int], parts: int) -> list[int]:
     """Returns the part of each file, in order, so that parts differ by no more than a file.
 
     Args:
@@ -179,17 +179,17 @@ def divided(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 class _Packing:
-    """The work of one call of `pack`, with the folder locked."""
+    """Work that one call of `pack` does, with the folder locked."""
 
     def __init__(
-        self, tree: Tree, root: Path, options: PackOptions, progress: Progress | None
+        self, tree: SourceTree, root: Path, options: PackOptions, progress: Progress | None
     ) -> None:
         self._tree = tree
         self._root = root
         self._options = options
         self._progress = progress
         self._id = os.urandom(16)
-        self._stored: dict[int, native.StoredFile] = {}
+        self._stored: dict[int, native.PackedFile] = {}
         self._done = 0
         self._reporting = threading.Lock()
         self._stopped = threading.Event()
@@ -199,7 +199,7 @@ class _Packing:
         parts: list[list[int]] = [[] for _ in range(count)]
         order = self._order()
         sizes = [self._tree.nodes[number].size for number in order]
-        for number, part in zip(order, divided(sizes, count), strict=True):
+        for number, part in zip(order, parts_by_bytes(sizes, count), strict=True):
             parts[part].append(number)
         finals = [self._root / native.partition_name(part) for part in range(count)]
         temporaries = [owner.temporary(path.with_name(f".{path.name}")) for path in finals]

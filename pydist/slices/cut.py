@@ -15,7 +15,7 @@ from pydist.layout import Layout, Split
 from pydist.mesh import Mesh
 from pydist.ops.channels import channel_split
 from pydist.slices import state, steps, vectors
-from pydist.slices.state import part_of
+from pydist.slices.state import own_part
 from pydist.tensor import Origin, ShardedTensor
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -103,9 +103,9 @@ def _refuse_hooks(name: str, weight: Any) -> None:
 def _replace(name: str, weight: nn.Parameter, layout: Layout, statistics: str) -> None:
     """Makes the object `weight` the sharded weight, so that whatever holds it holds the slices."""
     mesh = layout.mesh
-    own = nn.Parameter(part_of(weight.detach(), layout), weight.requires_grad)
+    own = nn.Parameter(own_part(weight.detach(), layout), weight.requires_grad)
     if weight.grad is not None:
-        own.grad = part_of(weight.grad.detach(), layout)
+        own.grad = own_part(weight.grad.detach(), layout)
     sizes = GroupSizes(mesh, 1, agreed=False)  # a weight is not a batch: all groups weigh the same
     sizes.of_weight = True
     sharded = ShardedTensor(own, layout, Origin(mesh.session.forwards, sizes, statistics))

@@ -84,7 +84,7 @@ def gathered(x: ShardedTensor) -> Tensor:
     return whole
 
 
-def part_of(whole: Tensor, layout: Layout) -> Tensor:
+def own_part(whole: Tensor, layout: Layout) -> Tensor:
     """Returns a copy of this rank's part of a whole tensor."""
     box = layout.box
     index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from pydist.errors import UsageError
 from pydist.exchange.own_slice import is_sharded_weight, own_slice
 from pydist.layout import Layout
-from pydist.slices.state import gathered, part_of
+from pydist.slices.state import gathered, own_part
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.uses import Uses
 from pydist.tensor import ShardedTensor, local_of
@@ -44,7 +44,7 @@ class StagedState:
             sent = _whole(tensor) if is_mine or layout is None else _like_whole(tensor)
             self._stages.world.broadcast(sent, self._stages.meshes[owner].rank(0, 0))
             if layout is not None:
-                own_slice(tensor).copy_(part_of(sent, layout))
+                own_slice(tensor).copy_(own_part(sent, layout))
             elif sent.data_ptr() != tensor.data_ptr():
                 tensor.copy_(sent)
 
@@ -157,7 +157,7 @@ class StagedState:
             if p.grad is not None or (stages.index in found and p.requires_grad):
                 total, layout = message.view(p.shape).to(p.device), _layout_of_slices(p)
                 if layout is not None:
-                    total = part_of(total, layout)
+                    total = own_part(total, layout)
                 before_it = local_of(old) if isinstance(old, ShardedTensor) else old
                 own_slice(p).grad = total if before_it is None else before_it + total
 

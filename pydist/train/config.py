@@ -41,7 +41,7 @@ from pydist.train.settings import (
     Size,
     Table,
     Weight,
-    axes_of,
+    counts_of_axes,
     with_axes,
 )  # fmt: skip
 
@@ -281,8 +281,8 @@ class StageConfig(Table):
 
     @property
     def axes(self) -> dict[str, Any]:
-        """The numbers of parts along other axes, as arguments of `pydist.init`."""
-        return axes_of(self)
+        """Numbers of parts along other axes, which `pydist.init` takes by name."""
+        return counts_of_axes(self)
 
 
 NUMBER_OF_STAGES, LIST_OF_STAGES = "(a number)", "(a list)"

@@ -29,7 +29,7 @@ _Part = Annotated[float, Field(gt=0, le=1, strict=True)]
 
 
 class FormConfig(Table):
-    """Configuration of a form with settings."""
+    """Table that configures a form which has settings."""
 
     name: str
 
@@ -52,7 +52,7 @@ class TorusConfig(FormConfig):
     """Ranks in a row; by default all ranks of a host."""
 
     def settings(self, steps: Callable[[float], int]) -> Gradients:
-        """See `FormConfig.settings`."""
+        """Returns the form; see `FormConfig.settings`."""
         from pydist.gradients import Torus
 
         return Torus(self.row)
@@ -72,7 +72,7 @@ class PowerSgdConfig(StatefulConfig):
     """How many times smaller the matrices are at least; other gradients are sent as they are."""
 
     def settings(self, steps: Callable[[float], int]) -> Gradients:
-        """See `FormConfig.settings`."""
+        """Returns the form; see `FormConfig.settings`."""
         from pydist.gradients import PowerSGD
 
         return PowerSGD(self.rank, self.start, self.least_saving)
@@ -103,7 +103,7 @@ class DgcConfig(StatefulConfig):
     over N, to clip_norm / √N."""
 
     def settings(self, steps: Callable[[float], int]) -> Gradients:
-        """See `FormConfig.settings`."""
+        """Returns the form; see `FormConfig.settings`."""
         from pydist.gradients import DGC
 
         own = asdict(self)
@@ -124,7 +124,7 @@ class PostLocalConfig(StatefulConfig):
     """First epochs with the gradients of all sample groups."""
 
     def settings(self, steps: Callable[[float], int]) -> Gradients:
-        """See `FormConfig.settings`."""
+        """Returns the form; see `FormConfig.settings`."""
         from pydist.gradients import PostLocal
 
         return PostLocal(self.every, steps(self.start_epochs))

@@ -191,7 +191,7 @@ class LayerwiseConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class LarsConfig(LayerwiseConfig):
-    """Configuration of LARS, for large batches."""
+    """Table that configures LARS, which is for large batches."""
 
     name: Literal["lars"] = "lars"
     """The optimizer: "lars"."""

@@ -58,7 +58,7 @@ def with_axes(text: str, kind: Any, default: object) -> Callable[[type[_T]], typ
         default: their default.
 
     Returns:
-        The decorator, which comes before `dataclass`; `axes_of` returns the fields' values.
+        The decorator, which comes before `dataclass`; `counts_of_axes` returns the fields' values.
     """
 
     def add(table: type[_T]) -> type[_T]:
@@ -70,7 +70,7 @@ def with_axes(text: str, kind: Any, default: object) -> Callable[[type[_T]], typ
     return add
 
 
-def axes_of(table: object) -> dict[str, Any]:
+def counts_of_axes(table: object) -> dict[str, Any]:
     """Returns the values of the fields that `with_axes` has added, by axis."""
     return {axis: getattr(table, axis) for axis in OTHER_AXES}
 

@@ -15,7 +15,7 @@ from pydist._loader import native
 from pydist.data.lock import FolderLock
 from pydist.errors import DataError, DiskError, UsageError
 from pydist.packs import PackFileSystem, PackOptions, pack, verify
-from pydist.packs.writing import divided
+from pydist.packs.writing import parts_by_bytes
 from support.jobs.children import child_environment
 from support.trees import found
 
@@ -242,9 +242,9 @@ def test_the_order_is_that_of_the_seed(source: Path, tmp_path: Path) -> None:
 
 def test_parts_are_balanced_and_in_order() -> None:
     sizes = [10] * 100
-    assert Counter(divided(sizes, 4)) == dict.fromkeys(range(4), 25)
-    assert divided([0, 0, 0], 3) == [0, 0, 0]
-    assert divided([1000, 1, 1], 2) == [0, 1, 1]
+    assert Counter(parts_by_bytes(sizes, 4)) == dict.fromkeys(range(4), 25)
+    assert parts_by_bytes([0, 0, 0], 3) == [0, 0, 0]
+    assert parts_by_bytes([1000, 1, 1], 2) == [0, 1, 1]
 
 
 def test_only_what_gets_smaller_is_compressed(source: Path, tmp_path: Path) -> None:

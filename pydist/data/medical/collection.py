@@ -68,7 +68,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Storage:
+class VolumeStorage:
     """Options that say how volumes are stored.
 
     Attributes:
@@ -85,7 +85,7 @@ class Storage:
 def write_set(
     root: Path,
     sources: Sequence[Source],
-    storage: Storage,
+    storage: VolumeStorage,
     *,
     class_names: Sequence[str],
     channel_names: Sequence[str],
@@ -134,7 +134,7 @@ def write_set(
 def _write_set(
     root: Path,
     sources: Sequence[Source],
-    storage: Storage,
+    storage: VolumeStorage,
     class_names: Sequence[str],
     channel_names: Sequence[str],
     origin: Mapping[str, Any],
@@ -185,7 +185,7 @@ class _Made:
 
 
 def _write(
-    files: MadeFiles, source: Source, storage: Storage, classes: int, like: _Made | None
+    files: MadeFiles, source: Source, storage: VolumeStorage, classes: int, like: _Made | None
 ) -> _Made:
     """Makes one file, which must have as many channels as `like`."""
     name = f"{source.name}{_SUFFIX}"
@@ -295,7 +295,7 @@ def _check_folder(root: Path, origin: Mapping[str, Any], overwrite: bool) -> Man
 
 def _manifest(
     made: Sequence[_Made],
-    storage: Storage,
+    storage: VolumeStorage,
     class_names: Sequence[str],
     channel_names: Sequence[str],
     origin: Mapping[str, Any],

@@ -17,7 +17,7 @@ from pydist.data.file_image import RECIPE, recipe_hash
 from pydist.data.made import state_of
 from pydist.data.manifest import Manifest
 from pydist.data.medical.case import convert_case
-from pydist.data.medical.collection import Progress, Source, Storage, unlike, write_set
+from pydist.data.medical.collection import Progress, Source, VolumeStorage, unlike, write_set
 from pydist.data.medical.dicom import outline_of_dicom
 from pydist.data.medical.grid import GridOptions
 from pydist.data.medical.layouts import Case, find_cases
@@ -126,7 +126,7 @@ def convert_nifti(
     return write_set(
         Path(out_dir),
         sources,
-        Storage(dtype, options.storage, options.compression),
+        VolumeStorage(dtype, options.storage, options.compression),
         class_names=found.class_names,
         channel_names=found.channel_names,
         origin={

@@ -41,7 +41,7 @@ _MOST_PIXELS = 1 << 33
 
 
 class _Slice(NamedTuple):
-    """One file of a series."""
+    """One file that belongs to a series."""
 
     path: Path
     position: npt.NDArray[np.float64]
@@ -51,7 +51,7 @@ class _Slice(NamedTuple):
 
 
 class _Series(NamedTuple):
-    """The slices of a series from the lowest along `normal` to the highest."""
+    """Slices that form a series, from the lowest along `normal` to the highest."""
 
     slices: list[_Slice]
     rows: int

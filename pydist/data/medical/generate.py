@@ -18,7 +18,7 @@ from pydist.data.medical.collection import (
     LabelledVolume,
     Progress,
     Source,
-    Storage,
+    VolumeStorage,
     write_set,
 )
 from pydist.data.medical.ct import CLASS_NAMES, CTOptions, make_volume
@@ -71,7 +71,7 @@ def generate_ct(
     return write_set(
         root,
         sources,
-        Storage("int16", options.storage, options.compression),
+        VolumeStorage("int16", options.storage, options.compression),
         class_names=CLASS_NAMES,
         channel_names=("CT",),
         origin={
