@@ -21,7 +21,7 @@ from pydist.data.made import JOURNAL, checksum_of_file
 from pydist.data.manifest import FILE_NAME, DataFile, Manifest
 from pydist.data.open_files import OpenedFile, OpenFiles
 from pydist.data.publish import make_folder, need_space, real_path
-from pydist.errors import DataError, DoesNotFit, UsageError, out_of_memory
+from pydist.errors import DataError, DoesNotFit, PydistError, UsageError, out_of_memory
 from pydist.owner import remove, remove_temporaries
 from pydist.registry import FORMATS
 
@@ -176,9 +176,13 @@ def _copy(task: _Task) -> list[DataFile]:
             size, checksum = checksum_of_file(path)
             made.append(_entry(task, number, name, size, checksum))
     except (MemoryError, RuntimeError, OSError) as error:
+        if isinstance(error, PydistError):
+            raise
+        where, line = task.source / task.entry.path, " ".join(str(error).split())
         if out_of_memory(error):
-            raise DoesNotFit(f"{task.source / task.entry.path}: {error}") from error
-        raise
+            raise DoesNotFit(f"{where}: {line}") from error
+        # HDF5 has a limit of 64 kB for an attribute, for example.
+        raise DataError(f"{where}: can't be stored as {task.file_format}: {line}") from error
     finally:
         files.close()
     return made

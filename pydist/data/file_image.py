@@ -56,7 +56,7 @@ def write_hdf5(
                 more |= _GZIP if storage.compression == "gzip" else {}
             file.create_dataset(name, data=values, **more)
         for name, text in texts.items():
-            file.attrs[name] = np.bytes_(text.encode())
+            file.attrs[name] = np.bytes_(text.encode(errors="surrogateescape"))
 
     make_folder(path.parent)
     publish(path, file_image(fill))

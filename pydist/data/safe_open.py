@@ -149,23 +149,31 @@ class SafeFile(StoredFile):
             raise DataError(f"{self.path}: {name!r} is damaged: {_line(error)}") from error
         return dataset
 
-    def text(self, name: str) -> str | None:
-        """Returns an attribute of the file if it is a string of fixed length, else `None`."""
+    def text(self, name: str, errors: str = "strict") -> str | None:
+        """Returns an attribute of the file if it is a string of fixed length, else `None`.
+
+        Args:
+            name: of the attribute.
+            errors: handles bytes that are not UTF-8, as in `bytes.decode`.
+        """
         try:
             kind = self._file.attrs.get_id(name).get_type() if name in self._file.attrs else None
             if not isinstance(kind, h5t.TypeStringID) or kind.is_variable_str():
                 return None
-            return bytes(self._file.attrs[name]).decode()
+            return bytes(self._file.attrs[name]).decode(errors=errors)
         except HDF5_ERRORS as error:
             raise DataError(f"{self.path}: {name!r} is damaged: {_line(error)}") from error
 
     def texts(self) -> dict[str, str]:
-        """Returns the attributes of the file that are strings of fixed length."""
+        """Returns the attributes of the file that are strings of fixed length.
+
+        Bytes that are not UTF-8 become lone surrogates, which `write` turns back.
+        """
         try:
             names = list(self._file.attrs)[: self._limits.attributes]
         except HDF5_ERRORS as error:
             raise DataError(f"{self.path}: its attributes are damaged: {_line(error)}") from error
-        found = {name: self.text(name) for name in names}
+        found = {name: self.text(name, "surrogateescape") for name in names}
         return {name: text for name, text in found.items() if text is not None}
 
     @classmethod

@@ -65,6 +65,7 @@ def test_any_format_to_any_other(tmp_path: Path) -> None:
     (path, *_) = (tmp_path / "start").glob("*.hdf5")
     with h5py.File(path, "a") as file:
         file.attrs["of the scanner"] = np.bytes_("ü".encode())
+        file.attrs["latin-1"] = np.bytes_(b"\xfc")
     manifest = Manifest.load(tmp_path / "start")
     files = tuple(
         module.replace(f, crc32=h, bytes=n)
@@ -81,6 +82,8 @@ def test_any_format_to_any_other(tmp_path: Path) -> None:
     equal(tmp_path / "start", here)
     with safe_open(here / path.name) as file:
         assert file.texts()["of the scanner"] == "ü"
+    with h5py.File(here / path.name) as file:
+        assert bytes(file.attrs["latin-1"]) == b"\xfc"
 
 
 def test_an_interrupted_copy_goes_on(
@@ -190,3 +193,16 @@ def test_samples_of_different_shapes(tmp_path: Path) -> None:
     for form, layout in itertools.product(("zarr", "numpy"), ("keep", "channel-first")):
         convert_dataset(tmp_path / "8", tmp_path / form / layout, ConvertOptions(form, layout))
         equal(tmp_path / "8", tmp_path / form / layout)
+
+
+def test_what_a_format_can_not_hold(universes: Path, tmp_path: Path) -> None:
+    """HDF5 has a limit of 64 kB for an attribute."""
+    convert_dataset(universes, tmp_path / "a", ConvertOptions("numpy"))
+    manifest = Manifest.load(tmp_path / "a")
+    first = tmp_path / "a" / manifest.files[0].path
+    (first / "texts.json").write_text(json.dumps({"long": "x" * 100_000}))
+    size, checksum = module.checksum_of_file(first)
+    files = (module.replace(manifest.files[0], bytes=size, crc32=checksum), *manifest.files[1:])
+    module.replace(manifest, files=files).save(tmp_path / "a")
+    with pytest.raises(DataError, match=r"univ_000000_0_0_0: can't be stored as hdf5: "):
+        convert_dataset(tmp_path / "a", tmp_path / "b", ConvertOptions("hdf5"))
