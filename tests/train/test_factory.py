@@ -19,7 +19,7 @@ from pydist.errors import UsageError
 from pydist.inference import Predictor
 from pydist.inference.export import export_weights
 from pydist.train import config_io, log
-from pydist.train.about import load_trained
+from pydist.train.metadata import load_trained
 from pydist.train.config import Config
 from pydist.train.losses import SegmentationLoss
 from pydist.train.tasks import task_of

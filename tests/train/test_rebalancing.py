@@ -15,7 +15,7 @@ from pydist.train import config_io, log
 from pydist.train.config import Config, MeshConfig, SharesConfig
 from pydist.train.job import Job
 from pydist.train.parts import WARMUP
-from pydist.train.ranks import check
+from pydist.train.ranks import check_settings
 from pydist.train.rebalancing import LEAST_GAIN, LEAST_STEPS, Rebalancing
 from support.equivalence import error
 from support.training.runs import change, job, last_state
@@ -99,7 +99,7 @@ def test_the_decision():
 def test_what_is_refused():
     config = Config(mesh=MeshConfig(stages=2, rebalance="depth"))
     with pytest.raises(UsageError, match=r'mesh.rebalance = "depth" with mesh.stages'):
-        check(config)
+        check_settings(config)
     job = Job.of(run_local(Mesh, 1)[0])
     with pytest.raises(NotSupported, match=r"mesh\.rebalance on CUDA devices"):
         Rebalancing(config, job, torch.device("cuda"))
