@@ -19,9 +19,9 @@ from pydist.errors import UsageError
 from pydist.inference import Predictor
 from pydist.inference.export import export_weights
 from pydist.train import config_io, log
-from pydist.train.metadata import load_trained
 from pydist.train.config import Config
 from pydist.train.losses import SegmentationLoss
+from pydist.train.metadata import load_trained
 from pydist.train.tasks import task_of
 from pydist.train.tasks.factory import arguments_of
 from support.training.runs import change, in_stages, job, last_state
