@@ -1,4 +1,4 @@
-"""Data sets of universes and other volumes in HDF5 files, read by blocks.
+"""Reads data sets of universes and other volumes in HDF5 files, by blocks.
 
 `generate_universes` and `generate_ct` make synthetic data, `convert_nifti` converts medical
 volumes with labels, `ShardDataset` reads blocks of samples, `MeshSampler` assigns samples to the

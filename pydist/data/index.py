@@ -28,7 +28,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class IndexOptions:
-    """Options for making a data set of existing files.
+    """Options that say how a data set is made of existing files.
 
     Attributes:
         width: voxels along a side of a sample; each file is cut into as many as fit. By default a
@@ -151,7 +151,7 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Volume:
-    """The array of one file, and its extents in voxels."""
+    """Array that one file holds, and its extents in voxels."""
 
     array: h5py.Dataset
     extents: tuple[int, ...]
@@ -169,7 +169,7 @@ class _Volume:
 
 
 class _Totals:
-    """Sums of log(1 + x) over the training samples, per channel."""
+    """Sums of log(1 + x) that are taken over the training samples, per channel."""
 
     def __init__(self) -> None:
         self.voxels = 0
