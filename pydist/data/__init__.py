@@ -1,4 +1,4 @@
-"""Data sets of universes and other volumes in HDF5, Zarr or NumPy files, read by blocks.
+"""Reads data sets of universes and other volumes in HDF5, Zarr or NumPy files, by blocks.
 
 `generate_universes` and `generate_ct` make synthetic data, `convert_nifti` converts medical
 volumes with labels, `index_dataset` makes a data set of existing files, `convert_dataset` copies

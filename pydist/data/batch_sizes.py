@@ -15,7 +15,7 @@ Growth = Literal["accumulate", "batch", "both"]
 
 
 class BatchSizes:
-    """The size of the global batch, as a function of the position in a run.
+    """Sizes that the global batch has, as a function of the position in a run.
 
     A position counts samples from the beginning of the run: epoch × samples of the data set, plus
     the place in the epoch. A step has the size of the position where it begins.
@@ -38,17 +38,17 @@ class BatchSizes:
 
     @property
     def first(self) -> int:
-        """Size at the beginning."""
+        """Size that the batch has at the beginning."""
         return self._sizes[0]
 
     @property
     def smallest(self) -> int:
-        """The smallest of all sizes."""
+        """Smallest size that the batch ever has."""
         return min(self._sizes)
 
     @property
     def changes(self) -> list[tuple[int, int]]:
-        """Positions, and the sizes from there on."""
+        """Positions where the size changes, and the sizes from there on."""
         return list(zip(self._places[1:], self._sizes[1:], strict=True))
 
     def at(self, position: int) -> int:

@@ -22,12 +22,12 @@ class BlockSource(Protocol):
 
     @property
     def sample_shape(self) -> tuple[int, int, int, int]:
-        """Shape (C, D, H, W) of one sample; the largest extents, where samples differ."""
+        """Shape (C, D, H, W) that a sample has; the largest extents, where samples differ."""
         ...
 
     @property
     def num_targets(self) -> int:
-        """Number of values to predict for each sample."""
+        """Number of values that are predicted for each sample."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class BlockSource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of samples and targets."""
+        """Type that samples and targets have."""
         ...
 
     @property
@@ -74,7 +74,7 @@ class StoredSource(Protocol):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Type of the stored values, as `ShardDataset.stored_dtype`."""
+        """Type that stored values have, as `ShardDataset.stored_dtype`."""
         ...
 
     def read_stored(self, index: int, box: Box | None, out: Tensor) -> None:
@@ -89,7 +89,7 @@ class StoredSource(Protocol):
 
 
 class Read(NamedTuple):
-    """A batch of this rank's blocks, as the background thread returns it."""
+    """Blocks that this rank has of a batch, as the background thread returns them."""
 
     plan: GroupBatch
     inputs: Tensor

@@ -1,4 +1,4 @@
-"""Data sets of samples in files; each rank reads only its block of a sample."""
+"""Reads data sets of samples in files; each rank reads only its block of a sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class BadSample(DataError):
-    """Error for a sample with NaN, an infinite value or damaged bytes."""
+    """Error that a sample with NaN, an infinite value or damaged bytes raises."""
 
 
 class _Sample(NamedTuple):
@@ -33,7 +33,7 @@ class _Sample(NamedTuple):
 
 
 class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
-    """The samples of one split of a data set, readable by blocks.
+    """Data set that holds the samples of one split, readable by blocks.
 
     It is also a torch `Dataset`: `dataset[i]` is the full sample and its target (values of the
     sample, or the class of each voxel). Files are opened when first read, in the process that
@@ -105,7 +105,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def num_targets(self) -> int:
-        """Number of values to predict for each sample."""
+        """Number of values that are predicted for each sample."""
         return len(self.manifest.target_names)
 
     @property

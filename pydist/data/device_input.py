@@ -16,7 +16,7 @@ _BUFFERS = 2
 
 @dataclass
 class _Slot:
-    """A buffer in host memory, and the event at the end of the last copy from it."""
+    """Buffer that is in host memory, and the event at the end of the last copy from it."""
 
     memory: Tensor
     sent: torch.cuda.Event | None = None
@@ -107,7 +107,7 @@ class DeviceInput:
 
 @dataclass(frozen=True)
 class Arrival:
-    """The arrival of a batch on the device, complete or in flight."""
+    """Batch that is on the device, or on its way there."""
 
     _found: Tensor
     _event: torch.cuda.Event | None

@@ -16,7 +16,7 @@ from pydist.errors import UsageError
 
 
 class Readable(Protocol):
-    """A Python file object to read from."""
+    """Python file object that can be read from."""
 
     def readinto(self, buffer: Any, /) -> int | None:
         """Fills the buffer from the current position."""
@@ -32,21 +32,21 @@ class Readable(Protocol):
 
 
 class StoredArray(Protocol):
-    """An array in a file, such as `h5py.Dataset`, `numpy.memmap` or `zarr.Array`."""
+    """Array that is stored in a file, such as `h5py.Dataset`, `numpy.memmap` or `zarr.Array`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The extents."""
+        """Extents that the array has."""
         ...
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The stored type."""
+        """Type that stored elements have."""
         ...
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
+        """Number of dims that the array has."""
         ...
 
     def __getitem__(self, window: tuple[slice, ...], /) -> Any:

@@ -42,7 +42,7 @@ MOST_AHEAD = 1024
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one step, or of one pass of a step, for one sample group.
+    """Samples that one step, or one pass of a step, gives to one sample group.
 
     Attributes:
         inputs: [N, C, D, H, W] with the group's N samples; this rank holds its blocks of them.
@@ -83,7 +83,7 @@ class Batch:
 
 
 class Loader:
-    """Iterator over the batches of this rank's sample group.
+    """Iterator that yields the batches of this rank's sample group.
 
     Each rank reads only its own blocks. A background thread reads `prefetch` batches ahead, when
     training also from the next epoch. It is a thread and not a forked worker (a fork after

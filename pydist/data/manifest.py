@@ -31,7 +31,7 @@ Axes = Literal["CDHW", "DHWC"]
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file and the samples in it.
+    """File that holds some of the samples.
 
     Attributes:
         path: relative to the manifest, with forward slashes.
@@ -55,7 +55,9 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Intensity:
-    """Statistics of a channel's foreground voxels (label not background) in training samples.
+    """Statistics that a channel has over its foreground voxels in training samples.
+
+    Foreground is what the label does not call background.
 
     Attributes:
         lower: 0.5th percentile.
@@ -72,7 +74,7 @@ class Intensity:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of a data set.
+    """Description that a data set has in its `dataset.json`.
 
     Attributes:
         sample_shape: (C, D, H, W) of one sample; the largest extents, where samples differ.
@@ -110,7 +112,7 @@ class Manifest:
 
     @property
     def splits(self) -> dict[str, int]:
-        """Number of samples per split."""
+        """Number of samples that each split has."""
         counts: dict[str, int] = {}
         for file in self.files:
             counts[file.split] = counts.get(file.split, 0) + len(file.offsets)
@@ -123,7 +125,7 @@ class Manifest:
 
     @property
     def digest_of_files(self) -> str:
-        """SHA-256 of the files' samples and checksums."""
+        """SHA-256 that covers the files' samples and checksums."""
         said = [(f.path, f.split, f.bytes, f.crc32, f.offsets, f.extents) for f in self.files]
         return hashlib.sha256(repr(said).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Normalization of stored values to the network's input."""
+"""Normalizes stored values to the network's input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Kind = np.dtype[Any]
 
 
 class Normalizer:
-    """The map from stored values x to the network's input, voxel by voxel.
+    """Map that turns stored values x into the network's input, voxel by voxel.
 
     A voxel's input depends only on its value and its sample, not on the block it was read with: a
     split changes no bit. For 8 and 16 bit integers (the counts of CosmoFlow) the map is a table,

@@ -1,4 +1,4 @@
-"""The open files of a data set, checked against the manifest and never used after a fork."""
+"""Keeps the open files of a data set, checked against the manifest, never used after a fork."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ATTEMPTS = 3
 
 
 class OpenedFile:
-    """An open file with its checked arrays."""
+    """File that is open, with its checked arrays."""
 
     def __init__(self, file: StoredFile, samples: StoredArray, label: StoredArray | None) -> None:
         self.file = file
@@ -224,7 +224,7 @@ class OpenFiles:
 
 
 class _Handles:
-    """The open files of one process, by path; the least recently used comes first."""
+    """Open files that one process has, by path; the least recently used comes first."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()

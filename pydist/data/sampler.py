@@ -22,7 +22,7 @@ _EPOCHS = 4
 
 @dataclass(frozen=True)
 class GroupBatch:
-    """One sample group's part of one global batch, or of one pass over it."""
+    """Part that one sample group has of one global batch, or of one pass over it."""
 
     epoch: int
     step: int
@@ -48,7 +48,7 @@ class GroupBatch:
 
 
 class _Pass(NamedTuple):
-    """One pass over a global batch.
+    """Pass that is made over a global batch.
 
     Attributes:
         samples: of all groups.
@@ -225,13 +225,13 @@ class MeshSampler:
 
     @property
     def next(self) -> tuple[int, int]:
-        """Epoch and step of the next batch; after the last one of an epoch that of the next."""
+        """Epoch and step that come next; after an epoch's last batch those of the next epoch."""
         done = self.step >= len(self)
         return (self.epoch + 1, 0) if done else (self.epoch, self.step)
 
     @property
     def position(self) -> int:
-        """Position in the run of the next batch, in samples; see `BatchSizes`."""
+        """Position that the next batch has in the run, in samples; see `BatchSizes`."""
         epoch, step = self.next
         return epoch * self.num_samples + self._starts_of(epoch)[step]
 
