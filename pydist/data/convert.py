@@ -32,7 +32,7 @@ _SUFFIXES = {"hdf5": ".hdf5", "zarr": ".zarr"}
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options for copying a data set into another format.
+    """Options that say how a data set is copied into another format.
 
     Attributes:
         format: of the new files: "zarr", "hdf5", "numpy", or that of a package.
@@ -130,7 +130,7 @@ def convert_dataset(
 
 @dataclass(frozen=True)
 class _Task:
-    """A source file to be copied.
+    """A source file that is to be copied.
 
     Attributes:
         source: folder of the source.
@@ -154,7 +154,7 @@ class _Task:
 
     @property
     def entry(self) -> DataFile:
-        """The source file."""
+        """Path of the file that is copied."""
         return self.manifest.files[0]
 
 

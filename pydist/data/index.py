@@ -27,7 +27,7 @@ _SPLITS = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 
 @dataclass(frozen=True)
 class IndexOptions:
-    """Options for making a data set of existing files.
+    """Options that say how a data set is made of existing files.
 
     Attributes:
         width: voxels along a side of a sample; each file is cut into as many as fit. By default a

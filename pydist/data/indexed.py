@@ -28,7 +28,7 @@ SLAB_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class FileTask:
-    """A file to be described.
+    """A file that is to be described.
 
     Attributes:
         root: the data set's folder.
@@ -54,7 +54,7 @@ class FileTask:
 
     @property
     def name(self) -> str:
-        """The path relative to the data set's folder."""
+        """Path that is relative to the data set's folder."""
         return self.path.relative_to(self.root).as_posix()
 
     @property
@@ -76,7 +76,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Indexed:
-    """Description of one file.
+    """Description that `index_file` makes of one file.
 
     Attributes:
         kind: what it has in common with the other files.
@@ -188,7 +188,7 @@ def slabs(
 
 
 class _Totals:
-    """Sums of log(1 + x) per channel."""
+    """Computes sums of log(1 + x) per channel."""
 
     def __init__(self, channels: int) -> None:
         self.voxels = 0

@@ -43,7 +43,7 @@ def serve_reads(options: str) -> None:
 
 
 class _Reader:
-    """The open files of the process."""
+    """Files that the process holds open."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._format: type[StoredFile] = FORMATS.get(options["format"])

@@ -13,7 +13,7 @@ from pydist.parsing import parse_json
 
 
 class Journal:
-    """Results by name in a file of JSON lines; thread-safe.
+    """Results that are kept by name in a file of JSON lines; thread-safe.
 
     A line that was cut short by a crash is ignored.
 

@@ -1,4 +1,4 @@
-"""Folders of NumPy files as a format of data sets: one `.npy` file for each array of a sample.
+"""Reads and writes folders of NumPy files, a format of data sets: one `.npy` file for each array of a sample.
 
 Arrays are mapped into memory, so that a read copies only the block. Nothing is unpickled.
 """
@@ -26,7 +26,7 @@ _TEXTS = "texts.json"
 
 
 class NumpyFolder(StoredFile):
-    """A folder with a `.npy` file for each array."""
+    """A folder that has a `.npy` file for each array."""
 
     errors = (*StoredFile.errors, TypeError, ArithmeticError)
 

@@ -1,4 +1,4 @@
-"""The TFRecord files of MLPerf's CosmoFlow as a format of data sets, read without TensorFlow.
+"""Reads the TFRecord files of MLPerf's CosmoFlow, a format of data sets, without TensorFlow.
 
 A file holds one record, a `tf.train.Example` with the features `x`, the int16 counts of a cube with
 4 channels (channel last), and `y`, the values to predict; it may be compressed by gzip. A record
@@ -33,7 +33,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class TfrecordFile(StoredFile):
-    """A TFRecord file with one sample, in the arrays `x` (N, N, N, 4) and `y`."""
+    """A TFRecord file that holds one sample, in the arrays `x` (N, N, N, 4) and `y`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

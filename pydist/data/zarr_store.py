@@ -125,11 +125,11 @@ class ChunkStore(Store):
         return await asyncio.to_thread(self._tree.path(key).is_file)
 
     async def set(self, key: str, value: Any) -> None:
-        """Refuses to write."""
+        """Raises, as the store is read-only."""
         self._check_writable()
 
     async def delete(self, key: str) -> None:
-        """Refuses to write."""
+        """Raises, as the store is read-only."""
         self._check_writable()
 
     async def _nothing(self) -> AsyncIterator[str]:
