@@ -1,4 +1,4 @@
-"""Reads and writes folders of NumPy files, a format of data sets: one `.npy` file for each array of a sample.
+"""Reads and writes folders of NumPy files: one `.npy` file for each array of a sample.
 
 Arrays are mapped into memory, so that a read copies only the block. Nothing is unpickled.
 """

@@ -1,4 +1,4 @@
-"""Reads and writes Zarr version 3, a format of data sets: a folder with one array, or group of arrays, a sample.
+"""Reads and writes Zarr version 3: a folder with one array, or group of arrays, a sample.
 
 Only the folder's own files are read, each array through the rules of `zarr_rules`. Chunks that a
 block meets are read and decompressed by the zarr package, several at a time; of a shard, only the
