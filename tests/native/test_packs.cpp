@@ -142,6 +142,19 @@ TEST(PackIndex, FindsNothingElse) {
   EXPECT_FALSE(index.find(std::string_view("a.txt\0", 6)));
 }
 
+// Otherwise extracting a pack of a stranger could write anywhere.
+TEST(PackIndex, NamesThatLeadElsewhereAreNeverReturned) {
+  for (const char* name : {"..", ".", "a/b", "/etc", ""}) {
+    IndexWriter writer(0755, 0);
+    writer.add(0, name, Kind::kFile, 0644, 0);
+    const std::vector<std::byte> bytes = writer.bytes(test_id(), {sizeof(PartitionHeader)}, "");
+    const Index index = Index::view("hostile", bytes);
+    expect_refused([&] { index.check(); }, "impossible name");
+    expect_refused([&] { index.children(0); }, "impossible name");
+    expect_refused([&] { index.path(1); }, "impossible parents");
+  }
+}
+
 TEST(PackIndex, EveryChangedByteIsRefused) {
   const TemporaryFolder folder;
   write_sample(folder);
