@@ -82,8 +82,9 @@ def test_too_many_open_files_are_said(tmp_path: Path) -> None:
     pack(tmp_path / "source", tmp_path / "pack", PackOptions(partitions=60))
     files = PackFiles(tmp_path / "pack")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = max(int(path.name) for path in Path("/dev/fd").iterdir())
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
+    used = sorted(int(path.name) for path in Path("/dev/fd").iterdir())
+    free = [number for number in range(used[-1] + 60) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[30], hard))
     try:
         with pytest.raises(DataError, match=r"too many open files \(ulimit -n\).* 60 partitions"):
             list(files)
