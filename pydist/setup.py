@@ -26,6 +26,8 @@ _OF_A_RANK = frozenset(
     {
         *("PYDIST_RANK", "PYDIST_STORE", "PYDIST_SUPERVISOR", "PYDIST_CACHE", "PYDIST_TRACEBACK"),
         *("PYDIST_PACKS_SERVERS", "PYDIST_PACKS_SECRET"),
+        *("PYDIST_MOUNT", "PYDIST_MOUNT_PACKS", "PYDIST_MOUNT_OUTPUT", "PYDIST_MOUNT_LARGE"),
+        *("PYDIST_MOUNT_FOLDERS", "PYDIST_MOUNT_PROFILE"),
     }
 )
 """Variables that may differ between ranks, as they do not affect exchanges."""

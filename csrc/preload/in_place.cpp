@@ -1,0 +1,61 @@
+// Reads files in place, and moves their positions, which the kernel holds.
+#include "preload/in_place.hpp"
+
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <span>
+
+#include "preload/mount.hpp"
+
+namespace pydist::preload {
+namespace {
+
+constexpr std::size_t kMostAtOnce = 0x7ffff000;  // of read, as in the kernel
+
+std::atomic_flag moving;
+std::atomic<bool> prepared{false};
+
+}  // namespace
+
+bool is_in_place(ssize_t result, int error, int descriptor, Descriptor& known) {
+  if (result >= 0 || errno != error || Inside::active()) [[likely]]
+    return false;
+  known = identify(descriptor);
+  if (known.held == Held::kInPlace) return true;
+  errno = error;
+  return false;
+}
+
+ssize_t read_in_place(Descriptor known, void* bytes, std::size_t size, off_t offset) {
+  if (offset < 0) {
+    errno = EINVAL;
+    return -1;
+  }
+  return attempt(ssize_t{-1}, [&] {
+    const std::span out(static_cast<std::byte*>(bytes), std::min(size, kMostAtOnce));
+    return static_cast<ssize_t>(
+        pack()->pread(known.entry, static_cast<std::uint64_t>(offset), out));
+  });
+}
+
+Moving::Moving() {
+  if (!prepared.exchange(true)) pthread_atfork(nullptr, nullptr, [] { moving.clear(); });
+  while (moving.test_and_set(std::memory_order_acquire)) sched_yield();
+}
+
+Moving::~Moving() { moving.clear(std::memory_order_release); }
+
+off_t position_of(int descriptor) { return syscall(SYS_lseek, descriptor, 0, SEEK_CUR); }
+
+void set_position(int descriptor, off_t position) {
+  syscall(SYS_lseek, descriptor, position, SEEK_SET);
+}
+
+}  // namespace pydist::preload
