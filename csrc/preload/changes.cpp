@@ -16,6 +16,8 @@
 namespace pydist::preload {
 namespace {
 
+constinit Real<int(int, const char*, int, int)> real_faccessat{"faccessat"};
+
 int fail(int error) {
   errno = error;
   return -1;
@@ -24,24 +26,46 @@ int fail(int error) {
 using Place = Target::Place;
 
 // The kernel's answers on a read-only file system, in its order of checks.
-int refuse_creation(const Target& at) {
-  if (at.place == Place::kFailed) return fail(at.error);
-  return fail(at.place == Place::kPacked ? EEXIST : EROFS);
+int refuse_creation(const Target& at, bool directory) {
+  if (at.is_entry()) return fail(EEXIST);
+  const bool could = at.place == Place::kMissing && at.error == ENOENT && (directory || !at.slash);
+  return could ? fail(EROFS) : at.fail();
 }
 
-int refuse_removal(const Target& at) { return fail(at.place == Place::kFailed ? at.error : EROFS); }
+using Last = Target::Last;
+
+int refuse_removal(const Target& at, int flags) {
+  if (!at.reached) return at.fail();
+  const bool directory = (flags & AT_REMOVEDIR) != 0;
+  if (at.last != Last::kName && !directory) return fail(EISDIR);
+  switch (at.last) {
+    case Last::kDot:
+      return fail(EINVAL);
+    case Last::kDotDot:
+      return fail(ENOTEMPTY);
+    case Last::kMountPoint:
+      return fail(EBUSY);
+    default:
+      return fail(EROFS);
+  }
+}
 
 // Of two paths, at least one of which is packed.
 int refuse_renaming(const Target& from, const Target& to) {
-  if (from.place == Place::kFailed) return fail(from.error);
-  if (to.place == Place::kFailed) return fail(to.error);
-  return fail(from.in_pack() && to.in_pack() ? EROFS : EXDEV);
+  for (const Target* at : {&from, &to}) {
+    if (at->in_pack() ? !at->reached : *at->path == 0)
+      return fail(at->in_pack() ? at->error : ENOENT);
+  }
+  if (!from.in_pack() || !to.in_pack()) return fail(EXDEV);
+  return fail(from.last != Last::kName || to.last != Last::kName ? EBUSY : EROFS);
 }
 
 int refuse_link(const Target& from, const Target& to) {
   if (from.in_pack() && !from.is_entry()) return from.fail();
-  if (to.in_pack()) return refuse_creation(to);
-  return fail(EXDEV);
+  if (!from.in_pack() && real_faccessat(from.directory, from.path, F_OK, AT_SYMLINK_NOFOLLOW) != 0)
+    return -1;
+  if (to.in_pack()) return refuse_creation(to, false);
+  return fail(*to.path == 0 ? ENOENT : EXDEV);
 }
 
 // A template of mkstemp below the output folder is filled in where the file is made.
@@ -49,7 +73,7 @@ template <class Function>
 int make_temporary(char* pattern, std::size_t suffix, Function make) {
   const Target target(AT_FDCWD, pattern);
   Call call(Kind::kOpen, target.counted);
-  if (target.in_pack()) return call(refuse_creation(target));
+  if (target.in_pack()) return call(refuse_creation(target, false));
   if (target.path == pattern) return call(make(pattern));
   char path[kPathSize];
   std::snprintf(path, sizeof path, "%s", target.path);
@@ -66,7 +90,7 @@ int make_temporary(char* pattern, std::size_t suffix, Function make) {
 PYDIST_HOOK(int, mkdirat, int directory, const char* path, mode_t mode) {
   const Target at(directory, path);
   Call call(Kind::kChange, at.counted);
-  return call(at.in_pack() ? refuse_creation(at) : real_mkdirat(at.directory, at.path, mode));
+  return call(at.in_pack() ? refuse_creation(at, true) : real_mkdirat(at.directory, at.path, mode));
 }
 
 PYDIST_HOOK(int, mkdir, const char* path, mode_t mode) {
@@ -76,7 +100,7 @@ PYDIST_HOOK(int, mkdir, const char* path, mode_t mode) {
 PYDIST_HOOK(int, mknodat, int directory, const char* path, mode_t mode, dev_t device) {
   const Target at(directory, path);
   Call call(Kind::kChange, at.counted);
-  if (at.in_pack()) return call(refuse_creation(at));
+  if (at.in_pack()) return call(refuse_creation(at, false));
   return call(real_mknodat(at.directory, at.path, mode, device));
 }
 
@@ -95,7 +119,8 @@ PYDIST_HOOK(int, mkfifo, const char* path, mode_t mode) {
 PYDIST_HOOK(int, symlinkat, const char* text, int directory, const char* path) {
   const Target at(directory, path);
   Call call(Kind::kChange, at.counted);
-  return call(at.in_pack() ? refuse_creation(at) : real_symlinkat(text, at.directory, at.path));
+  return call(at.in_pack() ? refuse_creation(at, false)
+                           : real_symlinkat(text, at.directory, at.path));
 }
 
 PYDIST_HOOK(int, symlink, const char* text, const char* path) {
@@ -117,7 +142,8 @@ PYDIST_HOOK(int, link, const char* from, const char* to) {
 PYDIST_HOOK(int, unlinkat, int directory, const char* path, int flags) {
   const Target at(directory, path);
   Call call(Kind::kChange, at.counted);
-  return call(at.in_pack() ? refuse_removal(at) : real_unlinkat(at.directory, at.path, flags));
+  return call(at.in_pack() ? refuse_removal(at, flags)
+                           : real_unlinkat(at.directory, at.path, flags));
 }
 
 PYDIST_HOOK(int, unlink, const char* path) { return hook_unlinkat(AT_FDCWD, path, 0); }
@@ -127,7 +153,9 @@ PYDIST_HOOK(int, rmdir, const char* path) { return hook_unlinkat(AT_FDCWD, path,
 PYDIST_HOOK(int, remove, const char* path) {
   const Target at(AT_FDCWD, path);
   Call call(Kind::kChange, at.counted);
-  return call(at.in_pack() ? refuse_removal(at) : real_remove(at.path));
+  if (!at.in_pack()) return call(real_remove(at.path));
+  refuse_removal(at, 0);  // then as a directory, as the C library does
+  return call(errno == EISDIR ? refuse_removal(at, AT_REMOVEDIR) : -1);
 }
 
 PYDIST_HOOK(int, renameat, int from_directory, const char* from_path, int to_directory,

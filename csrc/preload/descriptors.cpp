@@ -103,6 +103,7 @@ Descriptor identify_name(const char* name) {
   if (!take(text, "/memfd:") || !take(text, mount().identity)) return {};
   const Held held = take(text, ".f.")   ? Held::kCopy
                     : take(text, ".p.") ? Held::kInPlace
+                    : take(text, ".n.") ? Held::kPathOnly
                                         : Held::kOther;
   const std::int64_t entry = number_of(text.substr(0, text.find(' ')));
   if (held == Held::kOther || entry < 0) return {};
@@ -145,7 +146,13 @@ int open_in_place(std::uint32_t entry, int flags) {
   const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL;
   if (memfd.number < 0 || fcntl(memfd.number, F_ADD_SEALS, seals) != 0) return -1;
   if (fchmod(memfd.number, kInPlaceMode) != 0) return -1;
-  return reopen(memfd.number, (flags & ~O_ACCMODE) | ((flags & O_PATH) != 0 ? 0 : O_WRONLY));
+  return reopen(memfd.number, (flags & ~O_ACCMODE) | O_WRONLY);
+}
+
+int open_path_only(std::uint32_t entry, int flags) {
+  const Inside inside;
+  const Closed memfd{make_memfd('n', entry, 0)};
+  return memfd.number < 0 ? -1 : reopen(memfd.number, flags);
 }
 
 bool make_folder(std::uint32_t entry, char (&path)[4096]) {

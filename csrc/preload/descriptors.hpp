@@ -4,6 +4,7 @@
 //   dup, fork and exec are the kernel's own.
 // - A file in place is an empty memfd of the file's size, opened write-only. It holds the position;
 //   the bytes are read from the partition by hooks. What is not hooked fails with EBADF.
+// - A file opened with O_PATH is an empty memfd, opened so.
 // - A directory is an O_PATH descriptor of an empty folder whose name is the entry's number.
 //
 // The names of these files identify them: there is no table that a dup, a vfork, an exec or a close
@@ -17,7 +18,7 @@
 
 namespace pydist::preload {
 
-enum class Held { kOther, kCopy, kInPlace, kDirectory };
+enum class Held { kOther, kCopy, kInPlace, kPathOnly, kDirectory };
 
 struct Descriptor {
   Held held = Held::kOther;
@@ -41,6 +42,7 @@ std::int64_t directory_of(std::string_view path);
 // Makes descriptors. `flags` are those of open. They return -1 with errno if that fails.
 int open_copy(std::uint32_t entry, int flags);
 int open_in_place(std::uint32_t entry, int flags);
+int open_path_only(std::uint32_t entry, int flags);
 int open_directory(std::uint32_t entry, int flags);
 
 // The path of the folder of a directory entry, which is made. False with errno if that fails.

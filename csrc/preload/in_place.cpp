@@ -29,7 +29,7 @@ bool is_in_place(ssize_t result, int error, int descriptor, Descriptor& known) {
     return false;
   known = identify(descriptor);
   if (known.held == Held::kInPlace) return true;
-  errno = error;
+  errno = known.held == Held::kDirectory && error == EBADF ? EISDIR : error;
   return false;
 }
 

@@ -37,30 +37,30 @@ int refusal(const packs::Entry& entry, int flags) {
   return permits(entry.mode, kRead) ? 0 : EACCES;
 }
 
-int open_packed(const Target& target, int flags, bool whole) {
-  if (target.place == Target::Place::kMissing && (flags & O_CREAT) != 0)
-    return fail(target.slash ? EISDIR : EROFS);
-  if (!target.is_entry()) return target.fail();
-  const std::uint32_t i = target.entry;
+int open_entry(std::uint32_t i, int flags, bool whole) {
   const packs::Entry* entry =
       attempt(static_cast<const packs::Entry*>(nullptr), [&] { return &pack()->index().entry(i); });
   if (entry == nullptr) return -1;
   if (const int error = refusal(*entry, flags); error != 0) return fail(error);
   if (entry->kind == packs::Kind::kDirectory) return open_directory(i, flags);
+  if ((flags & O_PATH) != 0) return open_path_only(i, flags);
   const bool large = entry->codec == packs::Codec::kRaw && entry->raw_size > mount().large;
-  // A descriptor of a path alone reads nothing.
-  if ((large && !whole) || (flags & O_PATH) != 0) return open_in_place(i, flags);
-  return open_copy(i, flags);
+  return large && !whole ? open_in_place(i, flags) : open_copy(i, flags);
+}
+
+int open_packed(const Target& target, int flags, bool whole) {
+  const bool creates = target.place == Target::Place::kMissing && (flags & O_CREAT) != 0;
+  if (creates && target.slash) return fail(EISDIR);
+  if (creates && target.error == ENOENT) return fail(EROFS);
+  return target.is_entry() ? open_entry(target.entry, flags, whole) : target.fail();
 }
 
 // What was opened by its link in /proc, as by /dev/stdin, is not what the link seems to be.
 int reopened(int opened, int flags) {
   const Descriptor known = identify(opened);
-  if (known.held != Held::kInPlace && known.held != Held::kDirectory) return opened;
+  if (known.held == Held::kOther || known.held == Held::kCopy) return opened;
   syscall(SYS_close, opened);
-  if (writes(flags)) return fail(known.held == Held::kInPlace ? EROFS : EISDIR);
-  return known.held == Held::kInPlace ? open_in_place(known.entry, flags)
-                                      : open_directory(known.entry, flags);
+  return open_entry(known.entry, flags & ~O_CREAT, false);
 }
 
 }  // namespace

@@ -112,10 +112,12 @@ void Target::walk(std::string_view rest) {
       const packs::Entry& at = index.entry(entry);
       const bool directory_here = at.kind == packs::Kind::kDirectory;
       if (component.empty()) {
+        reached = true;
         if (slash && !directory_here) failed(ENOTDIR);
         return true;
       }
       if (!directory_here) return failed(ENOTDIR), true;
+      last = component == "." ? Last::kDot : component == ".." ? Last::kDotDot : Last::kName;
       if (!permits(at.mode, kExecute)) return failed(EACCES), true;
       if (component == ".") continue;
       if (component == "..") {
@@ -123,18 +125,15 @@ void Target::walk(std::string_view rest) {
         entry = at.parent;
         continue;
       }
-      if (component.size() > NAME_MAX) return failed(ENAMETOOLONG), true;
       if (entry == 0 && component == mount().output)
         return rewrite(mount().output_target, rest), true;
       if (const auto child = index.child(entry, component)) {
         entry = *child;
         continue;
       }
-      if (next_component(rest).empty()) {
-        place = Place::kMissing;
-      } else {
-        failed(ENOENT);
-      }
+      failed(component.size() > NAME_MAX ? ENAMETOOLONG : ENOENT);
+      reached = next_component(rest).empty();
+      if (reached) place = Place::kMissing;
       return true;
     }
   });
@@ -165,7 +164,7 @@ void Target::failed(int reason) {
 }
 
 int Target::fail() const {
-  errno = place == Place::kMissing ? ENOENT : error;
+  errno = error;
   return -1;
 }
 

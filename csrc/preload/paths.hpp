@@ -21,7 +21,8 @@ class Target {
   enum class Place {
     kElsewhere,  // the C library gets `directory` and `path`, which can differ from what was given
     kPacked,     // `entry`
-    kMissing,    // the last component does not exist in the packed directory `entry`
+    kMissing,    // the last component does not exist in the packed directory `entry`; has `error`,
+                 // too
     kFailed,     // the path leads into the mount and fails there with `error`
   };
 
@@ -39,7 +40,9 @@ class Target {
   int error = 0;
   int directory;
   const char* path;
+  bool reached = false;  // the packed directory of the last component was found
   bool slash = false;    // the path ends with a slash: a directory is wanted
+  enum class Last { kName, kDot, kDotDot, kMountPoint } last = Last::kMountPoint;  // component
   bool counted = false;  // at or below the mount point
 
  private:
