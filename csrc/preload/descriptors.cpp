@@ -23,6 +23,7 @@ namespace {
 
 constexpr mode_t kFolderMode = 0111;   // no listing: whoever lists it without a hook gets an error
 constexpr mode_t kInPlaceMode = 0222;  // and whoever reopens a file in place to read it, likewise
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL;
 constexpr int kMostOwn = 1 << 16;
 constexpr int kRoomForOwn = 4608;  // as many as a pack has partitions, and some
 constexpr int kOfMemfd =
@@ -78,6 +79,7 @@ bool fill(int memfd, std::uint32_t entry, std::uint64_t size) {
   if (size == 0) return true;
   void* bytes = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, memfd, 0);
   if (bytes == MAP_FAILED) return false;
+  madvise(bytes, size, MADV_DONTFORK);
   const bool read = attempt(false, [&] {
     pack()->read(entry, {static_cast<std::byte*>(bytes), size});
     return true;
@@ -133,8 +135,9 @@ int open_copy(std::uint32_t entry, int flags) {
   if (size == UINT64_MAX) return -1;
   const Closed memfd{make_memfd('f', entry, size)};
   if (memfd.number < 0 || !fill(memfd.number, entry, size)) return -1;
-  const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL;
-  if (fcntl(memfd.number, F_ADD_SEALS, seals) != 0) return -1;
+  // This fails if another thread has forked meanwhile: its child has the mapping, too. The program
+  // gets a descriptor for reading in any case.
+  fcntl(memfd.number, F_ADD_SEALS, kSeals);
   return reopen(memfd.number, flags);
 }
 
@@ -143,8 +146,7 @@ int open_in_place(std::uint32_t entry, int flags) {
   const std::uint64_t size = attempt(UINT64_MAX, [&] { return pack()->file(entry).raw_size; });
   if (size == UINT64_MAX) return -1;
   const Closed memfd{make_memfd('p', entry, size)};
-  const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL;
-  if (memfd.number < 0 || fcntl(memfd.number, F_ADD_SEALS, seals) != 0) return -1;
+  if (memfd.number < 0 || fcntl(memfd.number, F_ADD_SEALS, kSeals) != 0) return -1;
   if (fchmod(memfd.number, kInPlaceMode) != 0) return -1;
   return reopen(memfd.number, (flags & ~O_ACCMODE) | O_WRONLY);
 }

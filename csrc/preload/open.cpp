@@ -58,7 +58,7 @@ int open_packed(const Target& target, int flags, bool whole) {
 // What was opened by its link in /proc, as by /dev/stdin, is not what the link seems to be.
 int reopened(int opened, int flags) {
   const Descriptor known = identify(opened);
-  if (known.held == Held::kOther || known.held == Held::kCopy) return opened;
+  if (known.held == Held::kOther || (known.held == Held::kCopy && !writes(flags))) return opened;
   syscall(SYS_close, opened);
   return open_entry(known.entry, flags & ~O_CREAT, false);
 }

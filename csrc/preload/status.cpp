@@ -83,7 +83,7 @@ bool fill_status(std::uint32_t entry, struct stat& status) {
     status.st_gid = getegid();
     status.st_size = static_cast<off_t>(directory ? kBlock : found.raw_size);
     status.st_blksize = kBlock;
-    status.st_blocks = (status.st_size + 511) / 512;
+    status.st_blocks = (status.st_size + kBlock - 1) / kBlock * (kBlock / 512);  // as on disk
     status.st_mtim = status.st_atim = status.st_ctim = time_of(found.mtime_ns);
     return true;
   });

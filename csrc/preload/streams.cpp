@@ -72,6 +72,22 @@ FILE* make_stream(int descriptor, const char* mode) {
   return nullptr;
 }
 
+// freopen of a stream that the C library can't open again: it gets another descriptor.
+FILE* replace(FILE* file, Stream& stream, const Target& target, int flags) {
+  const int opened = target.path == nullptr || flags < 0 ? -1 : open_target(target, flags, 0666);
+  if (opened < 0) {
+    const int error = target.path == nullptr ? EBADF : errno;
+    std::fclose(file);
+    errno = error;
+    return nullptr;
+  }
+  std::fflush(file);
+  ::close(stream.descriptor);
+  stream.descriptor = opened;
+  std::rewind(file);  // drops what was read
+  return file;
+}
+
 // A program can begin with a file in place as its standard input.
 __attribute__((constructor)) void take_standard_input() {
   if (identify(STDIN_FILENO).held != Held::kInPlace) return;
@@ -120,9 +136,11 @@ PYDIST_ALIAS(fopen64, fopen);
 
 PYDIST_HOOK(FILE*, freopen, const char* path, const char* mode, FILE* file) {
   const Target target(AT_FDCWD, path);
-  if (!target.in_pack()) return real_freopen(target.path, mode, file);
+  Stream* stream = find_stream(file);
+  if (!target.in_pack() && stream == nullptr) return real_freopen(target.path, mode, file);
   Call call(Kind::kOpen, target.counted);
   const int flags = flags_of(mode);
+  if (stream != nullptr) return call(replace(file, *stream, target, flags));
   const int opened = flags < 0 ? -1 : open_whole(target, flags);
   if (opened < 0) {
     const int error = errno;

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from pydist.errors import UsageError
 
-
 KINDS = (
     "open", "close", "read", "write", "seek", "map", "stat", "list", "access", "change",
 )  # fmt: skip
