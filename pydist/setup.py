@@ -28,6 +28,7 @@ _OF_A_RANK = frozenset(
         *("PYDIST_PACKS_SERVERS", "PYDIST_PACKS_SECRET"),
         *("PYDIST_MOUNT", "PYDIST_MOUNT_PACKS", "PYDIST_MOUNT_OUTPUT", "PYDIST_MOUNT_LARGE"),
         *("PYDIST_MOUNT_FOLDERS", "PYDIST_MOUNT_PROFILE"),
+        *("PYDIST_MOUNT_SERVERS", "PYDIST_MOUNT_SECRET"),
     }
 )
 """Variables that may differ between ranks, as they do not affect exchanges."""

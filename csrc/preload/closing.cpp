@@ -63,6 +63,12 @@ PYDIST_HOOK(int, close, int descriptor) {
   return call(real_close(descriptor));
 }
 
+// Sockets to servers of packs are the library's own, too.
+PYDIST_HOOK(int, socket, int domain, int type, int protocol) {
+  const int made = real_socket(domain, type, protocol);
+  return Inside::active() && mount().has_packs() ? keep_own(made) : made;
+}
+
 PYDIST_HOOK(int, close_range, unsigned first, unsigned last, int flags) {
   int result = 0;
   for (unsigned own = first; own <= last && own < kMostOwn; ++own) {

@@ -17,7 +17,7 @@ namespace pydist::preload {
 namespace {
 
 struct Range {
-  int partition;        // its descriptor
+  int partition;        // its descriptor; -1 if it is on another node
   std::uint64_t start;  // of the file in its partition
   std::uint64_t size;   // of the file
 };
@@ -25,7 +25,8 @@ struct Range {
 bool find_range(Descriptor known, Range& range) {
   return attempt(false, [&] {
     const packs::Entry& entry = pack()->file(known.entry);
-    range = {pack()->partition_fd(entry.partition), entry.offset, entry.raw_size};
+    const bool here = pack()->is_here(entry.partition);
+    range = {here ? pack()->partition_fd(entry.partition) : -1, entry.offset, entry.raw_size};
     return true;
   });
 }
@@ -35,8 +36,8 @@ template <class Function>
 ssize_t move_range(Descriptor known, off_t offset, std::size_t size, Function move) {
   Range range;
   if (!find_range(known, range)) return -1;
-  if (offset < 0) {
-    errno = EINVAL;
+  if (offset < 0 || range.partition < 0) {
+    errno = EINVAL;  // then programs read and write
     return -1;
   }
   const auto from = static_cast<std::uint64_t>(offset);
@@ -97,7 +98,8 @@ PYDIST_HOOK(void*, mmap, void* address, std::size_t size, int protection, int fl
   if (mapped == MAP_FAILED || from >= range.size) return passed(mapped);
   const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
   const std::uint64_t used = std::min<std::uint64_t>(size, range.size - from);
-  const std::uint64_t shared = range.start % page == 0 ? used - used % page : 0;
+  const std::uint64_t shared =
+      range.partition >= 0 && range.start % page == 0 ? used - used % page : 0;
   auto* const start = static_cast<char*>(mapped);
   bool made = shared == 0 ||
               real_mmap(start, shared, protection, (flags & ~MAP_FIXED_NOREPLACE) | MAP_FIXED,

@@ -7,8 +7,10 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "packs/folder.hpp"
+#include "packs/protocol.hpp"
 
 namespace pydist::preload {
 
@@ -20,7 +22,9 @@ struct Mount {
   std::string identity;       // distinguishes the pack in the names of descriptors
   std::string output;         // the name of the output folder at the mount point; "" for none
   std::string output_target;  // its real path
-  std::uint64_t large = 0;    // raw files of more bytes are read in place
+  std::vector<std::string> servers;  // of partitions that are on other nodes
+  packs::Secret secret{};
+  std::uint64_t large = 0;  // raw files of more bytes are read in place
 
   bool has_packs() const { return !packs.empty(); }
 };

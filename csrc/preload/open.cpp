@@ -55,14 +55,6 @@ int open_packed(const Target& target, int flags, bool whole) {
   return target.is_entry() ? open_entry(target.entry, flags, whole) : target.fail();
 }
 
-// What was opened by its link in /proc, as by /dev/stdin, is not what the link seems to be.
-int reopened(int opened, int flags) {
-  const Descriptor known = identify(opened);
-  if (known.held == Held::kOther || (known.held == Held::kCopy && !writes(flags))) return opened;
-  syscall(SYS_close, opened);
-  return open_entry(known.entry, flags & ~O_CREAT, false);
-}
-
 }  // namespace
 
 PYDIST_HOOK(int, openat, int directory, const char* path, int flags, ...) {
@@ -113,16 +105,31 @@ int open_path(int directory, const char* path, int flags, mode_t mode) {
   return call(open_target(target, flags, mode));
 }
 
+namespace {
+
+// What was opened by a link to a descriptor is what the descriptor is. The kernel refuses to open a
+// file in place for reading, unless root does it.
+int follow(int opened, const Target& target, int flags) {
+  const int error = errno;
+  const bool refused = opened < 0 && error == EACCES;
+  const int looked_at =
+      refused ? real_openat(target.directory, target.path, O_PATH | O_CLOEXEC) : opened;
+  const Descriptor known = identify(looked_at);
+  const bool kept = !known.is_packed() || (known.held == Held::kCopy && !writes(flags));
+  if (looked_at >= 0 && (refused || !kept)) syscall(SYS_close, looked_at);
+  errno = error;
+  return kept ? opened : open_entry(known.entry, flags & ~O_CREAT, false);
+}
+
+}  // namespace
+
 int open_target(const Target& target, int flags, mode_t mode) {
   int opened;
   if (target.in_pack()) {
     opened = open_packed(target, flags, false);
   } else {
     opened = real_openat(target.directory, target.path, flags, mode);
-    const bool link = opened >= 0 && mount().has_packs() && target.path[0] == '/' &&
-                      (std::string_view(target.path).substr(0, 6) == "/proc/" ||
-                       std::string_view(target.path).substr(0, 5) == "/dev/");
-    if (link) opened = reopened(opened, flags);
+    if (mount().has_packs() && can_be_link(target.path)) opened = follow(opened, target, flags);
   }
   if (opened >= 0 && profiling()) {
     track(opened, target.counted);
@@ -131,6 +138,11 @@ int open_target(const Target& target, int flags, mode_t mode) {
       count_file(status);
   }
   return opened;
+}
+
+bool can_be_link(const char* path) {
+  const std::string_view text(path);
+  return text.substr(0, 6) == "/proc/" || text.substr(0, 5) == "/dev/";
 }
 
 int open_whole(const Target& target, int flags) { return open_packed(target, flags, true); }

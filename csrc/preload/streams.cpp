@@ -123,7 +123,9 @@ PYDIST_HOOK(FILE*, fdopen, int descriptor, const char* mode) {
 
 PYDIST_HOOK(FILE*, fopen, const char* path, const char* mode) {
   const Target target(AT_FDCWD, path);
-  if (!target.in_pack() && !(target.counted && profiling())) return real_fopen(target.path, mode);
+  const bool counted = target.counted && profiling();
+  const bool link = target.path != nullptr && mount().has_packs() && can_be_link(target.path);
+  if (!target.in_pack() && !counted && !link) return real_fopen(target.path, mode);
   Call call(Kind::kOpen, target.counted);
   const int flags = flags_of(mode);
   const int opened = flags < 0 ? -1 : open_target(target, flags, 0666);

@@ -16,6 +16,7 @@ from pathlib import Path
 from pydist import owner
 from pydist._loader import native
 from pydist.errors import UsageError
+from pydist.packs import servers
 from pydist.parsing import byte_count
 
 LIBRARY = "libpydist_preload.so"
@@ -46,7 +47,7 @@ def mounted(
     library = _library()
     settings = {"PYDIST_MOUNT": _mount_point(mount)}
     if packs is not None:
-        settings["PYDIST_MOUNT_PACKS"] = _packs(packs)
+        settings |= _packs(packs)
     if output is not None:
         if packs is None:
             raise UsageError("--output needs --packs: without it, files are written in place")
@@ -78,7 +79,7 @@ def _library() -> Path:
 
 def _mount_point(given: str) -> str:
     path = os.path.normpath(given)
-    if not os.path.isabs(given) or path in ("/", "//"):
+    if not given.startswith("/") or path in ("/", "//"):
         raise UsageError(f"--mount {given}: an absolute path below / is needed, such as /data")
     if os.path.realpath(path) != path:
         raise UsageError(
@@ -88,11 +89,15 @@ def _mount_point(given: str) -> str:
     return path
 
 
-def _packs(given: str) -> str:
-    """Returns the real path of a pack whose index can be read; `DataError` if it can't."""
+def _packs(given: str) -> dict[str, str]:
+    """Returns the settings of a pack, whose index must be readable."""
     path = os.path.realpath(given)
-    native.PackFolder(os.fsencode(path))
-    return path
+    servers.open_pack(path)
+    settings = {"PYDIST_MOUNT_PACKS": path}
+    if addresses := servers.addresses():
+        settings["PYDIST_MOUNT_SERVERS"] = ",".join(addresses)
+        settings["PYDIST_MOUNT_SECRET"] = servers.secret().hex()
+    return settings
 
 
 def _output(given: str, mount: str, packs: str) -> str:

@@ -196,7 +196,7 @@ class Calls:
         return [sought, read, room.raw[:read].hex(), *rest, same]
 
     def file(self, path: str, mode: str) -> str:
-        with open(path, mode) as opened:  # noqa: PTH123 -- the call of most programs
+        with open(path, mode) as opened:
             return str(opened.read())
 
     def child(self, slot: int) -> str:
@@ -279,7 +279,7 @@ def stays_inside(name: str, given: list[Any]) -> bool:
 
 
 OF_FILES = ("stream", "map", "send", "seek", "mode", "fchmod")
-"""Calls that fail in another way on a directory of a pack: its descriptor is one of a path alone."""
+"""Calls that fail in another way on a directory of a pack, whose descriptor is of a path."""
 
 
 def is_of_directory(calls: Calls, name: str, given: list[Any]) -> bool:

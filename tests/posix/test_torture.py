@@ -1,7 +1,7 @@
 """Tests that random calls on a mounted pack and on a real folder return the same.
 
-The real folder is a read-only bind mount at the same path, where the machine permits one; then calls
-that write are compared, too.
+The real folder is a read-only bind mount at the same path, where the machine permits one; then
+calls that write are compared, too.
 """
 
 from __future__ import annotations
@@ -110,8 +110,10 @@ def make_tree(folder: Path) -> None:
 
 
 COMPONENTS = st.sampled_from(
-    ["a", "b", "one", "two", "file", "zero", "a b", "ü*?", "empty", "private", "nothing", "..", "."]
-    + ["x" * 255, "x" * 256]
+    [
+        *("a", "b", "one", "two", "file", "zero", "a b", "ü*?", "empty", "private", "nothing"),
+        *("..", ".", "x" * 255, "x" * 256),
+    ]
 )
 RELATIVE = st.builds(
     lambda parts, double, slash: ("//" if double else "/").join(parts) + "/" * slash,
@@ -128,9 +130,11 @@ FLAGS = st.sampled_from(
     + [os.O_RDONLY | os.O_CLOEXEC, os.O_PATH, os.O_RDONLY | os.O_NONBLOCK]
 )
 WRITING_FLAGS = st.sampled_from(
-    [os.O_RDWR, os.O_WRONLY, os.O_WRONLY | os.O_CREAT, os.O_CREAT | os.O_EXCL]
-    + [os.O_RDWR | os.O_CREAT | os.O_TRUNC, os.O_RDONLY | os.O_TRUNC, os.O_WRONLY | os.O_APPEND]
-    + [os.O_TMPFILE | os.O_RDWR]
+    [
+        *(os.O_RDWR, os.O_WRONLY, os.O_WRONLY | os.O_CREAT, os.O_CREAT | os.O_EXCL),
+        *(os.O_RDWR | os.O_CREAT | os.O_TRUNC, os.O_RDONLY | os.O_TRUNC),
+        *(os.O_WRONLY | os.O_APPEND, os.O_TMPFILE | os.O_RDWR),
+    ]
 )
 SLOTS = st.integers(0, 1)
 AT = st.one_of(st.none(), SLOTS)
