@@ -27,7 +27,7 @@ using Place = Target::Place;
 
 // The kernel's answers on a read-only file system, in its order of checks.
 int refuse_creation(const Target& at, bool directory) {
-  if (at.is_entry()) return fail(EEXIST);
+  if (at.is_entry() || (at.reached && at.error == ENOTDIR)) return fail(EEXIST);
   const bool could = at.place == Place::kMissing && at.error == ENOENT && (directory || !at.slash);
   return could ? fail(EROFS) : at.fail();
 }

@@ -159,6 +159,10 @@ int open_path_only(std::uint32_t entry, int flags) {
 
 bool make_folder(std::uint32_t entry, char (&path)[4096]) {
   std::snprintf(path, sizeof path, "%s/%u", mount().folders.c_str(), entry);
+  if (syscall(SYS_mkdirat, AT_FDCWD, path, kFolderMode) == 0 || errno == EEXIST) return true;
+  if (errno != ENOENT) return false;
+  // A program that outlives `pydist store exec`.
+  syscall(SYS_mkdirat, AT_FDCWD, mount().folders.c_str(), S_IRWXU);
   return syscall(SYS_mkdirat, AT_FDCWD, path, kFolderMode) == 0 || errno == EEXIST;
 }
 

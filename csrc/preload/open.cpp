@@ -49,7 +49,7 @@ int open_entry(std::uint32_t i, int flags, bool whole) {
 }
 
 int open_packed(const Target& target, int flags, bool whole) {
-  const bool creates = target.place == Target::Place::kMissing && (flags & O_CREAT) != 0;
+  const bool creates = target.reached && (flags & O_CREAT) != 0;
   if (creates && target.slash) return fail(EISDIR);
   if (creates && target.error == ENOENT) return fail(EROFS);
   return target.is_entry() ? open_entry(target.entry, flags, whole) : target.fail();

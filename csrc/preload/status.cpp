@@ -21,6 +21,9 @@
 namespace pydist::preload {
 namespace {
 
+// The hooks of 32 and of 64 bits are the same functions.
+static_assert(sizeof(off_t) == 8 && sizeof(struct stat) == sizeof(struct stat64));
+
 constexpr unsigned kMajor = 0xFD5;  // the kernel gives major numbers below 512
 constexpr std::int64_t kSecond = 1'000'000'000;
 constexpr unsigned kBlock = 4096;

@@ -261,14 +261,14 @@ class Calls:
 
 CHANGES = {
     "mkdir": 1, "symlink": 1, "unlink": 1, "rmdir": 1, "rename": 2, "hardlink": 2, "truncate": 1,
-    "chmod": 1, "utime": 1,
+    "chmod": 1, "utime": 1, "chdir": 1,
 }  # fmt: skip
-"""Calls that change files, and the number of their paths."""
+"""Calls that change files or the current directory, and the number of their paths."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def stays_inside(name: str, given: list[Any]) -> bool:
-    """Whether a call changes nothing outside of the root, which is read-only."""
+    """Whether a call changes nothing outside of the root, which is read-only, and stays there."""
     paths = given[: CHANGES.get(name, 0)]
     if name == "stream" and not set(given[1]) <= set("rbe"):
         paths = given[:1]
@@ -278,7 +278,9 @@ def stays_inside(name: str, given: list[Any]) -> bool:
     return all(f"{path}/".startswith(f"{ROOT}/") for path in whole)
 
 
-OF_FILES = ("stream", "map", "send", "seek", "mode", "fchmod")
+OF_FILES = (
+    "stream", "map", "send", "seek", "mode", "fchmod", "read", "readv", "pread", "preadv",
+)  # fmt: skip
 """Calls that fail in another way on a directory of a pack, whose descriptor is of a path."""
 
 
