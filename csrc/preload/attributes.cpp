@@ -36,7 +36,8 @@ int change(int directory, const char* path, Function change_it) {
 template <class Function>
 int change(int descriptor, Function change_it) {
   Call call(Kind::kChange, tracked(descriptor));
-  const bool packed = !Inside::active() && identify(descriptor).is_packed();
+  const Descriptor known = Inside::active() ? Descriptor{} : identify(descriptor);
+  const bool packed = known.is_packed() && known.held != Held::kPathOnly;
   return call(packed ? fail(EROFS) : change_it());
 }
 

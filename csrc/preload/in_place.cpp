@@ -2,7 +2,6 @@
 #include "preload/in_place.hpp"
 
 #include <pthread.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -19,7 +18,8 @@ namespace {
 
 constexpr std::size_t kMostAtOnce = 0x7ffff000;  // of read, as in the kernel
 
-std::atomic_flag moving;
+constexpr unsigned kMoving = 64;  // descriptors that share a flag wait for each other
+std::atomic_flag moving[kMoving];
 std::atomic<bool> prepared{false};
 
 }  // namespace
@@ -45,12 +45,19 @@ ssize_t read_in_place(Descriptor known, void* bytes, std::size_t size, off_t off
   });
 }
 
-Moving::Moving() {
-  if (!prepared.exchange(true)) pthread_atfork(nullptr, nullptr, [] { moving.clear(); });
-  while (moving.test_and_set(std::memory_order_acquire)) sched_yield();
+Moving::Moving(int descriptor) : moved_(moving[static_cast<unsigned>(descriptor) % kMoving]) {
+  if (!prepared.exchange(true)) {
+    pthread_atfork(nullptr, nullptr, [] {
+      for (std::atomic_flag& each : moving) each.clear();
+    });
+  }
+  while (moved_.test_and_set(std::memory_order_acquire)) moved_.wait(true);
 }
 
-Moving::~Moving() { moving.clear(std::memory_order_release); }
+Moving::~Moving() {
+  moved_.clear(std::memory_order_release);
+  moved_.notify_one();
+}
 
 off_t position_of(int descriptor) { return syscall(SYS_lseek, descriptor, 0, SEEK_CUR); }
 

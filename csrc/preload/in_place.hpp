@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstddef>
 
 #include "preload/descriptors.hpp"
@@ -16,13 +17,17 @@ bool is_in_place(ssize_t result, int error, int descriptor, Descriptor& known);
 // Reads as pread does.
 ssize_t read_in_place(Descriptor known, void* bytes, std::size_t size, off_t offset);
 
-// One thread at a time moves positions, as the kernel has it. The child of a fork begins anew.
+// One thread at a time moves the position of a descriptor, as the kernel has it. The child of a
+// fork begins anew.
 class Moving {
  public:
-  Moving();
+  explicit Moving(int descriptor);
   ~Moving();
   Moving(const Moving&) = delete;
   Moving& operator=(const Moving&) = delete;
+
+ private:
+  std::atomic_flag& moved_;
 };
 
 off_t position_of(int descriptor);
@@ -31,7 +36,7 @@ void set_position(int descriptor, off_t position);
 // Calls `move(offset)` at the position of a descriptor, and advances it by what that returns.
 template <class Function>
 ssize_t at_position(int descriptor, Function move) {
-  const Moving one_at_a_time;
+  const Moving one_at_a_time(descriptor);
   const off_t position = position_of(descriptor);
   if (position < 0) return -1;
   const ssize_t moved = move(position);

@@ -126,14 +126,14 @@ FROM_ABOVE = st.builds(lambda path: f"../point/{path}", KNOWN)
 PATHS = st.one_of(KNOWN, KNOWN, RELATIVE, FROM_ABOVE, st.sampled_from(["", "/usr", "..", "~"]))
 FLAGS = st.sampled_from(
     [os.O_RDONLY] * 6
-    + [os.O_RDONLY | os.O_DIRECTORY, os.O_RDONLY | os.O_CREAT, os.O_RDONLY | os.O_NOFOLLOW]
+    + [os.O_RDONLY | os.O_DIRECTORY, os.O_RDONLY | os.O_NOFOLLOW]
     + [os.O_RDONLY | os.O_CLOEXEC, os.O_PATH, os.O_RDONLY | os.O_NONBLOCK]
 )
 WRITING_FLAGS = st.sampled_from(
     [
         *(os.O_RDWR, os.O_WRONLY, os.O_WRONLY | os.O_CREAT, os.O_CREAT | os.O_EXCL),
         *(os.O_RDWR | os.O_CREAT | os.O_TRUNC, os.O_RDONLY | os.O_TRUNC),
-        *(os.O_WRONLY | os.O_APPEND, os.O_TMPFILE | os.O_RDWR),
+        *(os.O_WRONLY | os.O_APPEND, os.O_TMPFILE | os.O_RDWR, os.O_RDONLY | os.O_CREAT),
     ]
 )
 SLOTS = st.integers(0, 1)
@@ -166,7 +166,7 @@ READS = (
     call("access", PATHS, st.sampled_from([0, 1, 4, 5]), AT),
     call("list", PATHS),
     call("list_open", SLOTS),
-    call("scan", PATHS),
+    call("scan", KNOWN),
     call("seekdir", KNOWN, st.integers(0, 6)),
     call("walk", KNOWN),
     call("fwalk", KNOWN),
