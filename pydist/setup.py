@@ -26,6 +26,9 @@ _OF_A_RANK = frozenset(
     {
         *("PYDIST_RANK", "PYDIST_STORE", "PYDIST_SUPERVISOR", "PYDIST_CACHE", "PYDIST_TRACEBACK"),
         *("PYDIST_PACKS_SERVERS", "PYDIST_PACKS_SECRET"),
+        *("PYDIST_MOUNT", "PYDIST_MOUNT_PACKS", "PYDIST_MOUNT_OUTPUT", "PYDIST_MOUNT_LARGE"),
+        *("PYDIST_MOUNT_FOLDERS", "PYDIST_MOUNT_PROFILE"),
+        *("PYDIST_MOUNT_SERVERS", "PYDIST_MOUNT_SECRET"),
     }
 )
 """Variables that may differ between ranks, as they do not affect exchanges."""

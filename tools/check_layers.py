@@ -3,7 +3,7 @@
 
     core <- launch, ops/common, isa <- the bodies of a family <- its CPU and CUDA code, its bindings
     core <- comm/driver <- comm/nccl, comm/ipc;  core <- comm/local, comm/board, io, watchdog
-    io, the opening of libraries in comm/driver <- packs
+    io, the opening of libraries in comm/driver <- packs <- preload
     bindings may include all of these except the families, which have their own bindings.
 
 A family (a folder in csrc/ops) includes nothing of another one, unless FAMILY_USES lists it. No
@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "io": {"core"},
     "watchdog": {"core"},
     "packs": {"io", "comm/driver/dynamic_library.hpp"},
+    "preload": {"packs"},
     "launch": {"core"},
     "ops/common": {"core", *BODY_CONTRACT},
     "isa": {"core", "ops/common", *BODY_CONTRACT},

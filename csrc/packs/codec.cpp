@@ -8,7 +8,7 @@ namespace {
 
 struct Zstd {
   Zstd() {
-    const comm::DynamicLibrary library("the zstd library", "", {"libzstd.so.1"});
+    const comm::DynamicLibrary library("the zstd library", "", {"libzstd.so.1", "libzstd.1.dylib"});
     library.find("ZSTD_compressBound", bound);
     library.find("ZSTD_compress", compress);
     library.find("ZSTD_decompress", decompress);
@@ -24,7 +24,7 @@ struct Zstd {
 
 struct Lz4 {
   Lz4() {
-    const comm::DynamicLibrary library("the lz4 library", "", {"liblz4.so.1"});
+    const comm::DynamicLibrary library("the lz4 library", "", {"liblz4.so.1", "liblz4.1.dylib"});
     library.find("LZ4_compressBound", bound);
     library.find("LZ4_compress_default", compress);
     library.find("LZ4_decompress_safe", decompress);

@@ -20,6 +20,11 @@ constexpr std::size_t kPiece = std::size_t{1} << 20;
 // Opens a partition's file, whose header must agree with the index.
 Descriptor open_partition(const std::string& file, std::uint32_t number, const Index& index) {
   Descriptor descriptor(::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (descriptor.get() < 0 && errno == EMFILE) {
+    throw PackError(file +
+                    ": this process has too many open files (ulimit -n); a pack's reader has " +
+                    "up to " + std::to_string(index.partitions()) + " partitions open");
+  }
   if (descriptor.get() < 0) throw_system(file);
   struct stat status{};
   if (::fstat(descriptor.get(), &status) != 0) throw_system(file);

@@ -3,7 +3,7 @@
 // A pack folder holds partitions (part-00000.pack, ...) with the stored bytes of many files, and
 // one index (index.pdx) with all metadata. Integers are little-endian.
 //
-//   partition:  header | stored bytes of files, each start aligned to 64 bytes
+//   partition:  header | stored bytes of files, each start aligned to 64 bytes (large files: 4096)
 //   index:      header | entries | sizes of partitions (u64) | names | origin (JSON text)
 //
 // Entry 0 is the root directory. Entries are in breadth-first order, and the children of a
@@ -37,6 +37,9 @@ inline constexpr Magic kPartitionMagic = {'P', 'D', 'P', 'A', 'C', 'K', '0', '1'
 inline constexpr Magic kIndexMagic = {'P', 'D', 'I', 'N', 'D', 'E', 'X', '1'};
 inline constexpr std::uint32_t kVersion = 1;
 inline constexpr std::uint64_t kAlignment = 64;
+// A large file starts at the border of a page, so that it can be mapped where it is stored.
+inline constexpr std::uint64_t kLargeFile = std::uint64_t{1} << 20;
+inline constexpr std::uint64_t kPage = 4096;
 inline constexpr std::uint16_t kModeBits = 07777;
 inline constexpr const char* kIndexName = "index.pdx";
 

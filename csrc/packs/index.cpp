@@ -28,6 +28,11 @@ std::string_view as_text(std::span<const std::byte> bytes) {
 
 }  // namespace
 
+bool is_possible_name(std::string_view name) {
+  return !name.empty() && name != "." && name != ".." && name.find('/') == std::string_view::npos &&
+         name.find('\0') == std::string_view::npos;
+}
+
 Index Index::open(const std::string& file) {
   const Descriptor descriptor(::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (descriptor.get() < 0) throw_system(file);
@@ -129,8 +134,8 @@ std::string Index::path(std::uint32_t i) const {
     size += names.back().size() + 1;
     const std::uint32_t parent = entry(i).parent;
     // Parents have smaller numbers, so this ends; no two entries share a name's bytes.
-    if (parent >= i || size > names_.size() + names.size()) {
-      damaged("entry " + std::to_string(i) + " has impossible parents");
+    if (parent >= i || !is_possible_name(names.back()) || size > names_.size() + names.size()) {
+      damaged("entry " + std::to_string(i) + " has impossible parents or names");
     }
     i = parent;
   }
@@ -155,16 +160,19 @@ Index::Range Index::range(std::uint32_t directory) const {
   return {static_cast<std::uint32_t>(found.offset), static_cast<std::uint32_t>(found.stored_size)};
 }
 
-void Index::require_parent(std::uint32_t child, std::uint32_t directory) const {
+void Index::require_child(std::uint32_t child, std::uint32_t directory) const {
   if (entry(child).parent != directory) {
     damaged("entry " + std::to_string(child) + " is not a child of entry " +
             std::to_string(directory));
+  }
+  if (!is_possible_name(name(child))) {
+    damaged("entry " + std::to_string(child) + " has an impossible name");
   }
 }
 
 Index::Range Index::children(std::uint32_t directory) const {
   const Range found = range(directory);
-  for (std::uint32_t i = 0; i < found.count; ++i) require_parent(found.first + i, directory);
+  for (std::uint32_t i = 0; i < found.count; ++i) require_child(found.first + i, directory);
   return found;
 }
 
@@ -197,7 +205,7 @@ std::optional<std::uint32_t> Index::child(std::uint32_t directory, std::string_v
     }
   }
   if (first == end || this->name(first) != name) return std::nullopt;
-  require_parent(first, directory);
+  require_child(first, directory);
   return first;
 }
 

@@ -13,6 +13,9 @@
 
 namespace pydist::packs {
 
+// Whether a file may have a name: any bytes but '/' and NUL, and neither "", "." nor "..".
+bool is_possible_name(std::string_view name);
+
 // Read-only and thread-safe. Each accessor checks the bounds of what it reads, so an index that was
 // not checked can give wrong answers or a PackError, and never reads memory outside of its file.
 class Index {
@@ -39,10 +42,11 @@ class Index {
 
   const Entry& entry(std::uint32_t i) const;
   std::string_view name(std::uint32_t i) const;  // the base name
-  std::string path(std::uint32_t i) const;       // relative to the root, which is ""
+  std::string path(std::uint32_t i) const;       // relative to the root, which is ""; checks names
 
   // The children of a directory are the entries [first, first + count). Each is checked to name the
-  // directory as its parent, so that a walk ends, also one of an index that was not checked.
+  // directory as its parent and to have a possible name, so that a walk ends and stays below its
+  // root, also one of an index that was not checked.
   struct Range {
     std::uint32_t first;
     std::uint32_t count;
@@ -62,7 +66,7 @@ class Index {
         std::shared_ptr<const std::byte> mapping);
   std::span<const std::byte> table(const Table& table, std::uint64_t unit, const char* what) const;
   Range range(std::uint32_t directory) const;
-  void require_parent(std::uint32_t child, std::uint32_t directory) const;
+  void require_child(std::uint32_t child, std::uint32_t directory) const;
   void check_entry(std::uint32_t i, std::uint64_t next_child, std::uint64_t next_name) const;
   void check_ranges() const;
   [[noreturn]] void damaged(const std::string& reason) const;

@@ -72,10 +72,7 @@ void Index::check_entry(std::uint32_t i, std::uint64_t next_child, std::uint64_t
   const std::string_view name = this->name(i);
   if (i == 0) return;
   if (i >= next_child) wrong("is in no directory");
-  if (name.empty() || name == "." || name == ".." || name.find('/') != name.npos ||
-      name.find('\0') != name.npos) {
-    wrong("has an impossible name");
-  }
+  if (!is_possible_name(name)) wrong("has an impossible name");
   const bool sibling = i > 1 && entries_[i - 1].parent == entry.parent;
   if (sibling && !(this->name(i - 1) < name)) wrong("has a name out of order");
 }

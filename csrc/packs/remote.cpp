@@ -109,12 +109,19 @@ Descriptor Remote::connect(Peer& peer) const {
 
 bool Remote::exchange(const Peer& peer, int connection, const Request& request,
                       std::span<std::byte> out) {
+  const auto ended = [&peer] {
+    // Another connection would stall as well.
+    if (errno == EAGAIN) {
+      throw PackError(peer.address + ": not a byte in " + std::to_string(kStallSeconds) + " s");
+    }
+    return false;
+  };
   Answer answer{};
-  if (!send_value(connection, request) || !receive_value(connection, answer)) return false;
+  if (!send_value(connection, request) || !receive_value(connection, answer)) return ended();
   if (answer.status != Status::kOk || answer.size != out.size()) {
     throw PackError(peer.address + ": " + reason_of(answer.status));
   }
-  return receive_all(connection, out);
+  return receive_all(connection, out) || ended();
 }
 
 void Remote::read_from(Peer& peer, const Request& request, std::span<std::byte> out) const {
@@ -124,8 +131,7 @@ void Remote::read_from(Peer& peer, const Request& request, std::span<std::byte> 
   }
   Descriptor made = connect(peer);
   if (!exchange(peer, made.get(), request, out)) {
-    throw PackError(peer.address + ": it hung up, or sent nothing for " +
-                    std::to_string(kStallSeconds) + " s");
+    throw PackError(peer.address + ": it hung up");
   }
   keep(peer, std::move(made));
 }

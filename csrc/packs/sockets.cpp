@@ -14,6 +14,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <vector>
 
 namespace pydist::packs {
 namespace {
@@ -45,8 +46,9 @@ Place unix_place(const std::string& path) {
   return place;
 }
 
-Place resolve(const std::string& address, bool listening) {
-  if (address.find('/') != std::string::npos) return unix_place(address);
+// All places that an address may mean: a host can have several.
+std::vector<Place> resolve(const std::string& address, bool listening) {
+  if (address.find('/') != std::string::npos) return {unix_place(address)};
   const std::size_t colon = address.rfind(':');
   const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
   if (port.empty() || port.find_first_not_of("0123456789") != std::string::npos) {
@@ -64,11 +66,14 @@ Place resolve(const std::string& address, bool listening) {
   const int failed = ::getaddrinfo(name, port.c_str(), &hints, &found);
   if (failed != 0) throw PackError(address + ": " + ::gai_strerror(failed));
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, ::freeaddrinfo);
-  Place place;
-  place.family = found->ai_family;
-  place.size = static_cast<socklen_t>(found->ai_addrlen);
-  std::memcpy(&place.storage, found->ai_addr, found->ai_addrlen);
-  return place;
+  std::vector<Place> places;
+  for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
+    Place& place = places.emplace_back();
+    place.family = each->ai_family;
+    place.size = static_cast<socklen_t>(each->ai_addrlen);
+    std::memcpy(&place.storage, each->ai_addr, each->ai_addrlen);
+  }
+  return places;
 }
 
 Descriptor new_socket(const Place& place, const std::string& address) {
@@ -105,7 +110,7 @@ void remove_abandoned(const Place& place, const std::string& path) {
 }  // namespace
 
 Descriptor listen_at(const std::string& address) {
-  const Place place = resolve(address, true);
+  const Place place = resolve(address, true).front();
   Descriptor listening = new_socket(place, address);
   if (place.family == AF_UNIX) {
     remove_abandoned(place, address);
@@ -135,8 +140,9 @@ std::string address_of(const Descriptor& listening, const std::string& asked) {
   return asked.substr(0, asked.rfind(':') + 1) + std::to_string(ntohs(port));
 }
 
-Descriptor connect_to(const std::string& address) {
-  const Place place = resolve(address, false);
+namespace {
+
+Descriptor connect_at(const Place& place, const std::string& address) {
   Descriptor made = new_socket(place, address);
   const int flags = ::fcntl(made.get(), F_GETFL);
   ::fcntl(made.get(), F_SETFL, flags | O_NONBLOCK);
@@ -163,6 +169,19 @@ Descriptor connect_to(const std::string& address) {
   return made;
 }
 
+}  // namespace
+
+Descriptor connect_to(const std::string& address) {
+  const std::vector<Place> places = resolve(address, false);
+  for (std::size_t i = 0; i + 1 < places.size(); ++i) {
+    try {
+      return connect_at(places[i], address);
+    } catch (const PackError&) {  // the next one may answer; the last one's reason is told
+    }
+  }
+  return connect_at(places.back(), address);
+}
+
 bool send_all(int socket, std::span<const std::byte> bytes) {
   while (!bytes.empty()) {
     const ssize_t sent = ::send(socket, bytes.data(), bytes.size(), kNoSignal);
@@ -177,6 +196,7 @@ bool receive_all(int socket, std::span<std::byte> bytes) {
   while (!bytes.empty()) {
     const ssize_t got = ::recv(socket, bytes.data(), bytes.size(), 0);
     if (got < 0 && errno == EINTR) continue;
+    if (got == 0) errno = 0;
     if (got <= 0) return false;
     bytes = bytes.subspan(static_cast<std::size_t>(got));
   }

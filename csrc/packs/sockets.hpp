@@ -25,7 +25,8 @@ std::string address_of(const Descriptor& listening, const std::string& asked);
 // Connects, or throws PackError with the reason.
 Descriptor connect_to(const std::string& address);
 
-// Sends or receives all bytes of a socket whose calls block; false if it ends or stalls before.
+// Sends or receives all bytes of a socket whose calls block; false if it ends before, or if it
+// stalls: errno is EAGAIN then.
 bool send_all(int socket, std::span<const std::byte> bytes);
 bool receive_all(int socket, std::span<std::byte> bytes);
 

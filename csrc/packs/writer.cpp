@@ -62,7 +62,8 @@ Stored PartitionWriter::append(int source, std::uint64_t size, Codec codec) {
   Stored stored;
   stored.partition = header_.number;
   // An empty file is at the header's end, which every partition has.
-  if (size > 0) stored.offset = (end_ + kAlignment - 1) / kAlignment * kAlignment;
+  const std::uint64_t unit = size < kLargeFile ? kAlignment : kPage;
+  if (size > 0) stored.offset = (end_ + unit - 1) / unit * unit;
   stored.raw_size = stored.stored_size = size;
   const bool whole = codec != Codec::kRaw && size <= kLargestCompressed;
   // One byte more than it should have shows that a file has grown.

@@ -58,7 +58,7 @@ def report() -> Iterator[tuple[str, str]]:
     yield from _automatic()
     names = [name for name in sorted(os.environ) if name.startswith("PYDIST_") or name in _FOREIGN]
     for i, name in enumerate(names):
-        value = "(set)" if name == "PYDIST_PACKS_SECRET" else os.environ[name]
+        value = "(set)" if name.endswith("_SECRET") else os.environ[name]
         yield "" if i else "variables", f"{name}={value}"
 
 

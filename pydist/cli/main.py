@@ -43,6 +43,7 @@ COMMANDS = {
     "profile": Command("pydist.cli.profile", "profile", "measure a training step by layer"),
     "balance": Command("pydist.cli.balance", "balance", "suit parts to ranks of unequal speed"),
     "check": Command("pydist.cli.check", "check", "compare a split network with one device"),
+    "store exec": Command("pydist.cli.store", "execute", "run a program on packs as files"),
     "env": Command("pydist.cli.env", "env", "report versions and hardware, for bug reports"),
     "run": Command("pydist.cli.run", "run", "start a Python script on several ranks"),
     "demo unet": Command("pydist.cli.demo_unet", "demo_unet", "learn to segment synthetic CT"),

@@ -31,7 +31,7 @@ def open_pack(folder: str | Path) -> native.PackFolder:
         UsageError: there are servers, and no secret.
     """
     servers = addresses()
-    return native.PackFolder(os.fsencode(folder), servers, _secret() if servers else b"")
+    return native.PackFolder(os.fsencode(folder), servers, secret() if servers else b"")
 
 
 def serve(folder: str | Path, address: str, threads: int = 8) -> native.PackServer:
@@ -50,11 +50,11 @@ def serve(folder: str | Path, address: str, threads: int = 8) -> native.PackServ
     if not 1 <= threads <= 1024:
         raise UsageError(f"threads={threads}: from 1 to 1024")
     pack = native.PackFolder(os.fsencode(folder))
-    return native.PackServer(pack, address, _secret(), threads)
+    return native.PackServer(pack, address, secret(), threads)
 
 
-def _secret() -> bytes:
-    """Returns the key that is derived from the job's secret."""
+def secret() -> bytes:
+    """Returns the key that is derived from the job's secret; raises `UsageError`."""
     text = os.environ.get("PYDIST_PACKS_SECRET", "")
     if len(text) < _SHORTEST:
         raise UsageError(

@@ -49,6 +49,11 @@ class SourceTree:
     Args:
         root: the folder.
 
+    Attributes:
+        nodes: all of them; the first one is the root.
+        files: numbers of the files among the nodes.
+        size: bytes of all files.
+
     Raises:
         DataError: the folder can't be read, or has something else than files and folders.
     """
@@ -69,16 +74,8 @@ class SourceTree:
                 if stat.S_ISDIR(status.st_mode):
                     waiting.append((len(self.nodes), os.path.join(folder, name)))  # noqa: PTH118
                 self.nodes.append(_node(number, name, status))
-
-    @property
-    def files(self) -> list[int]:
-        """Numbers of the entries that are files."""
-        return [number for number, node in enumerate(self.nodes) if not node.directory]
-
-    @property
-    def size(self) -> int:
-        """Number of bytes that all files have together."""
-        return sum(node.size for node in self.nodes)
+        self.files = [number for number, node in enumerate(self.nodes) if not node.directory]
+        self.size = sum(node.size for node in self.nodes)
 
     def path(self, number: int) -> bytes:
         """Returns the path of a file or folder relative to the root, which is empty."""

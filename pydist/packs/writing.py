@@ -163,7 +163,7 @@ def _earlier(root: Path, recipe: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def parts_by_bytes(sizes: Sequence[int], parts: int) -> list[int]:
-    """Returns the part of each file, in order, so that parts differ by no more than a file.
+    """Returns the part of each file, in order; parts are within the largest file of equal sizes.
 
     Args:
         sizes: bytes of the files.

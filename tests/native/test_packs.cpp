@@ -142,22 +142,36 @@ TEST(PackIndex, FindsNothingElse) {
   EXPECT_FALSE(index.find(std::string_view("a.txt\0", 6)));
 }
 
+// Otherwise extracting a pack of a stranger could write anywhere.
+TEST(PackIndex, NamesThatLeadElsewhereAreNeverReturned) {
+  for (const char* name : {"..", ".", "a/b", "/etc", ""}) {
+    IndexWriter writer(0755, 0);
+    writer.add(0, name, Kind::kFile, 0644, 0);
+    const std::vector<std::byte> bytes = writer.bytes(test_id(), {sizeof(PartitionHeader)}, "");
+    const Index index = Index::view("hostile", bytes);
+    expect_refused([&] { index.check(); }, "impossible name");
+    expect_refused([&] { index.children(0); }, "impossible name");
+    expect_refused([&] { index.path(1); }, "impossible parents");
+  }
+}
+
 TEST(PackIndex, EveryChangedByteIsRefused) {
   const TemporaryFolder folder;
   write_sample(folder);
   const std::string good = read_file(folder / kIndexName);
   for (std::size_t at = 0; at < good.size(); ++at) {
-    std::string bad = good;
-    bad[at] = static_cast<char>(bad[at] ^ 1);
-    write_file(folder / "bad", bad);
-    EXPECT_THROW(Index::open(folder / "bad").check(), PackError) << at;
+    std::vector<std::byte> bad = bytes_of(good);
+    bad[at] ^= std::byte{1};
+    EXPECT_THROW(Index::view("bad", bad).check(), PackError) << at;
   }
   for (std::size_t size = 0; size < good.size(); ++size) {
-    write_file(folder / "bad", good.substr(0, size));
-    EXPECT_THROW(Index::open(folder / "bad"), PackError) << size;
+    const std::vector<std::byte> cut = bytes_of(good.substr(0, size));
+    EXPECT_THROW(Index::view("cut", cut), PackError) << size;
   }
-  write_file(folder / "bad", good + "x");
-  EXPECT_THROW(Index::open(folder / "bad"), PackError);
+  for (const std::string& bad : {std::string(), good.substr(0, 100), good + "x"}) {
+    write_file(folder / "bad", bad);
+    EXPECT_THROW(Index::open(folder / "bad"), PackError);
+  }
 }
 
 TEST(PackFolder, ReadsParts) {

@@ -78,7 +78,10 @@ bool use(const std::vector<std::byte>& bytes, std::size_t& walked) {
     EXPECT_LE(++reached, index->size());
     quietly([&] {
       const auto [first, count] = index->children(at);
-      for (std::uint32_t i = 0; i < count; ++i) open.push_back(first + i);
+      for (std::uint32_t i = 0; i < count; ++i) {
+        EXPECT_TRUE(is_possible_name(index->name(first + i)));
+        open.push_back(first + i);
+      }
     });
   }
   walked += reached;
@@ -120,7 +123,7 @@ TEST(MutatedPacks, FilesAreReadOrRefused) {
   const std::string good = read_file(folder / kIndexName);
   Random random(3);
   std::size_t read = 0;
-  for (int i = 0; i < 5'000; ++i) {
+  for (int i = 0; i < 2'000; ++i) {
     std::string bad = good;
     mutate(bad, sizeof(IndexHeader), random);
     seal(bad);
@@ -136,7 +139,7 @@ TEST(MutatedPacks, FilesAreReadOrRefused) {
       }
     }
   }
-  EXPECT_GT(read, 5'000u);
+  EXPECT_GT(read, 2'000u);
 }
 
 TEST(MutatedPacks, PartitionsAreReadOrRefused) {
@@ -145,7 +148,7 @@ TEST(MutatedPacks, PartitionsAreReadOrRefused) {
   const std::string good = read_file(folder / partition_name(0));
   Random random(4);
   std::size_t refused = 0;
-  for (int i = 0; i < 5'000; ++i) {
+  for (int i = 0; i < 2'000; ++i) {
     std::string bad = good;
     mutate(bad, 0, random);
     write_file(folder / partition_name(0), bad);
@@ -158,7 +161,7 @@ TEST(MutatedPacks, PartitionsAreReadOrRefused) {
       }
     }
   }
-  EXPECT_GT(refused, 2'500u);
+  EXPECT_GT(refused, 1'000u);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,24 @@ def test_a_damaged_index_is_refused(packed: Path) -> None:
     os.truncate(index, 0)
     with pytest.raises(DataError, match=r"index\.pdx: empty"):
         PackFileSystem(packed)
+
+
+def test_too_many_open_files_are_said(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    for number in range(60):
+        (tmp_path / "source" / str(number)).write_bytes(b"x")
+    pack(tmp_path / "source", tmp_path / "pack", PackOptions(partitions=60))
+    files = PackFiles(tmp_path / "pack")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = sorted(int(path.name) for path in Path("/dev/fd").iterdir())
+    free = [number for number in range(used[-1] + 60) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[30], hard))
+    try:
+        with pytest.raises(DataError, match=r"too many open files \(ulimit -n\).* 60 partitions"):
+            list(files)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(list(files)) == 60
 
 
 def test_names_in_errors_are_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+// The listing of a packed directory, as readdir gives it.
+#pragma once
+
+#include <dirent.h>
+
+#include <cstdint>
+
+namespace pydist::preload {
+
+// A stream of a packed directory. Its first word tells it from a stream of the C library, which
+// begins with a descriptor and a lock.
+struct Listing {
+  static constexpr std::uint64_t kMagic = 0x9D15'7A3C'64C9'0B2FU;
+
+  std::uint64_t magic = kMagic;
+  int descriptor = -1;  // made when it is asked for
+  std::uint32_t entry = 0;
+  long position = 0;
+  dirent current{};
+
+  // The entry at the position, which is advanced; nullptr at the end, or with errno.
+  dirent* next();
+};
+
+// The packed directory that a stream lists, or nullptr: the stream is the C library's.
+inline Listing* listing_of(DIR* stream) {
+  auto* listing = reinterpret_cast<Listing*>(stream);
+  return listing != nullptr && listing->magic == Listing::kMagic ? listing : nullptr;
+}
+
+}  // namespace pydist::preload

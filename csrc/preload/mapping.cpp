@@ -1,0 +1,152 @@
+// Hooks of what maps files, or moves their bytes within the kernel, for files in place.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/sendfile.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+
+#include "preload/hook.hpp"
+#include "preload/in_place.hpp"
+#include "preload/mount.hpp"
+#include "preload/profile.hpp"
+
+namespace pydist::preload {
+namespace {
+
+struct Range {
+  int partition;        // its descriptor; -1 if it is on another node
+  std::uint64_t start;  // of the file in its partition
+  std::uint64_t size;   // of the file
+};
+
+bool find_range(Descriptor known, Range& range) {
+  return attempt(false, [&] {
+    const packs::Entry& entry = pack()->file(known.entry);
+    const bool here = pack()->is_here(entry.partition);
+    range = {here ? pack()->partition_fd(entry.partition) : -1, entry.offset, entry.raw_size};
+    return true;
+  });
+}
+
+// Moves bytes at `offset` of a file: move(partition, position, size) returns their number.
+template <class Function>
+ssize_t move_range(Descriptor known, off_t offset, std::size_t size, Function move) {
+  Range range;
+  if (!find_range(known, range)) return -1;
+  if (offset < 0 || range.partition < 0) {
+    errno = EINVAL;  // then programs read and write
+    return -1;
+  }
+  const auto from = static_cast<std::uint64_t>(offset);
+  if (from >= range.size) return 0;
+  auto position = static_cast<off64_t>(range.start + from);
+  return move(range.partition, &position, std::min<std::uint64_t>(size, range.size - from));
+}
+
+// The same, at an offset that the caller holds, or at the descriptor's position.
+template <class Function>
+ssize_t move_from(int descriptor, Descriptor known, off64_t* offset, std::size_t size,
+                  Function move) {
+  if (offset == nullptr) {
+    return at_position(descriptor,
+                       [&](off_t position) { return move_range(known, position, size, move); });
+  }
+  const ssize_t moved = move_range(known, *offset, size, move);
+  if (moved > 0) *offset += moved;
+  return moved;
+}
+
+// Fills private pages at `address` with bytes of a file, from `offset` on.
+bool fill_pages(Descriptor known, char* address, std::size_t size, int protection,
+                std::uint64_t offset) {
+  for (std::size_t done = 0; done < size;) {
+    const ssize_t got =
+        read_in_place(known, address + done, size - done, static_cast<off_t>(offset + done));
+    if (got < 0) return false;
+    if (got == 0) break;
+    done += static_cast<std::size_t>(got);
+  }
+  return mprotect(address, size, protection) == 0;
+}
+
+}  // namespace
+
+// Pages of a file whose start in the partition is on a page's border are the partition's own;
+// others, and the page in which a file ends, are read into memory.
+PYDIST_HOOK(void*, mmap, void* address, std::size_t size, int protection, int flags, int descriptor,
+            off_t offset) {
+  Call call(Kind::kMap, descriptor >= 0 && tracked(descriptor));
+  void* mapped = real_mmap(address, size, protection, flags, descriptor, offset);
+  const auto passed = [&](void* result) {
+    call(result == MAP_FAILED ? -1 : 0);
+    return result;
+  };
+  Descriptor known;
+  if (mapped != MAP_FAILED || !is_in_place(-1, EACCES, descriptor, known)) [[likely]]
+    return passed(mapped);
+  Range range;
+  const int kept = flags & (MAP_FIXED | MAP_FIXED_NOREPLACE);
+  if ((flags & MAP_TYPE) != MAP_PRIVATE && (protection & PROT_WRITE) != 0) return passed(mapped);
+  if (!find_range(known, range)) return passed(MAP_FAILED);
+  // What is beyond the end of the file stays inaccessible.
+  mapped = real_mmap(address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | kept,
+                     -1, 0);
+  const auto from = static_cast<std::uint64_t>(offset);
+  if (mapped == MAP_FAILED || from >= range.size) return passed(mapped);
+  const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  const std::uint64_t used = std::min<std::uint64_t>(size, range.size - from);
+  const std::uint64_t shared =
+      range.partition >= 0 && range.start % page == 0 ? used - used % page : 0;
+  auto* const start = static_cast<char*>(mapped);
+  bool made = shared == 0 ||
+              real_mmap(start, shared, protection, (flags & ~MAP_FIXED_NOREPLACE) | MAP_FIXED,
+                        range.partition, static_cast<off_t>(range.start + from)) != MAP_FAILED;
+  if (made && shared < used) {
+    made = mprotect(start + shared, used - shared, PROT_READ | PROT_WRITE) == 0 &&
+           fill_pages(known, start + shared, used - shared, protection, from + shared);
+  }
+  if (made) return passed(mapped);
+  const int error = errno;
+  munmap(mapped, size);
+  errno = error;
+  return passed(MAP_FAILED);
+}
+PYDIST_ALIAS(mmap64, mmap);
+
+PYDIST_HOOK(ssize_t, sendfile, int out, int in, off64_t* offset, std::size_t size) {
+  Call call(Kind::kRead, tracked(in));
+  Descriptor known;
+  const ssize_t sent = real_sendfile(out, in, offset, size);
+  if (!is_in_place(sent, EBADF, in, known)) return call.moved(sent);
+  return call.moved(move_from(in, known, offset, size, [&](int from, off64_t* at, std::size_t n) {
+    return real_sendfile(out, from, at, n);
+  }));
+}
+PYDIST_ALIAS(sendfile64, sendfile);
+
+PYDIST_HOOK(ssize_t, copy_file_range, int in, off64_t* offset, int out, off64_t* out_offset,
+            std::size_t size, unsigned flags) {
+  Call call(Kind::kRead, tracked(in));
+  Descriptor known;
+  const ssize_t copied = real_copy_file_range(in, offset, out, out_offset, size, flags);
+  if (!is_in_place(copied, EBADF, in, known)) return call.moved(copied);
+  return call.moved(move_from(in, known, offset, size, [&](int from, off64_t* at, std::size_t n) {
+    return real_copy_file_range(from, at, out, out_offset, n, flags);
+  }));
+}
+
+PYDIST_HOOK(ssize_t, splice, int in, off64_t* offset, int out, off64_t* out_offset,
+            std::size_t size, unsigned flags) {
+  Call call(Kind::kRead, tracked(in));
+  Descriptor known;
+  const ssize_t moved = real_splice(in, offset, out, out_offset, size, flags);
+  if (!is_in_place(moved, EBADF, in, known)) return call.moved(moved);
+  return call.moved(move_from(in, known, offset, size, [&](int from, off64_t* at, std::size_t n) {
+    return real_splice(from, at, out, out_offset, n, flags);
+  }));
+}
+
+}  // namespace pydist::preload

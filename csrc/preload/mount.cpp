@@ -1,0 +1,98 @@
+// Reads the settings of the mount, and opens its pack.
+#include "preload/mount.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <string_view>
+
+namespace pydist::preload {
+namespace {
+
+constexpr std::uint64_t kLarge = std::uint64_t{16} << 20;
+
+std::atomic<const Mount*> settings{nullptr};
+std::atomic<const packs::Folder*> opened{nullptr};
+std::atomic<bool> reported{false};
+
+std::string text(const char* value) { return value == nullptr ? "" : value; }
+
+std::vector<std::string> split(const std::string& list) {
+  std::vector<std::string> parts;
+  for (std::size_t start = 0; start < list.size();) {
+    const std::size_t end = std::min(list.find(',', start), list.size());
+    if (end > start) parts.push_back(list.substr(start, end - start));
+    start = end + 1;
+  }
+  return parts;
+}
+
+// The bytes that hexadecimal digits stand for; zeros where there are none.
+packs::Secret secret_of(const std::string& digits) {
+  packs::Secret secret{};
+  for (std::size_t i = 0; i < secret.size() && 2 * i + 1 < digits.size(); ++i)
+    secret[i] = static_cast<std::byte>(std::strtoul(digits.substr(2 * i, 2).c_str(), nullptr, 16));
+  return secret;
+}
+
+std::unique_ptr<Mount> read_settings() {
+  auto made = std::make_unique<Mount>();
+  made->path = text(std::getenv("PYDIST_MOUNT"));
+  if (made->path.empty()) return made;
+  made->packs = text(std::getenv("PYDIST_MOUNT_PACKS"));
+  made->folders = text(std::getenv("PYDIST_MOUNT_FOLDERS"));
+  made->servers = split(text(std::getenv("PYDIST_MOUNT_SERVERS")));
+  made->secret = secret_of(text(std::getenv("PYDIST_MOUNT_SECRET")));
+  const std::string large = text(std::getenv("PYDIST_MOUNT_LARGE"));
+  made->large = large.empty() ? kLarge : std::strtoull(large.c_str(), nullptr, 10);
+  made->identity = made->folders.substr(made->folders.rfind('/') + 1);
+  const std::string output = text(std::getenv("PYDIST_MOUNT_OUTPUT"));  // NAME=FOLDER
+  if (const std::size_t equals = output.find('='); equals != std::string::npos) {
+    made->output = output.substr(0, equals);
+    made->output_target = output.substr(equals + 1);
+  }
+  return made;
+}
+
+std::unique_ptr<packs::Folder> open_folder(const Mount& from) {
+  if (from.servers.empty()) return std::make_unique<packs::Folder>(from.packs);
+  return std::make_unique<packs::Folder>(from.packs, from.servers, from.secret);
+}
+
+// Publishes what one of several threads has made first, without a lock that a fork could leave
+// held.
+template <class T>
+const T* publish(std::atomic<const T*>& place, std::unique_ptr<T> made) {
+  const T* expected = nullptr;
+  if (place.compare_exchange_strong(expected, made.get())) return made.release();
+  return expected;
+}
+
+}  // namespace
+
+const Mount& mount() {
+  const Mount* known = settings.load(std::memory_order_acquire);
+  if (known != nullptr) return *known;
+  const Inside inside;
+  return *publish(settings, read_settings());
+}
+
+const packs::Folder* pack() {
+  const packs::Folder* known = opened.load(std::memory_order_acquire);
+  if (known != nullptr) return known;
+  return attempt(static_cast<const packs::Folder*>(nullptr),
+                 [] { return publish(opened, open_folder(mount())); });
+}
+
+void report(const char* reason) noexcept {
+  if (reported.exchange(true)) return;  // a program may repeat a call that fails
+  const std::string_view parts[] = {"pydist: ", reason, "\n"};
+  for (const std::string_view part : parts) {
+    if (::write(STDERR_FILENO, part.data(), part.size()) < 0) return;
+  }
+}
+
+}  // namespace pydist::preload

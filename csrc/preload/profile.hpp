@@ -1,0 +1,71 @@
+// Counts calls on files at and below the mount point, over all processes of a program.
+#pragma once
+
+#include <sys/stat.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace pydist::preload {
+
+// The order is that of `KINDS` in pydist/cli/store_profile.py.
+enum class Kind : unsigned {
+  kOpen,
+  kClose,
+  kRead,
+  kWrite,
+  kSeek,
+  kMap,
+  kStat,
+  kList,
+  kAccess,
+  kChange,
+  kCount
+};
+
+// Whether calls are counted.
+bool profiling();
+
+// Descriptors below the mount point. Their numbers are only counted with, so a number that was
+// closed within the C library does no harm to the program.
+void track(int descriptor, bool below);
+bool tracked(int descriptor);
+
+// Counts a file that was opened, or a directory that was listed, once.
+void count_file(const struct stat& status);
+
+// A call in progress: counts it, its time, how many are in progress at once, and its result.
+class Call {
+ public:
+  Call(Kind kind, bool below);
+  ~Call();
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  // Passes the result of the call on, and counts it as failed if it is negative or null.
+  template <class Result>
+  Result operator()(Result result) {
+    if constexpr (std::is_pointer_v<Result>) {
+      failed_ = result == nullptr;
+    } else {
+      failed_ = result < 0;
+    }
+    return result;
+  }
+
+  // The same for a result that is a number of bytes.
+  template <class Result>
+  Result moved(Result result) {
+    if (result > 0) bytes_ = static_cast<std::uint64_t>(result);
+    return (*this)(result);
+  }
+
+ private:
+  Kind kind_;
+  bool counted_;
+  bool failed_ = false;
+  std::uint64_t bytes_ = 0;
+  std::uint64_t start_ = 0;
+};
+
+}  // namespace pydist::preload

@@ -1,0 +1,129 @@
+"""Tests that programs print the same on a mounted pack as on the folder that was packed."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.mounts import Case
+
+COMMANDS = {
+    "cat": "cat lines class/a/*.bin",
+    "globs": "echo * */ class/*/1.bin [lu]*; shopt -s globstar; printf '%s\\n' **/*.bin",
+    "redirection": "cksum < large; cksum < lines; read -r line < lines; echo $line; cat < empty",
+    "one descriptor": "(head -c 99 >/dev/null; cksum) < large; exec 7< lines; read -u 7 x; cat <&7",
+    "proc": "cat /dev/stdin < large | cksum; cat /proc/self/fd/0 < lines | cksum",
+    "cd": "cd class/a && pwd && cd ../b && pwd -P && cd ../.. && pwd && ls -a . .. | sort -u",
+    "above": "cd class; cat ../lines | tail -1; ls ../../$(basename $ROOT)/class",
+    "find": "find . | sort; find . -size +8k -name '*.bin' | sort; find $ROOT -empty|sort",
+    "find actions": "find . -name '*.bin' -printf '%P %s %m %T@ %y %h %f\\n' | sort",
+    "find newer": "find . -newer lines | sort; find . -samefile class/../lines",
+    "find exec": "find . -name '0.bin' -exec cksum {} + | sort; find . -execdir pwd \\; | sort -u",
+    "ls": "ls -aRp; ls -ln --full-time lines class/a/* script; ls -Us class/b | sort",
+    "stat": "stat -c '%n %s %f %F %Y %y' lines large class/a/*; stat -Lc '%s' /dev/stdin < lines",
+    "test": "test -e empty; echo $?; test -s empty; echo $?; test -x script; echo $?; [ -d class ]",
+    "same file": "[ lines -ef ../$(basename $ROOT)/class/../lines ]; echo $?; [ lines -ef large ]",
+    "grep": "grep -rc 'line 99' . | sort; grep -l text *",
+    "sums": "sha256sum large lines class/*/*; md5sum < large",
+    "wc": "wc lines; wc -c large; wc -c < large",
+    "tail": "tail -c 999 large | cksum; tail -n 3 lines; head -n 2 lines; tac lines | head -1",
+    "dd": "dd if=large bs=1000 skip=7 count=11 status=none | cksum",
+    "compare": "cmp large large && echo same; cmp large lines; diff -r class/a class/b | sort",
+    "sort": "sort -r lines | cksum; sort -n -k 2 lines | tail -1; comm -12 lines lines | cksum",
+    "tar": "tar cf - --sort=name --numeric-owner . | cksum; tar cSf - large | tar xOf - | cksum",
+    "du": "du -b --apparent-size class/a/* lines large | sort",
+    "script": "./script one; bash script two; sh ./script three; . ./script four",
+    "awk": "awk 'END { print NR }' lines; sed -n 5p lines; cut -d' ' -f2 lines | cksum",
+    "errors": "cat nothing; ls nothing/x; cat class; cd lines; cat lines/; ls lines/.",
+    "realpath": "realpath . class/../lines nothing; readlink -f class/a; cd class; realpath ..",
+    "pipes": "cat large | (sleep 0; cksum) & wait; xargs -n 2 cksum < <(ls class/a/* | sort)",
+}
+
+
+@pytest.mark.parametrize("large", [None, "1B"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_shell_command_prints_the_same(case: Case, name: str, large: str | None) -> None:
+    command = ["bash", "-c", COMMANDS[name]]
+    assert case.packed(*command, large=large) == case.loose(*command)
+
+
+def test_whole_trees_are_copied(case: Case, tmp_path: Path) -> None:
+    script = f"cp -a . {tmp_path}/cp; cp --sparse=always large {tmp_path}/sparse"
+    assert case.packed("bash", "-c", script, large="1MB") == b"exit code 0"
+    tar = f"mkdir {tmp_path}/tar; tar cSf - . | tar xf - -C {tmp_path}/tar"
+    assert case.packed("bash", "-c", tar, large="1MB") == b"exit code 0"
+    for copy in ("cp", "tar"):
+        compared = subprocess.run(["diff", "-r", case.folder, tmp_path / copy], check=False)
+        assert compared.returncode == 0
+        times = [(p.stat().st_mode, p.stat().st_mtime_ns) for p in sorted(case.folder.rglob("*"))]
+        found = sorted((tmp_path / copy).rglob("*"))
+        assert [(p.stat().st_mode, p.stat().st_mtime_ns // 10**9) for p in found] == [
+            (mode, time // 10**9) for mode, time in times
+        ]
+    assert (tmp_path / "sparse").read_bytes() == (case.folder / "large").read_bytes()
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
+def test_calls_of_c_programs(case: Case, tmp_path: Path) -> None:
+    source = Path(__file__).with_name("calls.c")
+    for flags in (["-O0"], ["-O2", "-D_FORTIFY_SOURCE=2", "-D_FILE_OFFSET_BITS=64"]):
+        program = tmp_path / "calls"
+        subprocess.run(["gcc", "-w", *flags, source, "-o", program, "-lpthread"], check=True)
+        loose = case.loose(program)
+        assert loose.count(b"\n") > 300
+        assert loose.endswith(b"exit code 0")
+        for large in (None, "1B"):
+            packed = case.packed(program, large=large)
+            assert sorted(packed.splitlines()) == sorted(loose.splitlines())
+
+
+@pytest.mark.parametrize("large", [None, "1B"])
+def test_python_and_its_libraries(case: Case, tmp_path: Path, large: str | None) -> None:
+    program = Path(__file__).with_name("libraries.py")
+    loose = case.loose(sys.executable, program, str(tmp_path / "loose"))
+    assert loose.endswith(b"exit code 0"), loose.decode()
+    packed = case.packed(sys.executable, program, str(tmp_path / "packed"), large=large)
+    assert packed.decode() == loose.decode()
+
+
+def test_large_files_are_not_copied_into_memory(case: Case) -> None:
+    # 5 MiB are read through one buffer and mapped; memory of memfds is shared memory.
+    program = """
+import mmap, os, sys
+def shared():
+    return int(open("/proc/self/statm").read().split()[2]) * mmap.PAGESIZE
+with open("large", "rb", buffering=0) as file:
+    while file.read(4096): pass
+    file.seek(0)
+    in_kernel = os.stat(f"/proc/self/fd/{file.fileno()}").st_size
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        lines = open("/proc/self/maps").read().splitlines()
+        print(sum("part-" in line for line in lines), sum("memfd" in line for line in lines))
+"""
+    output = case.packed(sys.executable, "-S", "-c", program, large="1MB")
+    assert output == b"1 0\nexit code 0"
+
+
+def test_a_damaged_file_fails_with_one_line(case: Case, tmp_path: Path) -> None:
+    packs = tmp_path / "packs"
+    shutil.copytree(case.packs, packs)
+    digests = {hashlib.md5(path.read_bytes()).hexdigest() for path in packs.iterdir()}
+    for part in packs.glob("part-*"):
+        content = bytearray(part.read_bytes())
+        content[100:] = bytes(byte ^ 1 for byte in content[100:])
+        part.write_bytes(content)
+    assert digests != {hashlib.md5(path.read_bytes()).hexdigest() for path in packs.iterdir()}
+    damaged = Case(case.folder, packs, case.mount)
+    lines = damaged.packed("cat", "lines", "script").decode().splitlines()
+    assert lines[0].startswith("pydist: ")
+    assert "lines: damaged: it does not match its checksum" in lines[0]
+    assert lines[1:] == [
+        "cat: lines: Input/output error",
+        "cat: script: Input/output error",
+        "exit code 1",
+    ]
