@@ -23,8 +23,8 @@ _SIZE = _CALLS.size * len(KINDS) + _TOTALS.size + 8 * _SLOTS
 
 
 @dataclass(frozen=True)
-class Calls:
-    """The calls of one kind, over all processes of a program."""
+class CallCounts:
+    """Counts of the calls of one kind, which all processes of a program have made."""
 
     calls: int
     failed: int
@@ -58,7 +58,7 @@ class Counters:
     def __exit__(self, *error: object) -> None:
         self.file.unlink(missing_ok=True)
 
-    def read(self) -> tuple[dict[str, Calls], int, int, int]:
+    def read(self) -> tuple[dict[str, CallCounts], int, int, int]:
         """Returns the calls by kind, and the numbers of files, directories and processes."""
         with (
             self.file.open("rb") as opened,
@@ -69,7 +69,8 @@ class Counters:
                 calls, failed, moved, nanoseconds, _, threads, _, processes = _CALLS.unpack_from(
                     counted, i * _CALLS.size
                 )
-                kinds[kind] = Calls(calls, failed, moved, nanoseconds / 1e9, threads, processes)
+                seconds = nanoseconds / 1e9
+                kinds[kind] = CallCounts(calls, failed, moved, seconds, threads, processes)
             files, directories, processes = _TOTALS.unpack_from(counted, len(KINDS) * _CALLS.size)
         return kinds, files, directories, processes
 

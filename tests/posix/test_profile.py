@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from pydist.cli.mounting import mounted
-from pydist.cli.store_profile import Calls, Counters
+from pydist.cli.store_profile import CallCounts, Counters
 from support.mounts import Case
 
 PROGRAM = """
@@ -35,7 +35,7 @@ open("/proc/self/stat").read()
 """
 
 
-Counted = tuple[dict[str, Calls], int, int, int]
+Counted = tuple[dict[str, CallCounts], int, int, int]
 
 
 def count(case: Case, tmp_path: Path, *, packs: bool) -> tuple[Counted, str]:
