@@ -19,6 +19,9 @@ from torch.nn.attention import SDPBackend
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+_MOST_ROUNDING = 1e-4
+"""Largest rounding error of a logarithm of a sum, which is the relative error of the sum."""
+
 
 class Block(NamedTuple):
     """What attention of one block of keys needs besides queries, keys and values.
@@ -37,45 +40,53 @@ class Block(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention to some of the keys.
+    """Attention to some of the keys, with the sum of exponentials of the scores, e^(top + rest).
+
+    The sum has two parts: a mask may move all scores to numbers next to which its logarithm is
+    smaller than their rounding.
 
     Attributes:
-        out: mean of their values, [batch, heads, queries, channels].
-        log_sum: logarithm of the sum of exponentials of the scores, [batch, heads, queries];
-            -inf where no key is allowed.
+        out: mean of the values, [batch, heads, queries, channels].
+        top: about the largest score, [batch, heads, queries]; -inf where no key is allowed.
+        rest: logarithm of the rest of the sum, [batch, heads, queries].
     """
 
     out: Tensor
-    log_sum: Tensor
+    top: Tensor
+    rest: Tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Partial:
-    """Computes attention to a block of at least one key; both results are at least fp32."""
+    """Computes attention to a block of at least one key; the results are at least fp32."""
     if _is_fused(q, k, v, block):
         out, log_sum = _fused(
             q, k, v, 0.0, block.is_causal, attn_mask=block.mask, scale=block.scale
         )
-        if block.mask is not None:  # the kernel writes 0 in rows without an allowed key
-            hidden = (block.mask == -math.inf).all(-1)
-            log_sum = log_sum.masked_fill(hidden, -math.inf)
-        return Partial(_wide(out), log_sum)
+        if block.mask is None or not _is_rounded_off(log_sum):
+            if block.mask is not None:  # the kernel writes 0 in rows without an allowed key
+                hidden = (block.mask == -math.inf).all(-1)
+                log_sum = log_sum.masked_fill(hidden, -math.inf)
+            return Partial(_wide(out), log_sum, torch.zeros_like(log_sum))
     scores = _scores(_wide(q), _wide(k), block)
-    log_sum = scores.logsumexp(-1)
-    weights = (scores - finite(log_sum)[..., None]).exp_()
+    top = scores.amax(-1)
+    weights = (scores - _finite(top)[..., None]).exp_()
+    total = _not_0(weights.sum(-1))
     if block.kept is not None:
         weights *= block.kept().reshape(weights.shape)
-    return Partial(weights @ _wide(v), log_sum)
+    return Partial((weights @ _wide(v)).div_(total[..., None]), top, total.log())
 
 
 def merged(first: Partial | None, second: Partial) -> Partial:
     """Returns the attention to the keys of both."""
     if first is None:
         return second
-    log_sum = torch.logaddexp(first.log_sum, second.log_sum)
-    total = finite(log_sum)
-    out = first.out * (first.log_sum - total).exp_()[..., None]
-    out.addcmul_(second.out, (second.log_sum - total).exp_()[..., None])
-    return Partial(out, log_sum)
+    top = torch.maximum(first.top, second.top)
+    base = _finite(top)
+    of_first, of_second = ((each.top - base + each.rest).exp_() for each in (first, second))
+    total = _not_0(of_first + of_second)
+    out = first.out * (of_first / total)[..., None]
+    out.addcmul_(second.out, (of_second / total)[..., None])
+    return Partial(out, top, total.log())
 
 
 def attend_back(
@@ -88,18 +99,19 @@ def attend_back(
         q: queries.
         k: keys of the block.
         v: values of the block.
-        whole: attention to all keys, with finite sums (`finite`).
+        whole: attention to all keys.
         block: the block.
     """
-    if _is_fused(q, k, v, block):
-        out, log_sum = whole.out.to(q.dtype), whole.log_sum
+    top = _finite(whole.top)
+    log_sum = top + whole.rest
+    if _is_fused(q, k, v, block) and (block.mask is None or not _is_rounded_off(log_sum)):
         dq, dk, dv = _fused_backward(
-            grad, q, k, v, out, log_sum, 0.0, block.is_causal, attn_mask=block.mask,
-            scale=block.scale,
+            grad, q, k, v, whole.out.to(q.dtype), log_sum, 0.0, block.is_causal,
+            attn_mask=block.mask, scale=block.scale,
         )  # fmt: skip
         return _wide(dq), _wide(dk), _wide(dv)
     grad, q, k, v = (_wide(t) for t in (grad, q, k, v))
-    weights = (_scores(q, k, block) - whole.log_sum[..., None]).exp_()
+    weights = (_scores(q, k, block) - top[..., None]).sub_(whole.rest[..., None]).exp_()
     of_weights = grad @ v.mT
     used = weights
     if block.kept is not None:
@@ -136,9 +148,18 @@ def safe_softmax(scores: Tensor) -> Tensor:
     return scores.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)
 
 
-def finite(log_sum: Tensor) -> Tensor:
-    """Returns the logarithms with 0 for -inf: exp(score - 0) is 0 where no key is allowed."""
-    return log_sum.masked_fill(log_sum == -math.inf, 0)
+def _finite(top: Tensor) -> Tensor:
+    """Returns the largest scores with 0 for -inf: exp(-inf - 0) is 0 where no key is allowed."""
+    return top.masked_fill(top == -math.inf, 0)
+
+
+def _not_0(total: Tensor) -> Tensor:
+    return total.masked_fill(total == 0, 1)
+
+
+def _is_rounded_off(log_sum: Tensor) -> bool:
+    """Returns whether a mask has made a logarithm too large for the number of keys to show."""
+    return bool((log_sum.abs() * torch.finfo(log_sum.dtype).eps > _MOST_ROUNDING).any())
 
 
 def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
@@ -155,9 +176,7 @@ def _is_fused(q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
     """Returns whether torch's kernel computes a block; its choice is local to a rank."""
     if q.device.type != "cpu" or block.kept is not None or not (q.numel() and k.numel()):
         return False
-    choice = torch._fused_sdp_choice(
-        q, k, v, block.mask, 0.0, block.is_causal, scale=block.scale
-    )
+    choice = torch._fused_sdp_choice(q, k, v, block.mask, 0.0, block.is_causal, scale=block.scale)
     return bool(choice == SDPBackend.FLASH_ATTENTION.value)
 
 

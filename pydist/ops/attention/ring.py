@@ -29,7 +29,6 @@ from pydist.ops.attention.blocks import (
     Partial,
     attend,
     attend_back,
-    finite,
     gradients,
     merged,
 )
@@ -117,17 +116,17 @@ class _RingAttention(ExchangeFunction):
         ctx.mesh, ctx.args = ring.mesh, (rules, ring)
         whole = _attend_to_all(q, keys_values, rules, ring)
         out = whole.out.to(q.dtype)
-        ctx.save_for_backward(q, keys_values, out, finite(whole.log_sum))
+        ctx.save_for_backward(q, keys_values, out, whole.top, whole.rest)
         return out
 
     @staticmethod
     def backward(ctx: Any, saved: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, keys_values, out, log_sum = saved
+        q, keys_values, *whole = saved
         rules, ring = ctx.args
         if torch.is_grad_enabled():
             return *_general_gradients(grad, q, keys_values, rules, ring), None, None
-        whole = Partial(out, log_sum)
-        return *_gradients_of_all(grad, q, keys_values, whole, rules, ring), None, None
+        found = _gradients_of_all(grad, q, keys_values, Partial(*whole), rules, ring)
+        return *found, None, None
 
 
 def _attend_to_all(q: Tensor, keys_values: Tensor, rules: Rules, ring: Ring) -> Partial:
@@ -147,7 +146,7 @@ def _attend_to_all(q: Tensor, keys_values: Tensor, rules: Rules, ring: Ring) -> 
     channels = keys_values.shape[-1] - q.shape[-1]
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros((*q.shape[:-1], channels), dtype=wide, device=q.device)
-    return Partial(out, out.new_zeros(q.shape[:-1]))
+    return Partial(out, out.new_zeros(q.shape[:-1]), out.new_zeros(q.shape[:-1]))
 
 
 def _gradients_of_all(

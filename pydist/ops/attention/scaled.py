@@ -194,9 +194,7 @@ def _ring_of(split: Split, joined: Tensor, like: ShardedTensor) -> Ring:
 
 def _by_gathering(call: _Call, place: _Place) -> Tensor:
     """Computes this rank's part of the result from all keys."""
-    q, k, v, *masks = aligned(
-        call.tensors, place.labels, place.splits, place.extents, place.scores
-    )
+    q, k, v, *masks = aligned(call.tensors, place.labels, place.splits, place.extents, place.scores)
     rules = _rules(call, place, masks[0] if masks else None)
     if rules.dropout is not None:
         q, k, v = _as_autocast(q, k, v)
