@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from unittest.mock import patch
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -12,26 +9,15 @@ import torch.nn.functional as F
 from hypothesis import given
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pydist import ShardedTensor
+from pydist import Layout, Partition, ShardedTensor, Split
 from pydist.errors import UsageError
-from pydist.ops.attention import scaled
+from support.attention import forced
 from support.equivalence import Cut, check_function, error, layout_at, on_ranks, randn, shard
 
 attention = F.scaled_dot_product_attention
 SHAPE = (2, 3, 4, 7)  # samples, heads, channels, tokens
 POINTS = {"2": [[0, 3, 7]], "3, one empty": [[0, 2, 2, 7]], "2, one empty": [[0, 7, 7]]}
 FORMS = ("ring", "gather")
-
-
-@contextmanager
-def forced(form):
-    """Makes attention over split keys use a form; where it is impossible, "sum"."""
-
-    def chosen(sizes):
-        return form if form != "ring" or sizes.is_split else "sum"
-
-    with patch.object(scaled, "attention_form", chosen):
-        yield
 
 
 def mask(rows=7, hidden=2):
@@ -96,14 +82,19 @@ def test_tokens_of_a_volume_split_along_three_axes(form):
 
 
 def test_axes_in_another_order_than_the_meshs():
-    """The ring follows the group's order, and a split's own may differ."""
+    """A split may number the ranks otherwise than their group does."""
+    x = randn(1, 1, 7, 4)
+    whole = attention(x, x * 2, x, is_causal=True)
 
-    def call(x):
-        tokens = x.permute(0, 1, 3, 2).flatten(2).mT  # height before depth
-        return attention(tokens, tokens * 2, tokens, is_causal=True)
+    def body(mesh):
+        split = Split(("height", "depth"), Partition([0, 1, 3, 3, 7]))
+        y = shard(x, Layout(mesh, x.shape, [None, None, split, None]))
+        found = attention(y, y * 2, y, is_causal=True)
+        assert found.layout.splits[2] == split
+        assert error(found.full_tensor().detach(), whole) < 1e-12
 
     with forced("ring"):
-        check_function(call, randn(2, 4, 5, 6), (), [[0, 2, 5], [0, 1, 6]])
+        on_ranks((2, 2, 1), body)
 
 
 @st.composite
