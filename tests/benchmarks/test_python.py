@@ -251,3 +251,13 @@ def test_channel_forms(tmp_path):
         check_times(row["step"])
         if row["form"] == "chosen":
             assert row["chosen"] == "sum"  # of tiny layers
+
+
+def test_attention(tmp_path):
+    rows = run("attention", tmp_path)["rows"]
+    names = ["ring", "gather", "chosen", "written out", "no exchange", "one rank"]
+    assert [row["form"] for row in rows] == names * 3
+    for row in rows:
+        check_times(row["step"])
+        if row["form"] == "chosen":
+            assert row["chosen"] in ("ring", "gather")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -117,13 +116,14 @@ def _placed(call: _Call) -> _Place:
     out = [*batch, "l", "v"]
     splits = splits_of(call.tensors, labels, out, extents, whole=("s", "e", "v"))
     mesh = source_among(call.tensors).mesh
-    layouts = [
-        Layout(mesh, [extents[i] for i in names], [splits.get(i) for i in names])
-        for names in ([*batch, "l", "s"], out)
-    ]
+
+    def layout(names: Labels) -> Layout:
+        return Layout(mesh, [extents[i] for i in names], [splits.get(i) for i in names])
+
+    scores = layout([*batch, "l", "s"])
     keys = _split_of(call.key, -2) or _split_of(call.value, -2)
-    form = _form(call, extents, splits, keys, layouts[0])
-    return _Place(labels, extents, splits, keys, *layouts, form)
+    form = _form(call, extents, splits, keys, scores)
+    return _Place(labels, extents, splits, keys, scores, layout(out), form)
 
 
 def _form(
@@ -168,14 +168,14 @@ def _rules(call: _Call, place: _Place, mask: Tensor | None) -> Rules:
 def _by_ring(call: _Call, place: _Place) -> Tensor:
     """Computes this rank's part of the result with blocks of keys that travel."""
     assert place.keys is not None
-    stays = {i: s for i, s in place.splits.items() if i != "l"} | {"s": place.keys}
-    cut = partial(aligned, extents=place.extents, product=place.result)
-    others = zip(call.tensors, place.labels, strict=True)
-    (query, *queries), (key, of_key), (value, of_value), *masks = others
-    q, *mask = cut(
-        [query, *(m for m, _ in masks)], [*queries, *(names for _, names in masks)], place.splits
-    )
-    k, v = cut([key, value], [of_key, of_value], stays)
+    tensors, labels = call.tensors, place.labels
+    of_keys = {i: s for i, s in place.splits.items() if i != "l"} | {"s": place.keys}
+
+    def cut(which: slice, splits: Mapping[str, Split]) -> list[Tensor]:
+        return aligned(tensors[which], labels[which], splits, place.extents, place.result)
+
+    (q,), (k, v) = cut(slice(1), place.splits), cut(slice(1, 3), of_keys)
+    mask = cut(slice(3, 4), place.splits)
     q, k, v = _as_autocast(q, k, v)
     batch = torch.Size(place.scores.box.shape[:-2])
     rules = _rules(call, place, _four_dims(mask[0], batch) if mask else None)

@@ -26,7 +26,7 @@ def written_out(
 ) -> Any:
     """Computes attention with a tensor of all scores, in the split that the products choose."""
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = query @ key.mT * factor
+    scores: Any = query @ key.mT * factor
     if is_causal:
         mask = _causal(scores)
     if mask is None:

@@ -12,7 +12,7 @@ from pydist.ops.attention.forms import Form, Sizes
 
 @contextmanager
 def forced(form: Form) -> Iterator[None]:
-    """Makes attention over split keys use a form; "sum" instead of "ring" where that is possible."""
+    """Makes attention over split keys use a form; "sum" where queries are whole and no ring is."""
 
     def chosen(sizes: Sizes) -> Form:
         return form if form != "ring" or sizes.is_split else "sum"

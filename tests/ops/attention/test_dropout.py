@@ -70,8 +70,10 @@ def test_dropped_probabilities():
     """With values that are the unit vectors, the result is the matrix of probabilities."""
 
     def body(mesh):
-        x = shard(randn(1, 8, 4, 50), layout_at(mesh, (1, 8, 4, 50), [[0, 20, 50]])).mT
-        v = shard(torch.eye(50).double()[None, None], layout_at(mesh, (1, 1, 50, 50), [[0, 20, 50], None]))
+        points = [0, 20, 50]
+        x = shard(randn(1, 8, 4, 50), layout_at(mesh, (1, 8, 4, 50), [points])).mT
+        unit = torch.eye(50).double()[None, None]
+        v = shard(unit, layout_at(mesh, unit.shape, [points, None]))
         weights = F.scaled_dot_product_attention(x, x, v.expand(1, 8, 50, 50), dropout_p=0.25)
         whole = F.scaled_dot_product_attention(x, x, v.expand(1, 8, 50, 50))
         return weights.full_tensor().detach(), whole.full_tensor().detach()
@@ -98,7 +100,9 @@ class Checkpointed(nn.Module):
         self.layer, self.is_checkpointed = Attention(), is_checkpointed
 
     def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False) if self.is_checkpointed else self.layer(x)
+        if self.is_checkpointed:
+            return checkpoint(self.layer, x, use_reentrant=False)
+        return self.layer(x)
 
 
 @pytest.mark.parametrize("form", ["ring", "gather"])

@@ -87,9 +87,7 @@ def test_the_smaller_side_is_gathered(keys):
     check_function(call, randn(3, 4, 9), (), [[0, 4, 9]], beside=beside, second_order=True)
 
     def body(mesh: Mesh) -> tuple[int, ...]:
-        x, y = (
-            shard(randn(3, 4, n), layout_at(mesh, (3, 4, n), [[0, 1, n]])) for n in (9, keys)
-        )
+        x, y = (shard(randn(3, 4, n), layout_at(mesh, (3, 4, n), [[0, 1, n]])) for n in (9, keys))
         return (x.mT @ y).layout.split_dims
 
     assert set(on_ranks((2, 1, 1), body)) == {(1,) if keys < 9 else (2,)}
