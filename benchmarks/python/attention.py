@@ -62,13 +62,14 @@ def measure(options: argparse.Namespace) -> None:
     import pydist
     from pydist.layout import Layout, split_along
     from pydist.ops.attention import scaled
+    from pydist.ops.attention.forms import attention_form
 
     mesh = pydist.init(spatial=(2, 1, 1))
-    world, choose = mesh.world, scaled.attention_form
+    world = mesh.world
     chosen: list[str] = []
 
     def noted(*args: Any) -> str:
-        chosen.append(choose(*args))
+        chosen.append(attention_form(*args))
         return chosen[-1]
 
     results: dict[str, Any] = {}

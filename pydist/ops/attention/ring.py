@@ -25,7 +25,6 @@ from pydist.exchange.exchanger import Exchanger
 from pydist.exchange.function import ExchangeFunction
 from pydist.layout import Split
 from pydist.ops.attention.blocks import (
-    Block,
     Partial,
     attend,
     attend_back,
@@ -37,6 +36,10 @@ from pydist.partition import Box
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
+
+MOST_QUERIES = 1024
+"""Queries of a rank that attend to a block at once: scores that are written out need less memory,
+and messages of hosts make progress in between."""
 
 
 class Ring:
@@ -130,23 +133,36 @@ class _RingAttention(ExchangeFunction):
 
 
 def _attend_to_all(q: Tensor, keys_values: Tensor, rules: Rules, ring: Ring) -> Partial:
-    found: Partial | None = None
+    """Computes the attention of this rank's queries to the keys of all ranks."""
     held = ring.padded(keys_values)
     q = _with_last_stride_1(q)
+    parts = _parts(q)
+    found: list[Partial | None] = [None for _ in parts]
     for step in range(ring.size):
         pending = ring.shift.start(held) if step + 1 < ring.size else None
         lo, hi = ring.block(step)
-        block = rules.block(q, lo, hi)
-        if block is not None:
-            found = merged(found, attend(q, *_keys_and_values(q, held, hi - lo), block))
+        k, v = _keys_and_values(q, held, hi - lo)
+        for i, (begin, end) in enumerate(parts):
+            some = q[..., begin:end, :]
+            block = rules.of_queries(begin, end).block(some, lo, hi)
+            if block is not None:
+                found[i] = merged(found[i], attend(some, k, v, block))
+            ring.mesh.world.progress()
         if pending is not None:
             held = ring.next_block(pending, held)
-    if found is not None:
-        return found
+    whole = [
+        _nothing(q[..., begin:end, :], keys_values) if each is None else each
+        for each, (begin, end) in zip(found, parts, strict=True)
+    ]
+    return Partial(*(torch.cat(each, 2) for each in zip(*whole, strict=True)))
+
+
+def _nothing(q: Tensor, keys_values: Tensor) -> Partial:
+    """Returns the attention of queries to no key."""
     channels = keys_values.shape[-1] - q.shape[-1]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros((*q.shape[:-1], channels), dtype=wide, device=q.device)
-    return Partial(out, out.new_zeros(q.shape[:-1]), out.new_zeros(q.shape[:-1]))
+    out = torch.zeros((*q.shape[:-1], channels), dtype=_wide_type(q), device=q.device)
+    none = out.new_zeros(q.shape[:-1])
+    return Partial(out, none, none)
 
 
 def _gradients_of_all(
@@ -154,17 +170,16 @@ def _gradients_of_all(
 ) -> tuple[Tensor, Tensor]:
     """Computes the gradients of the queries, and of this rank's keys and values."""
     q, grad = _with_last_stride_1(q), grad.contiguous()
-    wide = torch.promote_types(q.dtype, torch.float32)
-    of_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+    of_q = torch.zeros(q.shape, dtype=_wide_type(q), device=q.device)
     held = ring.padded(keys_values)
     following = None
     for step in range(ring.size):
         pending = ring.shift.start(held) if step + 1 < ring.size else None
-        lo, hi = ring.block(step)
-        of_held = torch.zeros(held.shape, dtype=wide, device=held.device)
-        block = rules.block(q, lo, hi)
-        if block is not None:
-            _add_gradients(of_q, of_held, grad, q, held, hi - lo, whole, block)
+        of_held = torch.zeros(held.shape, dtype=of_q.dtype, device=held.device)
+        for begin, end in _parts(q):
+            part = _Part(q, of_q, grad, whole, rules, begin, end)
+            _add_gradients(part, held, of_held, *ring.block(step))
+            ring.mesh.world.progress()
         if step == 0:
             of_own = of_held
         else:
@@ -180,15 +195,28 @@ def _gradients_of_all(
     return of_q.to(q.dtype), of_own.to(keys_values.dtype)
 
 
-def _add_gradients(
-    of_q: Tensor, of_held: Tensor, grad: Tensor, q: Tensor, held: Tensor, keys: int,
-    whole: Partial, block: Block,
-) -> None:  # fmt: skip
-    k, v = _keys_and_values(q, held, keys)
-    dq, dk, dv = attend_back(grad, q, k, v, whole, block)
-    of_q += dq
-    channels = q.shape[-1]
-    of_k, of_v = of_held[..., :keys, :channels], of_held[..., :keys, channels:]
+class _Part:
+    """Some of a rank's queries, with their gradient, in backward."""
+
+    def __init__(
+        self, q: Tensor, of_q: Tensor, grad: Tensor, whole: Partial, rules: Rules,
+        begin: int, end: int,
+    ) -> None:  # fmt: skip
+        self.q, self.of_q, self.grad = (t[..., begin:end, :] for t in (q, of_q, grad))
+        self.whole = Partial(*(t[:, :, begin:end] for t in whole))
+        self.rules = rules.of_queries(begin, end)
+
+
+def _add_gradients(part: _Part, held: Tensor, of_held: Tensor, lo: int, hi: int) -> None:
+    """Adds the gradients of some queries, and of the block of keys lo to hi, in place."""
+    block = part.rules.block(part.q, lo, hi)
+    if block is None:
+        return
+    k, v = _keys_and_values(part.q, held, hi - lo)
+    dq, dk, dv = attend_back(part.grad, part.q, k, v, part.whole, block)
+    part.of_q += dq
+    channels = dq.shape[-1]
+    of_k, of_v = of_held[..., : hi - lo, :channels], of_held[..., : hi - lo, channels:]
     of_k += dk.sum_to_size(of_k.shape)
     of_v += dv.sum_to_size(of_v.shape)
 
@@ -215,3 +243,13 @@ def _keys_and_values(q: Tensor, joined: Tensor, keys: int) -> tuple[Tensor, Tens
 def _with_last_stride_1(x: Tensor) -> Tensor:
     """Returns the tensor as torch's kernels need it."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _parts(q: Tensor) -> list[tuple[int, int]]:
+    """Returns intervals of the queries that are computed one after another."""
+    rows = q.shape[-2]
+    return [(i, min(i + MOST_QUERIES, rows)) for i in range(0, max(1, rows), MOST_QUERIES)]
+
+
+def _wide_type(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,17 @@ class Rules:
     is_causal: bool = False
     mask: Tensor | None = None
     dropout: Dropout | None = None
+
+    def of_queries(self, begin: int, end: int) -> Rules:
+        """Returns the rules of some of this rank's queries."""
+        mask, dropout = self.mask, self.dropout
+        if mask is not None and mask.shape[-2] != 1:
+            mask = mask[..., begin:end, :]
+        if dropout is not None:
+            corner = [*dropout.corner]
+            corner[-2] += begin
+            dropout = replace(dropout, corner=corner)
+        return replace(self, first=self.first + begin, mask=mask, dropout=dropout)
 
     def all_keys(self, q: Tensor, keys: int) -> Block:
         """Returns the rules for all keys."""

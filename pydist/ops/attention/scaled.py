@@ -42,12 +42,7 @@ def attention(
     queries are whole: see `pydist.ops.attention.forms`. Where channels are split, channels attend
     to channels and space is the contracted dim: the ranks add partial sums.
     """
-    if is_causal and attn_mask is not None:
-        raise RuntimeError(
-            "scaled_dot_product_attention: attn_mask and is_causal exclude each other"
-        )
-    if not 0 <= dropout_p <= 1:
-        raise UsageError(f"dropout probability {dropout_p}: 0 to 1 is possible")
+    _check(query, key, value, attn_mask, dropout_p, is_causal)
     if enable_gqa:
         grouped = _grouped(query, key, value, attn_mask)
         return attention(*grouped, dropout_p, is_causal, scale).flatten(-4, -3)
@@ -60,6 +55,28 @@ def attention(
         return written_out(*call)
     local = _by_ring(call, place) if form == "ring" else _by_gathering(call, place)
     return wrap(local, place.result, source_among(call.tensors))
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
+    is_causal: bool,
+) -> None:  # fmt: skip
+    """Refuses what torch refuses, before any exchange."""
+    name, three = _FUNC.__name__, (query, key, value)
+    if is_causal and mask is not None:
+        raise RuntimeError(f"{name}: attn_mask and is_causal exclude each other")
+    if not 0 <= dropout_p <= 1:
+        raise UsageError(f"dropout probability {dropout_p}: 0 to 1 is possible")
+    if min(t.dim() for t in three) < 2:
+        dims = [t.dim() for t in three]
+        raise RuntimeError(f"{name}: at least 2 dims expected, got {dims} of query, key and value")
+    types = [str(t.dtype).removeprefix("torch.") for t in three]
+    if len(set(types)) > 1 and not torch.is_autocast_enabled(query.device.type):
+        raise RuntimeError(f"{name}: query, key and value of the same dtype expected, got {types}")
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            f"{name}: attn_mask of {mask.dtype}; bool, float32 and {query.dtype} are possible"
+        )
 
 
 class _Call(NamedTuple):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import parallelize
+from pydist.ops.attention import ring
 from support.attention import forced
 from support.equivalence import error, layout_at, on_ranks, randn, shard, spatial_of
 
@@ -50,8 +51,10 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("queries", [2, 1024])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_mask_does_not_depend_on_the_split(call):
+def test_a_mask_does_not_depend_on_the_split(call, queries, monkeypatch):
+    monkeypatch.setattr(ring, "MOST_QUERIES", queries)
     alone = results(call, "gather", SPLITS["1"])
     for points in SPLITS.values():
         for form in ("ring", "gather"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from unittest.mock import patch
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pydist import Layout, Partition, ShardedTensor, Split
 from pydist.errors import UsageError
+from pydist.ops.attention import blocks, ring
 from support.attention import forced
 from support.equivalence import Cut, check_function, error, layout_at, on_ranks, randn, shard
 
@@ -68,6 +72,13 @@ def test_to_second_order(call, form, points):
         check_function(call, randn(*SHAPE), (), points)
         with sdpa_kernel(SDPBackend.MATH):  # torch's fused kernels have no second derivative
             check_function(call, randn(*SHAPE), (), points, second_order=True)
+
+
+@pytest.mark.parametrize("name", ["causal", "a mask", "an additive mask", "one head of queries"])
+def test_queries_in_several_parts(name, monkeypatch):
+    monkeypatch.setattr(ring, "MOST_QUERIES", 2)
+    with forced("ring"):
+        check_function(CALLS[name], randn(*SHAPE), (), POINTS["2"])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -192,6 +203,12 @@ def test_bad_arguments():
             attention(x, x, x, mask(), is_causal=True)
         with pytest.raises(UsageError, match="dropout probability 2: 0 to 1"):
             attention(x, x, x, dropout_p=2)
+        with pytest.raises(RuntimeError, match="of the same dtype expected"):
+            attention(x, x.float(), x)
+        with pytest.raises(RuntimeError, match="attn_mask of torch.int64; bool"):
+            attention(x, x, x, mask().long())
+        with pytest.raises(RuntimeError, match="at least 2 dims expected"):
+            attention(x, x[0, 0, 0], x)
         with pytest.raises(RuntimeError, match="2 heads of queries, 3 of keys"):
             attention(x[:, :2], x, x, enable_gqa=True)
         with pytest.raises(RuntimeError, match="do not fit together"):
@@ -199,3 +216,23 @@ def test_bad_arguments():
         assert isinstance(attention(x, x, x), ShardedTensor)
 
     on_ranks((2, 1, 1), body)
+
+
+def test_a_rank_that_fails_within_a_ring_ends_the_others():
+    class Fault(Exception):
+        pass
+
+    def body(mesh):
+        def failing(*operands):
+            if mesh.rank == 1:
+                raise Fault
+            return blocks.attend(*operands)
+
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["2"])).mT
+        local.attend = failing
+        attention(x, x, x)
+
+    local = threading.local()
+    with forced("ring"), patch.object(ring, "attend", lambda *each: local.attend(*each)):
+        with pytest.raises(Fault):
+            on_ranks((2, 1, 1), body)

@@ -188,7 +188,7 @@ F.scaled_dot_product_attention(x.flatten(2).mT, y.flatten(2).mT, y.flatten(2).mT
 F.scaled_dot_product_attention(x.flatten(2).mT, y.flatten(2).mT, y.flatten(2).mT, is_causal=True)
 F.scaled_dot_product_attention(p(2, 3, 4), y.flatten(2).mT, y.flatten(2).mT)
 torch.einsum("ncs,nsk->nck", x.flatten(2), (x.flatten(2).mT @ y.flatten(2)).softmax(1))
-F.multi_head_attention_forward(*[x.flatten(2).permute(2, 0, 1)] * 3, 4, 2, p(12, 4), p(12), None, None, False, 0.0, p(4, 4), p(4))
+F.multi_head_attention_forward(*[x1[0].mT] * 3, 4, 2, p(12, 4), *[None] * 3, 0, 0, p(4, 4), None)
 """,
     "Shapes": """
 x.reshape(2, 2, 2, 6, 4, 4)
