@@ -155,8 +155,9 @@ def _form(
         return "gather"  # of nothing
     is_split = queries is not None and queries.axes == keys.axes
     is_free = not any(set(s.axes) & set(keys.axes) for s in splits.values())
-    # A ring does not compute gradients of masks.
-    is_ring = is_split and not (call.mask is not None and call.mask.requires_grad)
+    # A ring does not compute gradients of masks, and has no fused kernels for devices.
+    is_ring = is_split and call.query.device.type == "cpu"
+    is_ring = is_ring and not (call.mask is not None and call.mask.requires_grad)
     if not (is_ring or is_free) or call.key.shape[:-2] != call.value.shape[:-2]:
         return "gather"
     parts = keys.partition.parts

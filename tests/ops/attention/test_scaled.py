@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
@@ -11,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pydist import Layout, Partition, ShardedTensor, Split
 from pydist.errors import UsageError
@@ -205,7 +206,7 @@ def test_bad_arguments():
             attention(x, x, x, dropout_p=2)
         with pytest.raises(RuntimeError, match="of the same dtype expected"):
             attention(x, x.float(), x)
-        with pytest.raises(RuntimeError, match="attn_mask of torch.int64; bool"):
+        with pytest.raises(RuntimeError, match=r"attn_mask of torch\.int64; bool"):
             attention(x, x, x, mask().long())
         with pytest.raises(RuntimeError, match="at least 2 dims expected"):
             attention(x, x[0, 0, 0], x)
@@ -218,21 +219,54 @@ def test_bad_arguments():
     on_ranks((2, 1, 1), body)
 
 
-def test_a_rank_that_fails_within_a_ring_ends_the_others():
+class Largest(TorchDispatchMode):
+    """Recorder of the largest tensor that any call returns."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self.size = max(self.size, each.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_rank_of_a_ring_holds_all_keys(form):
+    shape = (1, 2, 128, 4)
+
+    def body(mesh):
+        x = shard(randn(*shape), layout_at(mesh, shape, [[0, 32, 64, 96, 128], None]))
+        with Largest() as largest:
+            attention(x, x, x).square().sum().backward()
+        return largest.size
+
+    with forced(form):
+        found = max(on_ranks((4, 1, 1), body))
+    block, keys = 8 * 2 * 32 * (4 + 4), 8 * 2 * 128 * 4  # bytes
+    if form == "ring":
+        assert block <= found < 1.1 * block  # a message also has a stamp
+    else:
+        assert found >= keys > 1.9 * block
+
+
+def test_a_rank_that_fails_within_a_ring_ends_the_others(monkeypatch):
     class Fault(Exception):
         pass
 
-    def body(mesh):
-        def failing(*operands):
-            if mesh.rank == 1:
-                raise Fault
-            return blocks.attend(*operands)
+    faulty = threading.local()
 
+    def attend(*operands):
+        if faulty.here:
+            raise Fault
+        return blocks.attend(*operands)
+
+    def body(mesh):
+        faulty.here = mesh.rank == 1
         x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["2"])).mT
-        local.attend = failing
         attention(x, x, x)
 
-    local = threading.local()
-    with forced("ring"), patch.object(ring, "attend", lambda *each: local.attend(*each)):
-        with pytest.raises(Fault):
-            on_ranks((2, 1, 1), body)
+    monkeypatch.setattr(ring, "attend", attend)
+    with forced("ring"), pytest.raises(Fault):
+        on_ranks((2, 1, 1), body)
