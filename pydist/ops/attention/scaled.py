@@ -71,7 +71,9 @@ def _check(
         dims = [t.dim() for t in three]
         raise RuntimeError(f"{name}: at least 2 dims expected, got {dims} of query, key and value")
     types = [str(t.dtype).removeprefix("torch.") for t in three]
-    if len(set(types)) > 1 and not torch.is_autocast_enabled(query.device.type):
+    if torch.is_autocast_enabled(query.device.type):
+        return  # which converts them
+    if len(set(types)) > 1:
         raise RuntimeError(f"{name}: query, key and value of the same dtype expected, got {types}")
     if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise RuntimeError(
@@ -139,20 +141,18 @@ def _placed(call: _Call) -> _Place:
 
     scores = layout([*batch, "l", "s"])
     keys = _split_of(call.key, -2) or _split_of(call.value, -2)
-    form = _form(call, extents, splits, keys, scores)
+    if keys is not None and keys.partition.extent != extents["s"]:
+        keys = None  # one key, for all
+    form = _form(call, splits, keys, scores)
+    if keys is not None and mesh.sample.watcher is not None:
+        mesh.sample.watcher(form)
     return _Place(labels, extents, splits, keys, scores, layout(out), form)
 
 
-def _form(
-    call: _Call,
-    extents: Mapping[str, int],
-    splits: Mapping[str, Split],
-    keys: Split | None,
-    scores: Layout,
-) -> Form:
-    queries = splits.get("l")
-    if keys is None or extents["s"] != keys.partition.extent:
+def _form(call: _Call, splits: Mapping[str, Split], keys: Split | None, scores: Layout) -> Form:
+    if keys is None:
         return "gather"  # of nothing
+    queries = splits.get("l")
     is_split = queries is not None and queries.axes == keys.axes
     is_free = not any(set(s.axes) & set(keys.axes) for s in splits.values())
     # A ring does not compute gradients of masks, and has no fused kernels for devices.
@@ -164,13 +164,8 @@ def _form(
     batch = math.prod(max(1, n) for n in scores.shape[:-2])
     batch //= math.prod(s.partition.parts for s in scores.splits[:-2] if s is not None)
     channels = call.query.shape[-1] + call.value.shape[-1]
-    form = attention_form(
-        Sizes(parts, max(1, batch), extents["l"], extents["s"], channels, is_split)
-    )
-    watcher = scores.mesh.sample.watcher
-    if watcher is not None:
-        watcher(form)
-    return form
+    rows, columns = scores.shape[-2:]
+    return attention_form(Sizes(parts, max(1, batch), rows, columns, channels, is_split))
 
 
 def _rules(call: _Call, place: _Place, mask: Tensor | None) -> Rules:
