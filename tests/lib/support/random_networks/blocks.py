@@ -183,9 +183,8 @@ class VoxelAttention(nn.Module):
         elif self.how == "layer":
             y = self.layer(tokens, tokens, tokens, need_weights=False)[0]
         else:
-            y = F.scaled_dot_product_attention(
-                *[tokens.unsqueeze(1)] * 3, is_causal=self.how == "causal"
-            ).squeeze(1)
+            q = tokens.unsqueeze(1)
+            y = F.scaled_dot_product_attention(q, q, q, is_causal=self.how == "causal").squeeze(1)
         return x + y.mT.reshape(x.shape)
 
 
