@@ -109,6 +109,16 @@ def test_axes_in_another_order_than_the_meshs():
         on_ranks((2, 2, 1), body)
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": mask()}], ids=["all", "causal", "masked"])
+def test_split_tokens_and_channels(options):
+    def call(x):
+        return attention(x, x * 2, x + 1, **options)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        for points in ([[0, 3, 7], [0, 1, 4]], [[0, 0, 7], [0, 4, 4]]):
+            check_function(call, randn(2, 3, 7, 4), (), points, second_order=True)
+
+
 @st.composite
 def cases(draw):
     extents = st.integers(1, 9)
