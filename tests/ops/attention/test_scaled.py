@@ -109,7 +109,10 @@ def test_axes_in_another_order_than_the_meshs():
         on_ranks((2, 2, 1), body)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": mask()}], ids=["all", "causal", "masked"])
+OPTIONS = {"all": {}, "causal": {"is_causal": True}, "masked": {"attn_mask": mask()}}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_split_tokens_and_channels(options):
     def call(x):
         return attention(x, x * 2, x + 1, **options)
