@@ -74,14 +74,27 @@ def test_memory_that_can_not_be_had_is_one_line(allocate):
     assert len(said) < 320
 
 
+class Doubled(torch.autograd.Function):
+    """A function that an override can't see."""
+
+    @staticmethod
+    def forward(_, x):
+        return x * 2
+
+    @staticmethod
+    def backward(_, grad):
+        return grad * 2
+
+
 def test_a_refusal_stays_visible_inside_operators():
     """Python would turn a TypeError into "unsupported operand"."""
     assert issubclass(NotSupported, RuntimeError)
 
     def body(mesh):
-        tokens = distribute_tensor(randn(*SHAPE), mesh).flatten(2)
-        with pytest.raises(NotSupported, match=r"matmul.*attention over split tokens"):
-            tokens.transpose(1, 2) @ tokens
+        x = distribute_tensor(randn(*SHAPE).requires_grad_(), mesh)
+        y = Doubled.apply(x)
+        with pytest.raises(NotSupported, match="applied to a sharded tensor itself"):
+            y @ y.mT
 
     on_ranks((2, 1, 1), body)
 

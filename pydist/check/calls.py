@@ -47,8 +47,10 @@ class ShardedCall:
         halo: the widest slabs received before and after this rank's block, by dim of the input.
         moved: number of elements that this rank received, halo or otherwise.
         is_global: whether numbers were reduced over ranks.
-        channels: how a layer with weights has split its channels: "outputs", or, if those of its
-            input are cut, the form of its exchange (`pydist.ops.channel_forms`), or "groups".
+        form: what the ranks exchanged, where the cheapest form is chosen. Of a layer with weights
+            and a split of channels: "outputs", or, if those of its input are cut, the form of
+            `pydist.ops.channel_forms`, or "groups". Of attention over split keys: the form of
+            `pydist.ops.attention.forms`.
         refusal: why it has no exact form; if set, it was computed on full tensors.
     """
 
@@ -57,7 +59,7 @@ class ShardedCall:
     halo: dict[int, tuple[int, int]]
     moved: int = 0
     is_global: bool = False
-    channels: str = ""
+    form: str = ""
     refusal: str = ""
 
 
@@ -110,7 +112,7 @@ class CallRecorder(TorchFunctionMode):
         except NotSupported as error:
             self._now.refusal = str(error)
         else:
-            self._now.channels = _channels(func, args, result)
+            self._now.form = self._now.form or _channels(func, args, result)
             return result
         finally:
             self._now = None
@@ -133,9 +135,12 @@ class CallRecorder(TorchFunctionMode):
 
         return tree_map(cut, result)
 
-    def _note(self, moved: Exchanger | Tensor) -> None:
+    def _note(self, moved: Exchanger | Tensor | str) -> None:
         call = self._now
         if call is None:
+            return
+        if isinstance(moved, str):
+            call.form = moved
             return
         if isinstance(moved, Tensor):
             # Integers are excluded: ranks reduce them to agree on plans.
@@ -160,7 +165,7 @@ def sample_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
 
 
 def _channels(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> str:
-    """Describes how a call has split its channels; see `ShardedCall.channels`."""
+    """Describes how a call has split its channels; see `ShardedCall.form`."""
     dim = _LAYERS.get(func)
     if dim is None or not args or not (_is_sharded(args[0]) and _is_sharded(result)):
         return ""

@@ -11,7 +11,6 @@ import torch
 
 from pydist.check.calls import ShardedCall
 from pydist.check.compare import INPUT, NOISE, Differences
-from pydist.grid import CHANNEL_AXIS
 
 _AXES = {1: "C", 2: "D", 3: "H", 4: "W"}
 
@@ -112,7 +111,7 @@ class _FunctionSummary:
     halo: dict[int, tuple[int, int]] = field(default_factory=dict)
     moved: int = 0
     is_global: bool = False
-    channels: Counter[str] = field(default_factory=Counter)
+    forms: Counter[str] = field(default_factory=Counter)
 
 
 def format_report(report: Report) -> str:
@@ -158,18 +157,19 @@ def _calls(report: Report) -> Iterator[str]:
             if rank == 0:
                 kind.count += 1
                 kind.refused += bool(call.refusal)
-                kind.channels[call.channels] += 1
+                kind.forms[call.form] += 1
             kind.is_global |= call.is_global
             kind.moved = max(kind.moved, call.moved)
             for dim, (before, after) in call.halo.items():
                 known = kind.halo.get(dim, (0, 0))
                 kind.halo[dim] = max(known[0], before), max(known[1], after)
-    rows = [["call", "times", "supported", "halo (before, after)", "reduced", "channels"]]
+    rows = [["call", "times", "supported", "halo (before, after)", "reduced", "form"]]
     for name, kind in sorted(kinds.items()):
         supported = f"{kind.refused} refused" if kind.refused else "yes"
-        row = [name, str(kind.count), supported, _halo(kind), _reduced(kind), _channels(kind)]
+        row = [name, str(kind.count), supported, _halo(kind), _reduced(kind), _forms(kind)]
         rows.append(row)
-    return _table(rows if report.axes.get(CHANNEL_AXIS, 1) > 1 else [row[:-1] for row in rows])
+    has_forms = any(call.form for calls in report.calls for call in calls)
+    return _table(rows if has_forms else [row[:-1] for row in rows])
 
 
 def _halo(kind: _FunctionSummary) -> str:
@@ -185,8 +185,8 @@ def _reduced(kind: _FunctionSummary) -> str:
     return "over ranks" if kind.is_global else "–"
 
 
-def _channels(kind: _FunctionSummary) -> str:
-    return ", ".join(f"{form} {n}" for form, n in sorted(kind.channels.items()) if form) or "–"
+def _forms(kind: _FunctionSummary) -> str:
+    return ", ".join(f"{form} {n}" for form, n in sorted(kind.forms.items()) if form) or "–"
 
 
 def _layers(report: Report) -> Iterator[str]:

@@ -7,6 +7,7 @@ families share (windows, gathering, redistribution) is in the modules of this pa
 
 # ruff: noqa: F401  imported for the handlers that they register
 from pydist.ops import activations, attributes, gradients, hooks
+from pydist.ops.attention import multi_head, scaled
 from pydist.ops.convolution import conv, conv_transpose
 from pydist.ops.normalization import batch_norm, channel_norm, instance_norm, layer_norm
 from pydist.ops.pointwise import creation, dropout, elementwise, random

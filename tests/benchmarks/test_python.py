@@ -261,3 +261,13 @@ def test_data_sources(tmp_path):
         check_times(row)
         assert row["bytes"] == 4 * 16**3 * 2 // {"depth 2 × height 2": 4}.get(row["cut"], 2)
         assert row["over_reader"] > 0
+
+
+def test_attention(tmp_path):
+    rows = run("attention", tmp_path)["rows"]
+    names = ["ring", "gather", "chosen", "written out", "no exchange", "one rank"]
+    assert [row["form"] for row in rows] == names * 3
+    for row in rows:
+        check_times(row["step"])
+        if row["form"] == "chosen":
+            assert row["chosen"] in ("ring", "gather")

@@ -111,12 +111,12 @@ def test_the_split_of_channels_is_shown():
     assert report.ok
     shown = {c.name: [] for c in report.calls[0]}
     for call in report.calls[0]:
-        shown[call.name].append(call.channels)
+        shown[call.name].append(call.form)
     assert shown["torch.conv3d"] == ["outputs", "sum", "outputs", "groups"]
     assert shown["torch.conv_transpose3d"] == ["sum"]
     assert shown["torch.nn.functional.linear"] == ["outputs", "sum"]
     assert "groups 1, outputs 2, sum 1" in format_report(report)
-    assert "channels" not in format_report(check(layers, (1, 8, 8, 8), (2, 1, 1)))
+    assert "  form" not in format_report(check(layers, (1, 8, 8, 8), (2, 1, 1)))
 
 
 @pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)])

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pydist import parallelize
-from pydist.errors import NotSupported
-from support.equivalence import even_points, on_shards
+from support.equivalence import even_points
 from support.equivalence.one_device import Reference
 from support.networks.zoo import WIDE, ZOO, task_of
 
@@ -75,26 +73,3 @@ def test_split_is_whole(case):
     points = (SPLITS | NIGHTLY_SPLITS)[split](extents)
     points += [[0, n] for n in extents[len(points) :]]
     reference_of(name, dtype).check_split(points, keep_thin_blocks=split.startswith("uneven"))
-
-
-TRANSFORMERS = {
-    "UNETR": (
-        {"img_size": (32, 32, 32), "feature_size": 4, "hidden_size": 24, "num_heads": 2},
-        (1, 1, 32, 32, 32),
-    ),
-    "SwinUNETR": ({"feature_size": 12}, (1, 1, 32, 32, 32)),
-}
-
-
-@pytest.mark.parametrize(("name", "options", "shape"), [(n, *o) for n, o in TRANSFORMERS.items()])
-def test_attention_between_voxels_is_refused_by_name(name, options, shape):
-    """Attention between all voxels has no halo: the error names the module and an alternative."""
-    nets = pytest.importorskip("monai.networks.nets")
-
-    def body(x, mesh):
-        model = parallelize(getattr(nets, name)(1, 2, **options).double(), mesh)
-        why = r"in module \w.*\.attn at .*attention over split tokens is not supported: gather"
-        with torch.no_grad(), pytest.raises(NotSupported, match=why):
-            model(x)
-
-    on_shards(body, (2, 1, 1), shape)

@@ -23,6 +23,36 @@ _REMEMBERED = 64
 _REPLAYED = 4096
 
 
+class Draw:
+    """One call's random numbers: a function of the position in the global batch.
+
+    Args:
+        func: torch's call, for errors.
+        x: the tensor of the call, which gives the mesh, the forward pass and the global batch.
+        shape: the global shape of the numbers, whose dim 0 are the samples.
+    """
+
+    def __init__(self, func: Callable[..., Any], x: ShardedTensor, shape: Sequence[int]) -> None:
+        self._shape, self._first = list(shape), 0
+        if self._shape:
+            self._first = x._origin.sizes.first_sample
+            self._shape[0] += self._first
+        self._device = x.device
+        self._key = _next_key(func, x)
+
+    def uniform(self, lo: Sequence[int], extents: Sequence[int]) -> Tensor:
+        """Returns the uniform fp32 numbers in [0, 1) of a box; equal at every call.
+
+        Args:
+            lo: its first position, in the shape of the numbers.
+            extents: its shape.
+        """
+        uniform = torch.empty(list(extents), dtype=torch.float32, device=self._device)
+        at = [lo[0] + self._first, *lo[1:]] if self._shape else []
+        native.keyed_uniform(uniform, self._key, at, self._shape)
+        return uniform
+
+
 def keyed_uniform(func: Callable[..., Any], x: ShardedTensor, dims: int | None = None) -> Tensor:
     """Draws uniform fp32 numbers in [0, 1) for the positions of this rank's shard of `x`.
 
@@ -34,16 +64,10 @@ def keyed_uniform(func: Callable[..., Any], x: ShardedTensor, dims: int | None =
         x: the tensor; its device is the result's.
         dims: draw one number per position in the first `dims` dims; `None` for all dims.
     """
-    box, layout = x._layout.box, x._layout
-    lo, shape, extents = list(box.lo), list(layout.shape), list(local_of(x).shape)
-    if shape:
-        first = x._origin.sizes.first_sample
-        lo[0] += first
-        shape[0] += first
-    count = len(shape) if dims is None else dims
-    uniform = torch.empty(extents[:count], dtype=torch.float32, device=x.device)
-    native.keyed_uniform(uniform, _next_key(func, x), lo[:count], shape[:count])
-    return _expandable(uniform, extents)
+    extents = list(local_of(x).shape)
+    count = len(extents) if dims is None else dims
+    draw = Draw(func, x, x._layout.shape[:count])
+    return _expandable(draw.uniform(x._layout.box.lo[:count], extents[:count]), extents)
 
 
 def _expandable(numbers: Tensor, extents: Sequence[int]) -> Tensor:

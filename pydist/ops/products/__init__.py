@@ -1,1 +1,1 @@
-"""Operators that contract dims: matmul, einsum, linear layers, attention over channels."""
+"""Operators that contract dims: matmul, einsum, linear layers."""

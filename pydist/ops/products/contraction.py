@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -11,13 +13,14 @@ from torch import Tensor
 from pydist.exchange.adjoints import all_reduce_sum, sum_parts
 from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, Split
-from pydist.tensor import ShardedTensor, refusal, source_among, wrap
+from pydist.tensor import ShardedTensor, source_among, wrap
 from pydist.tensor.operands import operand_in
 
 Labels = Sequence[str]
 """Names of a tensor's dims; dims with the same name have the same extent, or extent 1."""
 
-ATTENTION = "attention over split tokens is not supported: gather with full_tensor()"
+_MOST_ORDERS = 3
+"""Sharded operands of a product whose orders are all compared; of more only the usual one."""
 
 
 def contract(
@@ -27,11 +30,12 @@ def contract(
     out: Labels,
     local: Callable[..., Tensor],
     preset: Mapping[str, Split] | None = None,
+    whole: Collection[str] = (),
 ) -> Any:
     """Computes the product of all operands, summed over the labels that are not in `out`.
 
-    A label is split as in the operand with the most split dims, then the most elements; the others
-    are redistributed to match. Ranks that split a summed label add their partial sums.
+    Operands are redistributed to the labels' splits (`splits_of`). Ranks that split a summed label
+    add their partial sums.
 
     Args:
         func: torch's call, for errors.
@@ -40,22 +44,14 @@ def contract(
         out: labels of the result.
         local: computes the result from shards of the operands.
         preset: splits of labels, over axes that cut no operand.
-
-    Raises:
-        NotSupported: two labels of the result are split over the same ranks.
+        whole: labels that are not split: each rank gathers their dims.
     """
-    extents = _extents(func, operands, labels)
-    splits = _splits(func, operands, labels, out, extents) | dict(preset or {})
+    extents = extents_of(func, operands, labels)
+    splits = splits_of(operands, labels, out, extents, whole) | dict(preset or {})
     like = source_among(operands)
     mesh = like.mesh
     product = Layout(mesh, list(extents.values()), [splits.get(label) for label in extents])
-    parts = []
-    for operand, names in zip(operands, labels, strict=True):
-        shape = tuple(operand.shape)
-        pairs = zip(names, shape, strict=True)
-        cut = [splits.get(i) if n == extents[i] else None for i, n in pairs]
-        parts.append(operand_in(operand, Layout(mesh, shape, cut), product))
-    result = local(*parts)
+    result = local(*aligned(operands, labels, splits, extents, product))
     axes = tuple(a for i, s in splits.items() if i not in out for a in s.axes)
     if axes:
         # Partial sums in half precision are rounded once, like a single sum.
@@ -69,9 +65,39 @@ def contract(
     return wrap(result, layout, like)
 
 
-def _extents(
+def aligned(
+    operands: Sequence[Tensor],
+    labels: Sequence[Labels],
+    splits: Mapping[str, Split],
+    extents: Mapping[str, int],
+    product: Layout,
+) -> list[Tensor]:
+    """Returns the part of each operand that this rank needs for its part of a product.
+
+    Args:
+        operands: sharded and plain tensors.
+        labels: of each operand.
+        splits: of the labels.
+        extents: of the labels; a dim of extent 1 is broadcast.
+        product: a layout that uses all axes of the product.
+    """
+    parts = []
+    for operand, names in zip(operands, labels, strict=True):
+        shape = tuple(operand.shape)
+        pairs = zip(names, shape, strict=True)
+        cut = [splits.get(i) if n == extents[i] else None for i, n in pairs]
+        parts.append(operand_in(operand, Layout(product.mesh, shape, cut), product))
+    return parts
+
+
+def extents_of(
     func: Callable[..., Any], operands: Sequence[Tensor], labels: Sequence[Labels]
 ) -> dict[str, int]:
+    """Returns the extent of each label.
+
+    Raises:
+        RuntimeError: dims with the same label have different extents.
+    """
     extents: dict[str, int] = {}
     for operand, names in zip(operands, labels, strict=True):
         for label, n in zip(names, operand.shape, strict=True):
@@ -84,36 +110,74 @@ def _extents(
     return extents
 
 
-def _splits(
-    func: Callable[..., Any],
+def splits_of(
     operands: Sequence[Tensor],
     labels: Sequence[Labels],
     out: Labels,
-    extents: dict[str, int],
+    extents: Mapping[str, int],
+    whole: Collection[str] = (),
 ) -> dict[str, Split]:
-    """Chooses the split of each label; each mesh axis splits at most one label."""
+    """Chooses the split of each label; each mesh axis splits at most one label.
+
+    A label is split as in the operand with the most split dims, then the most elements. Where dims
+    of two operands are split over the same axes, as the tokens of queries and of keys, one of them
+    is gathered: the choice moves the fewest elements.
+
+    Args:
+        operands: sharded and plain tensors.
+        labels: of each operand.
+        out: labels of the result.
+        extents: of the labels.
+        whole: labels that are not split.
+    """
     pairs = zip(operands, labels, strict=True)
     sharded = [(o, names) for o, names in pairs if isinstance(o, ShardedTensor)]
     sharded.sort(key=lambda pair: (-len(pair[0]._layout.split_dims), -pair[0].numel()))
+    diagonal = {i for names in labels for i in names if names.count(i) > 1}
+    kept_whole = {*whole, *diagonal, *(i for i, n in extents.items() if n == 1)}
+    usual, is_contested = _splits_in_order(sharded, extents, kept_whole)
+    if not is_contested or len(sharded) > _MOST_ORDERS:
+        return usual
+    options = [_splits_in_order(o, extents, kept_whole)[0] for o in permutations(sharded)]
+    return min(options, key=lambda splits: _moved(sharded, out, extents, splits))
+
+
+_Sharded = Sequence[tuple[ShardedTensor, Labels]]
+
+
+def _splits_in_order(
+    sharded: _Sharded, extents: Mapping[str, int], whole: Collection[str]
+) -> tuple[dict[str, Split], bool]:
+    """Returns splits that keep those of the first operands, and whether an axis had a choice."""
     chosen: dict[str, Split] = {}
-    taken: dict[str, tuple[str, Labels]] = {}
+    taken: set[str] = set()
+    is_contested = False
     for operand, names in sharded:
         for label, split in zip(names, operand._layout.splits, strict=True):
-            extent = extents[label]
-            if split is None or label in chosen or extent != split.partition.extent:
+            if split is None or label in chosen or extents[label] != split.partition.extent:
                 continue
-            if extent == 1 or any(names.count(label) > 1 for names in labels):
-                continue  # one element, or a diagonal: gathered
-            clash = [taken[a] for a in split.axes if a in taken]
-            if not clash:
+            if label in whole:
+                continue
+            if taken.isdisjoint(split.axes):
                 chosen[label] = split
-                taken |= dict.fromkeys(split.axes, (label, names))
-            elif split.axes == (CHANNEL_AXIS,):
-                continue  # channels beside channels: gathered
-            elif label in out and any(
-                other in out and other not in names and label not in theirs
-                for other, theirs in clash
-            ):
-                # Dims of two tensors that meet only in the result, such as queries and keys.
-                raise refusal(func, tuple(operands), {}, ATTENTION)
-    return chosen
+                taken.update(split.axes)
+            else:
+                # Channels beside channels are gathered, as the layers expect.
+                is_contested |= split.axes != (CHANNEL_AXIS,)
+    return chosen, is_contested
+
+
+def _moved(
+    sharded: _Sharded, out: Labels, extents: Mapping[str, int], splits: Mapping[str, Split]
+) -> int:
+    """Returns about how many elements a rank receives in forward: operands, and sums."""
+    moved = 0
+    for operand, names in sharded:
+        kept = all(
+            split is None or splits.get(label) == split
+            for label, split in zip(names, operand._layout.splits, strict=True)
+        )
+        moved += 0 if kept else operand.numel()
+    if any(label not in out for label in splits):
+        moved += 2 * math.prod(extents[label] for label in out)
+    return moved

@@ -1,8 +1,7 @@
-"""Computes matrix products, linear layers and attention."""
+"""Computes matrix products and linear layers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,10 +12,9 @@ from torch import Tensor
 
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.ops.channels import free_channel_axis, on_plain, output_split
-from pydist.ops.empty import with_elements, without_added
 from pydist.ops.pointwise.elementwise import elementwise
-from pydist.ops.products.contraction import ATTENTION, Labels, contract
-from pydist.tensor import HANDLERS, ShardedTensor, implements, refusal
+from pydist.ops.products.contraction import Labels, contract
+from pydist.tensor import HANDLERS, ShardedTensor, implements
 from pydist.tensor.operands import use_weight
 
 
@@ -118,56 +116,3 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return contract(F.linear, operands, labels, [*rows, *out], F.linear, preset)
     product = contract(F.linear, operands, labels, [*rows, *out], F.linear)
     return elementwise(torch.add, product, bias).to(product.dtype)
-
-
-@implements(F.scaled_dot_product_attention)
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Computes attention of [..., tokens, channels]; tokens of keys and values must be unsplit.
-
-    Split channels occur where channels attend to channels and space is the contracted dim: the
-    ranks add partial sums.
-    """
-    func = F.scaled_dot_product_attention
-    tensors = (query, key, value)
-    if any(_cut(t, -2) for t in (key, value)):
-        raise refusal(func, tensors, {}, ATTENTION)
-    by_sums = any(_cut(t, -1) for t in tensors)
-    if dropout_p > 0 or enable_gqa or (is_causal and (by_sums or _cut(query, -2))):
-        raise refusal(func, tensors, {}, "dropout, grouped heads, or causal over split tokens")
-    if by_sums:
-        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-        return _masked(scores, attn_mask).softmax(-1) @ value
-    batch = [f"b{i}" for i in range(query.dim() - 2, 0, -1)]
-    operands = [query, key, value]
-    labels = [[*batch, "l", "e"], [*batch, "s", "e"], [*batch, "s", "v"]]
-    if attn_mask is not None:
-        operands.append(attn_mask)
-        labels.append([*batch, "l", "s"][-attn_mask.dim() :])
-
-    def local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        rows = torch.broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
-        shape = (*rows, q.shape[-2], v.shape[-1])
-        q, k, v = with_elements(q), with_elements(k), with_elements(v)
-        mask = None if mask is None else with_elements(mask)
-        return without_added(func(q, k, v, mask, 0.0, is_causal, scale=scale), shape)
-
-    return contract(func, operands, labels, [*batch, "l", "v"], local)
-
-
-def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-
-
-def _cut(x: Tensor, dim: int) -> bool:
-    return isinstance(x, ShardedTensor) and x._layout.splits[dim] is not None

@@ -1,6 +1,7 @@
 """Code shared by tests; its parent is on pytest's path, so `from support.x import y` works.
 
 - `equivalence`: functions, networks and scripts compared between a split and a one-device run
+- `attention`: attention in a given form of exchange
 - `operators`: one call of every function that pydist handles; docs/operators.md
 - `networks`, `random_networks`: networks that tests train, written by hand and generated
 - `training`: training runs and programs

@@ -185,6 +185,10 @@ torch.einsum("ncdhw,nedhw->nce", x, y)
 torch.tensordot(x, p(4, 3), dims=([1], [0]))
 F.scaled_dot_product_attention(x.flatten(2), y.flatten(2), y.flatten(2))
 F.scaled_dot_product_attention(x.flatten(2).mT, y.flatten(2).mT, y.flatten(2).mT)
+F.scaled_dot_product_attention(x.flatten(2).mT, y.flatten(2).mT, y.flatten(2).mT, is_causal=True)
+F.scaled_dot_product_attention(p(2, 3, 4), y.flatten(2).mT, y.flatten(2).mT)
+torch.einsum("ncs,nsk->nck", x.flatten(2), (x.flatten(2).mT @ y.flatten(2)).softmax(1))
+F.multi_head_attention_forward(*[x1[0].mT] * 3, 4, 2, p(12, 4), *[None] * 3, 0, 0, p(4, 4), None)
 """,
     "Shapes": """
 x.reshape(2, 2, 2, 6, 4, 4)

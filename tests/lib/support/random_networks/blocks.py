@@ -161,6 +161,33 @@ class ChannelAttention(nn.Module):
         return x + (alike @ flat).reshape(x.shape)
 
 
+class VoxelAttention(nn.Module):
+    """Attention between voxels: each becomes a mixture of all that resemble it."""
+
+    def __init__(self, channels: int, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how == "layer":
+            self.layer = nn.MultiheadAttention(channels, 1, batch_first=True)
+
+    def extra_repr(self) -> str:
+        return self.how
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(2).mT
+        if self.how == "matmul":
+            y = (tokens @ tokens.mT / x.shape[1]).softmax(-1) @ tokens
+        elif self.how == "bmm":
+            weights = torch.bmm(tokens, x.flatten(2) / x.shape[1]).softmax(2)
+            return x + torch.bmm(x.flatten(2), weights.permute(0, 2, 1)).reshape(x.shape)
+        elif self.how == "layer":
+            y = self.layer(tokens, tokens, tokens, need_weights=False)[0]
+        else:
+            q = tokens.unsqueeze(1)
+            y = F.scaled_dot_product_attention(q, q, q, is_causal=self.how == "causal").squeeze(1)
+        return x + y.mT.reshape(x.shape)
+
+
 class ChannelLinear(nn.Module):
     """A linear layer on the channels, which are moved to the end and back."""
 

@@ -140,7 +140,7 @@ def padded(s: Spot) -> Source:
 
 
 def attention(s: Spot) -> Source:
-    kind = s.number(0, 5)
+    kind = s.number(0, 6)
     if kind == 0:
         return call("SqueezeExcite", s.channels, s.dims, s.pick("mean", "flat", "adaptive"))
     if kind == 1:
@@ -149,4 +149,7 @@ def attention(s: Spot) -> Source:
         return call("ChannelAttention", s.pick("einsum", "bmm", "matmul"))
     if kind == 3:
         return call("Positions", s.extents, s.flag())
+    if kind == 4:
+        how = s.pick("matmul", "bmm", "fused", "causal", "layer")
+        return call("VoxelAttention", s.channels, how)
     return call("ChannelLinear", s.channels, s.number(1, 6), s.flag(), s.flag())

@@ -1,0 +1,1 @@
+"""Attention over tokens: which ranks hold keys and values, and the products on each rank."""
