@@ -15,6 +15,7 @@ import pydist
 from pydist import Mesh, run_local
 from pydist.exchange.exchanger import Exchanger
 from pydist.exchange.function import ExchangeFunction
+from support.attention import forced
 
 
 class _Sum(ExchangeFunction):
@@ -95,6 +96,13 @@ class Spans:
         channel.wait()
 
 
+def attention(x: Tensor, w: Tensor) -> Tensor:
+    """Attends from plane to plane, which are cut over the depth."""
+    planes = x.mean((3, 4)).mT * w.sum()
+    with forced("ring"):
+        return F.scaled_dot_product_attention(planes, planes, planes)
+
+
 TIMED = ("statistics", "redistribute", "halo", "boundary", "gradients")
 CALLS = {
     "convolution, ReLU and average": lambda x, w: F.avg_pool3d(
@@ -110,6 +118,7 @@ CALLS = {
     "unpooled": lambda x, w: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2),
     "counts": lambda x, w: x * (x > 0).sum() * x.detach().gt(0).nonzero().shape[0],
     "reflection": lambda x, w: F.pad(x, (0, 0, 0, 0, 1, 1), "reflect"),
+    "attention": attention,
     "linear": lambda x, w: F.linear(F.linear(x.mean((2, 3, 4)), w[0, :, 0, 0]), w[0, :, 0, 0].T),
 }
 
@@ -124,9 +133,10 @@ def test_the_collectives_of_all_functions_are_timed(monkeypatch):
 
         monkeypatch.setattr(cls, "apply", staticmethod(counted))
 
+    torch.manual_seed(0)
+    value, weight = torch.randn(2, 3, 8, 6, 6), torch.randn(3, 3, 3, 3, 3)
+
     def body(world):
-        torch.manual_seed(0)
-        value, weight = torch.randn(2, 3, 8, 6, 6), torch.randn(3, 3, 3, 3, 3)
         mesh, seen = Mesh(world, 1, (2, 1, 1), axes={"channel": 2}), []
         timers, spans = mesh.session.timers, Spans()
 

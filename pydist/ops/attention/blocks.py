@@ -1,4 +1,4 @@
-"""Attention of this rank's queries to one block of keys, with the logarithm of its sums.
+"""Computes the attention of this rank's queries to one block of keys, with the logarithm of its sums.
 
 Softmax over all keys is the mean of the softmaxes over blocks of them, weighted by the blocks' sums
 of exponentials. So each block is computed alone, by torch's fused kernel where one returns that
@@ -23,7 +23,7 @@ _MOST_ROUNDING = 1e-4
 """Largest rounding error of a logarithm of a sum, which is the relative error of the sum."""
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """What attention of one block of keys needs besides queries, keys and values.
 
     Attributes:
@@ -40,7 +40,7 @@ class Block(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention to some of the keys, with the sum of exponentials of the scores, e^(top + rest).
+    """Attention that some of the keys get, with the sum of exponentials of the scores, e^(top + rest).
 
     The sum has two parts: a mask may move all scores to numbers next to which its logarithm is
     smaller than their rounding.
@@ -56,7 +56,7 @@ class Partial(NamedTuple):
     rest: Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Partial:
+def attend(q: Tensor, k: Tensor, v: Tensor, block: KeyBlock) -> Partial:
     """Computes attention to a block of at least one key; the results are at least fp32."""
     if _is_fused(q, k, v, block):
         out, log_sum = _fused(
@@ -76,7 +76,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Partial:
     return Partial((weights @ _wide(v)).div_(total[..., None]), top, total.log())
 
 
-def merged(first: Partial | None, second: Partial) -> Partial:
+def merge_partials(first: Partial | None, second: Partial) -> Partial:
     """Returns the attention to the keys of both."""
     if first is None:
         return second
@@ -90,7 +90,7 @@ def merged(first: Partial | None, second: Partial) -> Partial:
 
 
 def attend_back(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Partial, block: Block
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Partial, block: KeyBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes a block's part of the gradients of queries, keys and values, at least in fp32.
 
@@ -122,7 +122,7 @@ def attend_back(
 
 
 def gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: KeyBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of queries, keys and values from all keys; differentiable."""
     scores = _scores(q, k, block)
@@ -136,7 +136,7 @@ def gradients(
     return (of_scores @ k) * block.scale, (of_scores.mT @ q) * block.scale, used.mT @ grad
 
 
-def explicit(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
+def explicit(q: Tensor, k: Tensor, v: Tensor, block: KeyBlock) -> Tensor:
     """Computes attention to all keys with a tensor of all scores; differentiable."""
     weights = safe_softmax(_scores(q, k, block))
     return (weights if block.kept is None else weights * block.kept()) @ v
@@ -162,7 +162,7 @@ def _is_rounded_off(log_sum: Tensor) -> bool:
     return bool((log_sum.abs() * torch.finfo(log_sum.dtype).eps > _MOST_ROUNDING).any())
 
 
-def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
+def _scores(q: Tensor, k: Tensor, block: KeyBlock) -> Tensor:
     scores = q @ k.mT * block.scale
     if block.mask is not None:
         scores = scores + block.mask
@@ -172,7 +172,7 @@ def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
     return scores
 
 
-def _is_fused(q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
+def _is_fused(q: Tensor, k: Tensor, v: Tensor, block: KeyBlock) -> bool:
     """Returns whether torch's kernel computes a block; its choice is local to a rank."""
     if q.device.type != "cpu" or block.kept is not None or not (q.numel() and k.numel()):
         return False

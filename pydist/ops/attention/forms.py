@@ -1,12 +1,12 @@
-"""Cost model of attention over split keys: in which form the ranks exchange them."""
+"""Estimates the cost of attention over split keys: in which form the ranks exchange them."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from pydist.ops.placement import BYTE_S, ELEMENT_BYTES, EXCHANGE_S, FLOP_S
+from pydist.ops.coarsening import BYTE_S, ELEMENT_BYTES, EXCHANGE_S, FLOP_S
 
-Form = Literal["ring", "gather", "sum"]
+AttentionForm = Literal["ring", "gather", "sum"]
 """What the ranks exchange where keys and values are split:
 
 - "ring": blocks of keys and values, one after another, during the computation. No rank holds all.
@@ -21,7 +21,7 @@ SUMS = 7
 
 
 class Sizes(NamedTuple):
-    """Extents of attention, the same on all ranks.
+    """Extents that determine the cost of attention, the same on all ranks.
 
     Attributes:
         parts: ranks among which the keys are split.
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
     is_split: bool
 
 
-def attention_form(sizes: Sizes) -> Form:
+def attention_form(sizes: Sizes) -> AttentionForm:
     """Chooses the form with the least estimated time, forward and backward.
 
     The products take 3.5 times their forward time in total. "ring" is possible where queries are
@@ -51,7 +51,7 @@ def attention_form(sizes: Sizes) -> Form:
     held = ELEMENT_BYTES * sizes.batch * sizes.keys * sizes.channels
     moved = held * (sizes.parts - 1) / sizes.parts * BYTE_S
     results = ELEMENT_BYTES * sizes.batch * rows * sizes.channels / 2
-    seconds: dict[Form, float] = {
+    seconds: dict[AttentionForm, float] = {
         "gather": 2 * (2 * EXCHANGE_S + moved + held * MEMORY_S) + products
     }
     if sizes.is_split:

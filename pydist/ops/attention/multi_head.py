@@ -1,4 +1,4 @@
-"""`multi_head_attention_forward`, the function of `torch.nn.MultiheadAttention`."""
+"""Handles `multi_head_attention_forward`, which `torch.nn.MultiheadAttention` calls."""
 
 from __future__ import annotations
 

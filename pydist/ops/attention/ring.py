@@ -1,4 +1,4 @@
-"""Ring attention: queries stay, blocks of keys and values travel around the ranks.
+"""Computes attention in a ring: queries stay, blocks of keys and values travel around the ranks.
 
 Each rank computes the attention of its queries to the block that it holds, while the next block
 arrives from its neighbor; partial results are merged by their sums of exponentials. In backward
@@ -29,7 +29,7 @@ from pydist.ops.attention.blocks import (
     attend,
     attend_back,
     gradients,
-    merged,
+    merge_partials,
 )
 from pydist.ops.attention.rules import Rules
 from pydist.partition import Box
@@ -148,7 +148,7 @@ def _attend_to_all(q: Tensor, keys_values: Tensor, rules: Rules, ring: Ring) -> 
             some = q[..., begin:end, :]
             block = rules.of_queries(begin, end).block(some, lo, hi)
             if block is not None:
-                found[i] = merged(found[i], attend(some, k, v, block))
+                found[i] = merge_partials(found[i], attend(some, k, v, block))
             ring.mesh.world.progress()
         if pending is not None:
             held = ring.next_block(pending, held)
@@ -198,7 +198,7 @@ def _gradients_of_all(
 
 
 class _Part:
-    """Some of a rank's queries, with their gradient, in backward."""
+    """Queries that are computed together, with their gradient, in backward."""
 
     def __init__(
         self, q: Tensor, of_q: Tensor, grad: Tensor, whole: Partial, rules: Rules,

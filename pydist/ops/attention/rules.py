@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pydist.ops.attention.blocks import Block
+from pydist.ops.attention.blocks import KeyBlock
 from pydist.ops.pointwise.keyed import Draw
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of probabilities, keyed by the position of the score in the global batch.
+    """Dropout of probabilities, which is keyed by the position of the score in the global batch.
 
     Attributes:
         draw: of the call, in the global shape of the scores.
@@ -38,7 +38,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules for this rank's queries and all keys.
+    """Rules that hold for this rank's queries and all keys.
 
     Attributes:
         scale: of the scores.
@@ -65,11 +65,11 @@ class Rules:
             dropout = replace(dropout, corner=corner)
         return replace(self, first=self.first + begin, mask=mask, dropout=dropout)
 
-    def all_keys(self, q: Tensor, keys: int) -> Block:
+    def all_keys(self, q: Tensor, keys: int) -> KeyBlock:
         """Returns the rules for all keys."""
-        return self.block(q, 0, keys) or Block(self.scale)  # without a query or a key
+        return self.block(q, 0, keys) or KeyBlock(self.scale)  # without a query or a key
 
-    def block(self, q: Tensor, lo: int, hi: int) -> Block | None:
+    def block(self, q: Tensor, lo: int, hi: int) -> KeyBlock | None:
         """Returns the rules for the keys lo to hi; `None` if no query attends to one.
 
         Args:
@@ -84,7 +84,7 @@ class Rules:
         is_causal = self.is_causal and hi > self.first + 1
         if is_causal and lo != self.first:
             mask, is_causal = _added(allowed(q, self.first, lo, hi), q.dtype), False
-        return Block(self.scale, mask, is_causal, self._kept(q, lo, hi))
+        return KeyBlock(self.scale, mask, is_causal, self._kept(q, lo, hi))
 
     def _kept(self, q: Tensor, lo: int, hi: int) -> Callable[[], Tensor] | None:
         dropout = self.dropout

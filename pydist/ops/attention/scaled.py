@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` of sharded tensors."""
+"""Handles `scaled_dot_product_attention` of sharded tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from pydist.errors import UsageError
 from pydist.layout import Layout, Split
 from pydist.ops.attention.blocks import explicit
-from pydist.ops.attention.forms import Form, Sizes, attention_form
+from pydist.ops.attention.forms import AttentionForm, Sizes, attention_form
 from pydist.ops.attention.ring import Ring, ring_attention
 from pydist.ops.attention.rules import Dropout, Rules, allowed
 from pydist.ops.attention.written_out import written_out
@@ -103,7 +103,7 @@ class _Call(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Distribution of one call.
+    """Distribution that one call's operands get.
 
     Attributes:
         labels: of queries, keys, values and the mask.
@@ -121,7 +121,7 @@ class _Place(NamedTuple):
     keys: Split | None
     scores: Layout
     result: Layout
-    form: Form
+    form: AttentionForm
 
 
 def _placed(call: _Call) -> _Place:
@@ -149,7 +149,7 @@ def _placed(call: _Call) -> _Place:
     return _Place(labels, extents, splits, keys, scores, layout(out), form)
 
 
-def _form(call: _Call, splits: Mapping[str, Split], keys: Split | None, scores: Layout) -> Form:
+def _form(call: _Call, splits: Mapping[str, Split], keys: Split | None, scores: Layout) -> AttentionForm:
     if keys is None:
         return "gather"  # of nothing
     queries = splits.get("l")

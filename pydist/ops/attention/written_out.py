@@ -1,4 +1,4 @@
-"""Attention as products and a softmax of sharded scores: exact for every split."""
+"""Computes attention as products and a softmax of sharded scores: exact for every split."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _REPLAYED = 4096
 
 
 class Draw:
-    """One call's random numbers: a function of the position in the global batch.
+    """Random numbers that one call draws: a function of the position in the global batch.
 
     Args:
         func: torch's call, for errors.
