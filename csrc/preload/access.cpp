@@ -33,12 +33,11 @@ int access_of(const Target& target, int wanted) {
   unsigned permissions = 0;
   if ((wanted & R_OK) != 0) permissions |= kRead;
   if ((wanted & X_OK) != 0) permissions |= kExecute;
-  // A directory can be searched by root whatever its bits are.
-  const std::uint32_t mode =
-      status.st_mode | (S_ISDIR(status.st_mode) && geteuid() == 0 ? 0100 : 0);
+  const bool search = S_ISDIR(status.st_mode) && (permissions & kExecute) != 0;
+  if (search) permissions &= ~kExecute;
   if ((wanted & W_OK) != 0) {
     errno = EROFS;
-  } else if (!permits(mode, permissions)) {
+  } else if (!permits(status.st_mode, permissions) || (search && !permits_search(status.st_mode))) {
     errno = EACCES;
   } else {
     return 0;

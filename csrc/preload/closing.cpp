@@ -29,24 +29,26 @@ ssize_t written(ssize_t result, int descriptor) {
 }  // namespace
 
 PYDIST_HOOK(ssize_t, write, int descriptor, const void* bytes, std::size_t size) {
-  Call call(Kind::kWrite, tracked(descriptor));
-  return call.moved(written(real_write(descriptor, bytes, size), descriptor));
+  return on_descriptor(Kind::kWrite, descriptor,
+                       [&] { return written(real_write(descriptor, bytes, size), descriptor); });
 }
 
 PYDIST_HOOK(ssize_t, pwrite, int descriptor, const void* bytes, std::size_t size, off_t offset) {
-  Call call(Kind::kWrite, tracked(descriptor));
-  return call.moved(written(real_pwrite(descriptor, bytes, size, offset), descriptor));
+  return on_descriptor(Kind::kWrite, descriptor, [&] {
+    return written(real_pwrite(descriptor, bytes, size, offset), descriptor);
+  });
 }
 PYDIST_ALIAS(pwrite64, pwrite);
 
 PYDIST_HOOK(ssize_t, writev, int descriptor, const iovec* pieces, int count) {
-  Call call(Kind::kWrite, tracked(descriptor));
-  return call.moved(written(real_writev(descriptor, pieces, count), descriptor));
+  return on_descriptor(Kind::kWrite, descriptor,
+                       [&] { return written(real_writev(descriptor, pieces, count), descriptor); });
 }
 
 PYDIST_HOOK(ssize_t, pwritev, int descriptor, const iovec* pieces, int count, off_t offset) {
-  Call call(Kind::kWrite, tracked(descriptor));
-  return call.moved(written(real_pwritev(descriptor, pieces, count, offset), descriptor));
+  return on_descriptor(Kind::kWrite, descriptor, [&] {
+    return written(real_pwritev(descriptor, pieces, count, offset), descriptor);
+  });
 }
 PYDIST_ALIAS(pwritev64, pwritev);
 
@@ -58,9 +60,10 @@ PYDIST_HOOK(int, close, int descriptor) {
     }
     release_own(descriptor);
   }
-  Call call(Kind::kClose, tracked(descriptor));
+  const bool counted = tracked(descriptor);
   track(descriptor, false);
-  return call(real_close(descriptor));
+  const auto make = [&] { return real_close(descriptor); };
+  return counted ? count_call(Kind::kClose, make) : make();
 }
 
 // Sockets to servers of packs are the library's own, too.

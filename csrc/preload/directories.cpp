@@ -96,7 +96,7 @@ PYDIST_HOOK(int, chdir, const char* path) {
   if (!target.is_entry()) return target.fail();
   struct stat status;
   if (!fill_status(target.entry, status)) return -1;
-  if (!S_ISDIR(status.st_mode) || !permits(status.st_mode, kExecute)) {
+  if (!S_ISDIR(status.st_mode) || !permits_search(status.st_mode)) {
     errno = S_ISDIR(status.st_mode) ? EACCES : ENOTDIR;
     return -1;
   }

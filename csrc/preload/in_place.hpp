@@ -35,7 +35,7 @@ void set_position(int descriptor, off_t position);
 
 // Calls `move(offset)` at the position of a descriptor, and advances it by what that returns.
 template <class Function>
-ssize_t at_position(int descriptor, Function move) {
+[[gnu::noinline]] ssize_t at_position(int descriptor, Function move) {
   const Moving one_at_a_time(descriptor);
   const off_t position = position_of(descriptor);
   if (position < 0) return -1;

@@ -101,8 +101,8 @@ int open_path(int directory, const char* path, int flags, mode_t mode) {
     return of_pack ? keep_own(opened) : opened;
   }
   const Target target(directory, path);
-  Call call(Kind::kOpen, target.counted);
-  return call(open_target(target, flags, mode));
+  const auto make = [&] { return open_target(target, flags, mode); };
+  return target.counted && profiling() ? count_call(Kind::kOpen, make) : make();
 }
 
 namespace {

@@ -47,6 +47,8 @@ bool permits(std::uint32_t mode, unsigned permissions) {
   return (permissions & kExecute) == 0 || (mode & 0111) != 0;
 }
 
+bool permits_search(std::uint32_t mode) { return (mode & kExecute) != 0 || geteuid() == 0; }
+
 Target::Target(int directory_given, const char* path_given)
     : directory(directory_given), path(path_given) {
   if (path == nullptr || *path == 0 || Inside::active() || mount().path.empty()) return;
@@ -118,7 +120,7 @@ void Target::walk(std::string_view rest) {
       }
       if (!directory_here) return failed(ENOTDIR), true;
       last = component == "." ? Last::kDot : component == ".." ? Last::kDotDot : Last::kName;
-      if (!permits(at.mode, kExecute)) return failed(EACCES), true;
+      if (!permits_search(at.mode)) return failed(EACCES), true;
       if (component == ".") continue;
       if (component == "..") {
         if (entry == 0) return leave(rest), true;

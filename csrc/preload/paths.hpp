@@ -14,6 +14,7 @@ inline constexpr std::size_t kPathSize = 4096;
 // The permission bits of the owner, whom a packed file has in every user.
 enum Permission : unsigned { kExecute = 0100, kWrite = 0200, kRead = 0400 };
 bool permits(std::uint32_t mode, unsigned permissions);
+bool permits_search(std::uint32_t mode);  // of a directory, which root may always do
 
 // The meaning of a path, relative to a directory (or AT_FDCWD) as in openat.
 class Target {

@@ -68,4 +68,24 @@ class Call {
   std::uint64_t start_ = 0;
 };
 
+// Calls that a thread can be cancelled in unwind the stack, so the functions that make them have
+// nothing to destroy unless they are counted.
+template <class Function>
+[[gnu::noinline]] auto count_call(Kind kind, Function make) {
+  Call call(kind, true);
+  return call(make());
+}
+
+template <class Function>
+[[gnu::noinline]] auto count_bytes(Kind kind, Function make) {
+  Call call(kind, true);
+  return call.moved(make());
+}
+
+// Makes a call that moves bytes, and counts it if the descriptor is below the mount point.
+template <class Function>
+auto on_descriptor(Kind kind, int descriptor, Function make) {
+  return tracked(descriptor) ? count_bytes(kind, make) : make();
+}
+
 }  // namespace pydist::preload

@@ -29,13 +29,14 @@ ssize_t read_pieces(Descriptor known, const iovec* pieces, int count, off_t offs
 }  // namespace
 
 PYDIST_HOOK(ssize_t, read, int descriptor, void* bytes, std::size_t size) {
-  Call call(Kind::kRead, tracked(descriptor));
-  Descriptor known;
-  const ssize_t got = real_read(descriptor, bytes, size);
-  if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
-    return call.moved(got);
-  return call.moved(at_position(
-      descriptor, [&](off_t offset) { return read_in_place(known, bytes, size, offset); }));
+  return on_descriptor(Kind::kRead, descriptor, [&] {
+    Descriptor known;
+    const ssize_t got = real_read(descriptor, bytes, size);
+    if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
+      return got;
+    return at_position(descriptor,
+                       [&](off_t offset) { return read_in_place(known, bytes, size, offset); });
+  });
 }
 
 PYDIST_HOOK(ssize_t, __read_chk, int descriptor, void* bytes, std::size_t size, std::size_t room) {
@@ -44,12 +45,13 @@ PYDIST_HOOK(ssize_t, __read_chk, int descriptor, void* bytes, std::size_t size, 
 }
 
 PYDIST_HOOK(ssize_t, pread, int descriptor, void* bytes, std::size_t size, off_t offset) {
-  Call call(Kind::kRead, tracked(descriptor));
-  Descriptor known;
-  const ssize_t got = real_pread(descriptor, bytes, size, offset);
-  if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
-    return call.moved(got);
-  return call.moved(read_in_place(known, bytes, size, offset));
+  return on_descriptor(Kind::kRead, descriptor, [&] {
+    Descriptor known;
+    const ssize_t got = real_pread(descriptor, bytes, size, offset);
+    if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
+      return got;
+    return read_in_place(known, bytes, size, offset);
+  });
 }
 PYDIST_ALIAS(pread64, pread);
 
@@ -61,35 +63,38 @@ PYDIST_HOOK(ssize_t, __pread_chk, int descriptor, void* bytes, std::size_t size,
 PYDIST_ALIAS(__pread64_chk, __pread_chk);
 
 PYDIST_HOOK(ssize_t, readv, int descriptor, const iovec* pieces, int count) {
-  Call call(Kind::kRead, tracked(descriptor));
-  Descriptor known;
-  const ssize_t got = real_readv(descriptor, pieces, count);
-  if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
-    return call.moved(got);
-  return call.moved(at_position(
-      descriptor, [&](off_t offset) { return read_pieces(known, pieces, count, offset); }));
+  return on_descriptor(Kind::kRead, descriptor, [&] {
+    Descriptor known;
+    const ssize_t got = real_readv(descriptor, pieces, count);
+    if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
+      return got;
+    return at_position(descriptor,
+                       [&](off_t offset) { return read_pieces(known, pieces, count, offset); });
+  });
 }
 
 PYDIST_HOOK(ssize_t, preadv, int descriptor, const iovec* pieces, int count, off_t offset) {
-  Call call(Kind::kRead, tracked(descriptor));
-  Descriptor known;
-  const ssize_t got = real_preadv(descriptor, pieces, count, offset);
-  if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
-    return call.moved(got);
-  return call.moved(read_pieces(known, pieces, count, offset));
+  return on_descriptor(Kind::kRead, descriptor, [&] {
+    Descriptor known;
+    const ssize_t got = real_preadv(descriptor, pieces, count, offset);
+    if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
+      return got;
+    return read_pieces(known, pieces, count, offset);
+  });
 }
 PYDIST_ALIAS(preadv64, preadv);
 
 PYDIST_HOOK(ssize_t, preadv2, int descriptor, const iovec* pieces, int count, off_t offset,
             int flags) {
-  Call call(Kind::kRead, tracked(descriptor));
-  Descriptor known;
-  const ssize_t got = real_preadv2(descriptor, pieces, count, offset, flags);
-  if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
-    return call.moved(got);
-  if (offset != -1) return call.moved(read_pieces(known, pieces, count, offset));
-  return call.moved(
-      at_position(descriptor, [&](off_t from) { return read_pieces(known, pieces, count, from); }));
+  return on_descriptor(Kind::kRead, descriptor, [&] {
+    Descriptor known;
+    const ssize_t got = real_preadv2(descriptor, pieces, count, offset, flags);
+    if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
+      return got;
+    if (offset != -1) return read_pieces(known, pieces, count, offset);
+    return at_position(descriptor,
+                       [&](off_t from) { return read_pieces(known, pieces, count, from); });
+  });
 }
 PYDIST_ALIAS(preadv64v2, preadv2);
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -37,18 +36,20 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_program_runs_and_its_exit_code_is_passed_on(packed: Path, tmp_path: Path) -> None:
     out = tmp_path / "results"
-    script = "cat hello; ./sub/program; cp hello results/copy; exit 5"
+    script = "cat hello; ./sub/program; cp hello results/copy; echo $PYDIST_MOUNT_FOLDERS; exit 5"
     ended = run(
         *("--mount", "/nowhere/data", "--packs", packed, "--output", out),
         *("--profile", tmp_path / "profile.json", "--", "sh", "-c", f"cd /nowhere/data; {script}"),
     )
-    assert ended.stdout == "hello\nfrom the pack\n"
+    *lines, folders = ended.stdout.splitlines()
+    assert lines == ["hello", "from the pack"]
     assert ended.returncode == 5, ended.stderr
+    assert Path(folders).name.startswith("mount.tmp-")
+    assert not Path(folders).exists()
     assert (out / "copy").read_text() == "hello\n"
     report = json.loads((tmp_path / "profile.json").read_text())
     assert report["calls"]["read"]["bytes"] > 0
     assert "threads" in ended.stderr.splitlines()[0]
-    assert not list(Path(f"/dev/shm/pydist-mounts-{os.getuid()}").glob("mount.tmp-*"))
 
 
 def test_a_program_in_the_pack_is_started(packed: Path) -> None:

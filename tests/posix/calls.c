@@ -209,6 +209,20 @@ static void use_threads(void) {
   printf("shared %ld\n", total);
 }
 
+/* A thread is cancelled in a call that waits, which unwinds its stack. */
+static void cancel_thread(void) {
+  int ends[2];
+  pthread_t thread;
+  void* result;
+  if (pipe(ends) != 0) return;
+  shared = ends[0];
+  pthread_create(&thread, NULL, read_shared, NULL);
+  usleep(20000);
+  pthread_cancel(thread);
+  pthread_join(thread, &result);
+  printf("cancelled %d\n", result == PTHREAD_CANCELED);
+}
+
 static void start_programs(void) {
   for (int kind = 0; kind < 3; ++kind) {
     fflush(stdout);
@@ -242,6 +256,7 @@ int main(void) {
   read_stream("nothing", "r");
   read_stream("empty", "r");
   use_threads();
+  cancel_thread();
   start_programs();
   for (int descriptor = 3; descriptor < 1024; ++descriptor) close(descriptor);
   read_stream("large", "r"); /* after all descriptors were closed, as by a daemon */

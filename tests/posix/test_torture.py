@@ -105,13 +105,29 @@ def make_tree(folder: Path) -> None:
     (folder / "file").write_text("some lines\n" * 2000)
     (folder / "private").write_text("x")
     (folder / "private").chmod(0o400)
+    (folder / "closed").mkdir()
+    (folder / "closed" / "one").write_text("one")
+    (folder / "closed").chmod(0o600)
     for number, path in enumerate(sorted(folder.rglob("*"))):
         os.utime(path, ns=(0, 1_600_000_000_000_000_001 + number * 10**9))
 
 
 COMPONENTS = st.sampled_from(
     [
-        *("a", "b", "one", "two", "file", "zero", "a b", "ü*?", "empty", "private", "nothing"),
+        *(
+            "a",
+            "b",
+            "one",
+            "two",
+            "file",
+            "zero",
+            "a b",
+            "ü*?",
+            "empty",
+            "private",
+            "closed",
+            "nothing",
+        ),
         *("..", ".", "x" * 255, "x" * 256),
     ]
 )
