@@ -151,7 +151,9 @@ def test_the_collectives_of_all_functions_are_timed(monkeypatch):
             run(call)  # makes plans and groups
 
             def watch(what: Any, name: str = name) -> None:
-                # An exchanger measures its own packing.
+                # An exchanger measures its own packing; a text names a form and exchanges nothing.
+                if isinstance(what, str):
+                    return
                 if sys._getframe(1).f_code.co_name != Exchanger.announce.__name__:
                     seen.append((name, [part for part in spans.open if part in TIMED]))
 

@@ -29,8 +29,8 @@ class Primitives(ABC):
         name: the transport's name in `pydist.init(transport=...)`.
         rank: this rank's index in the group, 0 <= rank < size.
         size: number of ranks in the group.
-        watcher: called with every exchanger that starts here, and with every tensor that is
-            reduced or gathered.
+        watcher: called with every exchanger that starts here, with every tensor that is reduced or
+            gathered, and with the form in which a call exchanges, if it has several.
         concurrent: whether threads of a rank may call it concurrently; else they take turns.
         device: the CUDA device whose tensors it accepts besides host tensors; None for most.
         host_waits: whether the host waits for exchanges of device tensors, which CUDA graphs then
