@@ -17,6 +17,7 @@ PACKAGES = [
     "pydist.inference",
     "pydist.models",
     "pydist.optim",
+    "pydist.packs",
     "pydist.profile",
     "pydist.slices",
     "pydist.stages",

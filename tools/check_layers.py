@@ -3,6 +3,7 @@
 
     core <- launch, ops/common, isa <- the bodies of a family <- its CPU and CUDA code, its bindings
     core <- comm/driver <- comm/nccl, comm/ipc;  core <- comm/local, comm/board, io, watchdog
+    io, the opening of libraries in comm/driver <- packs
     bindings may include all of these except the families, which have their own bindings.
 
 A family (a folder in csrc/ops) includes nothing of another one, unless FAMILY_USES lists it. No
@@ -40,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "io": {"core"},
     "watchdog": {"core"},
+    "packs": {"io", "comm/driver/dynamic_library.hpp"},
     "launch": {"core"},
     "ops/common": {"core", *BODY_CONTRACT},
     "isa": {"core", "ops/common", *BODY_CONTRACT},
@@ -49,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "comm/ipc": {"core", "comm/driver"},
     "comm/nccl": {"core", "comm/driver"},
     "bindings": {
-        *("core", "io", "watchdog", "launch", "isa"),
+        *("core", "io", "packs", "watchdog", "launch", "isa"),
         *("comm/board", "comm/driver", "comm/ipc", "comm/local", "comm/nccl"),
     },
 }

@@ -23,6 +23,7 @@ void bind_calls(py::module_& module);       // calls.cpp: modules and numbers of
 void bind_comm(py::module_& module);        // comm.cpp: the hub of the local transport
 void bind_nccl(py::module_& module);        // nccl.cpp: NCCL, opened at run time
 void bind_ipc(py::module_& module);         // ipc.cpp: memory that processes share on devices
+void bind_packs(py::module_& module);       // packs.cpp: many small files in a few large ones
 void bind_watchdog(py::module_& module);    // watchdog.cpp: ends a hanging job
 
 }  // namespace pydist::bindings

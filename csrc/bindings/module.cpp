@@ -40,6 +40,7 @@ PYBIND11_MODULE(_native, module) {
   pydist::bindings::bind_core(module);
   pydist::bindings::bind_tensor_border(module);
   pydist::bindings::bind_io(module);
+  pydist::bindings::bind_packs(module);
   pydist::bindings::bind_hardware(module);
   pydist::bindings::bind_call_board(module);
   pydist::bindings::bind_calls(module);

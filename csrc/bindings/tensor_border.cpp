@@ -41,7 +41,7 @@ const dlpack::ExchangeTable* find_table(py::handle type) {
 }
 
 // Returned by value: the cache may grow, and programs may make any number of types.
-TypeEntry look_up(py::handle type) {
+TypeEntry type_entry(py::handle type) {
   constexpr std::size_t kMaxCached = 64;
   // Never freed: Python has ended before static destructors run.
   static auto& cache = *new std::vector<TypeEntry>();
@@ -257,7 +257,7 @@ TensorView view_of_tensor(py::handle object, const char* name, const dlpack::Exc
 }  // namespace
 
 Borrowed borrow(py::handle object, const char* name, Access access) {
-  const TypeEntry entry = look_up(py::type::handle_of(object));
+  const TypeEntry entry = type_entry(py::type::handle_of(object));
   Borrowed borrowed;
   if (entry.table != nullptr && (g_use_table || !entry.is_tensor)) borrowed.table_ = entry.table;
   if (borrowed.table_ != nullptr || entry.is_tensor) {

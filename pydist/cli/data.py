@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.progress import Progress
@@ -17,6 +18,7 @@ from pydist.data.manifest import Manifest
 from pydist.data.medical import CTOptions, NiftiOptions, convert_nifti, generate_ct
 from pydist.data.universes import UniverseOptions, generate_universes
 from pydist.errors import DataError
+from pydist.packs.writing import PackOptions
 
 Told = Callable[[int, int, str], None]
 
@@ -55,11 +57,23 @@ class _Nifti:
 
 
 @dataclass(frozen=True)
+class _Pack:
+    """Packs many small files into a few large ones with an index, from which they are read."""
+
+    source: tyro.conf.Positional[Path]
+    """Folder whose files and folders are packed."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    """Folder of the pack: new or empty."""
+    packing: tyro.conf.OmitArgPrefixes[PackOptions] = field(default_factory=PackOptions)
+    """Options of the packing."""
+
+
+@dataclass(frozen=True)
 class _Verify:
-    """Reads every file of a data set and compares it with the manifest's checksums."""
+    """Reads every file of a data set or a pack and compares it with its checksum."""
 
     folder: tyro.conf.Positional[Path]
-    """Folder of the data set."""
+    """Folder of the data set or of the pack."""
 
 
 def universes(arguments: Sequence[str]) -> int:
@@ -94,18 +108,42 @@ def nifti(arguments: Sequence[str]) -> int:
     return 0
 
 
+def pack(arguments: Sequence[str]) -> int:
+    """Runs `pydist data pack`; see `pydist data pack --help`."""
+    from pydist.packs import writing
+
+    chosen = parse(_Pack, arguments, "pydist data pack")
+    console = Console()
+    began = time.perf_counter()
+    with _told(console) as told:
+        made = writing.pack(chosen.source, chosen.output, chosen.packing, told)
+    share = made["stored_bytes"] / made["bytes"] if made["bytes"] else 1.0
+    packed = f" → {made['stored_bytes']:,}" if chosen.packing.codec != "raw" else ""
+    console.print(
+        f"data       {made['files']:,} files in {made['folders']:,} folders, {made['bytes']:,}"
+        f"{packed} bytes{f' ({share:.0%})' if packed else ''} in {chosen.output}  "
+        f"{time.perf_counter() - began:.0f} s",
+        soft_wrap=True,
+        markup=False,
+    )
+    return 0
+
+
 def verify(arguments: Sequence[str]) -> int:
     """Runs `pydist data verify`; see `pydist data verify --help`."""
     from pydist.data.index import verify_dataset
+    from pydist.packs import verifying
 
     chosen = parse(_Verify, arguments, "pydist data verify")
     console = Console()
+    packed = verifying.is_pack(chosen.folder)
     with _told(console) as told:
-        faults = verify_dataset(chosen.folder, told)
+        faults = (verifying.verify if packed else verify_dataset)(chosen.folder, told)
     for fault in faults:
         console.print(f"damaged    {fault}", soft_wrap=True, markup=False)
     if faults:
-        raise DataError(f"{chosen.folder} does not match its manifest (files: {len(faults)})")
+        what = "checksums" if packed else "manifest"
+        raise DataError(f"{chosen.folder} does not match its {what} (files: {len(faults)})")
     console.print(f"verified   {chosen.folder}", soft_wrap=True, markup=False)
     return 0
 

@@ -30,6 +30,7 @@ COMMANDS = {
     "data universes": Command("pydist.cli.data", "universes", "make synthetic universes"),
     "data ct": Command("pydist.cli.data", "ct", "make synthetic CT volumes with labels"),
     "data nifti": Command("pydist.cli.data", "nifti", "convert NIfTI images and labels"),
+    "data pack": Command("pydist.cli.data", "pack", "pack many small files into a few large ones"),
     "data verify": Command("pydist.cli.data", "verify", "compare a data set with its checksums"),
     "train": Command("pydist.cli.train", "train", "train a network from a TOML file"),
     "predict": Command("pydist.cli.predict", "predict", "segment NIfTI volumes across ranks"),

@@ -51,3 +51,25 @@ def test_several_shapes_are_said(tmp_path, capsys, monkeypatch):
 def test_export(tmp_path, capsys):
     assert main(["export", str(tmp_path), str(tmp_path / "m.safetensors")]) == 73
     assert "no checkpoint here" in capsys.readouterr().err
+
+
+def test_pack_and_verify(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/x.txt", "a/b/y.txt", "a/b/z.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name * 100)
+    assert main(["data", "pack", "a", "-o", "p", "--codec", "zstd", "--partitions", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "data       3 files in 2 folders, 2,500 → " in shown
+    assert " in p  0 s" in shown
+    assert main(["data", "verify", "p"]) == 0
+    assert "verified   p" in capsys.readouterr().out
+    assert main(["data", "pack", "a", "-o", "p", "--seed", "1"]) == 2
+    assert "p has a pack of other files or with other options" in capsys.readouterr().err
+    part = tmp_path / "p" / "part-00000.pack"
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    assert main(["data", "verify", "p"]) == 65
+    shown = capsys.readouterr()
+    assert "damaged    p: " in shown.out
+    assert "p does not match its checksums (files: 1)" in shown.err

@@ -1,0 +1,245 @@
+// Packs for Python: reading a folder, and writing partitions and an index. Paths and names are
+// bytes.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.hpp"
+#include "bindings/tensor_border.hpp"
+#include "core/errors.hpp"
+#include "packs/codec.hpp"
+#include "packs/folder.hpp"
+#include "packs/writer.hpp"
+
+namespace pydist::bindings {
+namespace {
+
+using namespace py::literals;
+using packs::Codec;
+using packs::Entry;
+using packs::Folder;
+using packs::IndexWriter;
+using packs::Kind;
+using packs::PackId;
+using packs::PartitionWriter;
+using packs::Stored;
+
+// Sets an error whose text may have any bytes of a file's name: as one line.
+void raise_line(const char* type, const std::string& text) {
+  std::string line;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    constexpr const char* kDigits = "0123456789abcdef";
+    const bool control = byte < 0x20 || byte == 0x7F;
+    line +=
+        control ? std::string("\\x") + kDigits[byte / 16] + kDigits[byte % 16] : std::string(1, c);
+  }
+  const auto message = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(line.data(), static_cast<Py_ssize_t>(line.size()), "backslashreplace"));
+  if (message) PyErr_SetObject(error_type(type).ptr(), message.ptr());
+}
+
+void translate_pack_error(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(std::move(error));
+  } catch (const packs::PackError& fault) {
+    raise_line("DataError", fault.what());
+  } catch (const packs::WriteError& fault) {
+    raise_line("DiskError", fault.what());
+  }
+}
+
+Codec codec_of(const std::string& name) {
+  for (const Codec codec : {Codec::kRaw, Codec::kZstd, Codec::kLz4}) {
+    if (name == packs::name_of(codec)) return codec;
+  }
+  throw UsageError("codec " + name + ": choose raw, zstd or lz4");
+}
+
+PackId pack_id(const std::string& bytes) {
+  PackId id;
+  PYDIST_EXPECT(bytes.size() == id.size(),
+                "a pack's id has 16 bytes; got " + std::to_string(bytes.size()));
+  std::memcpy(id.data(), bytes.data(), id.size());
+  return id;
+}
+
+py::bytes bytes_of(const PackId& id) {
+  return {reinterpret_cast<const char*>(id.data()), id.size()};
+}
+
+// An entry with its name, as a value.
+struct PackEntry {
+  PackEntry(const packs::Index& index, std::uint32_t i)
+      : number(i), fields(index.entry(i)), name(index.name(i)) {}
+  std::uint32_t number;
+  Entry fields;
+  std::string name;
+};
+
+std::vector<PackEntry> children_of(const Folder& folder, std::uint32_t directory) {
+  const auto [first, count] = folder.index().children(directory);
+  std::vector<PackEntry> children;
+  children.reserve(count);
+  for (std::uint32_t i = 0; i < count; ++i) children.emplace_back(folder.index(), first + i);
+  return children;
+}
+
+py::bytes read_whole(const Folder& folder, std::uint32_t entry) {
+  std::uint64_t size = 0;
+  {
+    const py::gil_scoped_release release;
+    size = folder.file(entry).raw_size;  // no more than the partition can hold
+  }
+  const auto result = py::reinterpret_steal<py::bytes>(
+      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
+  if (!result) throw py::error_already_set();
+  auto* start = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result.ptr()));
+  const py::gil_scoped_release release;
+  folder.read(entry, {start, static_cast<std::size_t>(size)});
+  return result;
+}
+
+std::size_t read_part(const Folder& folder, std::uint32_t entry, std::uint64_t offset,
+                      py::handle buffer) {
+  const Borrowed borrowed = borrow(buffer, "buffer", Access::kWrite);
+  require_cpu("buffer", borrowed.view());
+  require_contiguous("buffer", borrowed.view());
+  auto* start = static_cast<std::byte*>(borrowed->data);
+  const auto size = static_cast<std::size_t>(borrowed->bytes());
+  const py::gil_scoped_release release;
+  return folder.pread(entry, offset, {start, size});
+}
+
+void bind_pack_reading(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<PackEntry>(module, "PackEntry", py::is_final(), "A file or a directory of a pack.")
+      .def_readonly("number", &PackEntry::number)
+      .def_property_readonly("name", [](const PackEntry& entry) { return py::bytes(entry.name); })
+      .def_property_readonly(
+          "is_directory",
+          [](const PackEntry& entry) { return entry.fields.kind == Kind::kDirectory; })
+      .def_property_readonly(
+          "size", [](const PackEntry& entry) { return entry.fields.raw_size; },
+          "Bytes of a file; 0 for a directory.")
+      .def_property_readonly("mode", [](const PackEntry& entry) { return entry.fields.mode; })
+      .def_property_readonly("mtime_ns",
+                             [](const PackEntry& entry) { return entry.fields.mtime_ns; })
+      .def_property_readonly(
+          "codec", [](const PackEntry& entry) { return packs::name_of(entry.fields.codec); })
+      .def_property_readonly("partition",
+                             [](const PackEntry& entry) { return entry.fields.partition; })
+      .def_property_readonly(
+          "offset", [](const PackEntry& entry) { return entry.fields.offset; },
+          "Of a file in its partition, in bytes.")
+      .def_property_readonly(
+          "stored_size", [](const PackEntry& entry) { return entry.fields.stored_size; },
+          "Bytes of a file in its partition.");
+
+  py::class_<Folder>(module, "PackFolder", py::is_final(),
+                     "A pack, open for reading; thread-safe. See csrc/packs/folder.hpp.")
+      .def(py::init([](const std::string& path) { return std::make_unique<Folder>(path); }),
+           "path"_a)
+      .def_property_readonly("id", [](const Folder& pack) { return bytes_of(pack.index().id()); })
+      .def_property_readonly(
+          "origin",
+          [](const Folder& pack) { return py::bytes(std::string(pack.index().origin())); },
+          "JSON text that says how the pack was made.")
+      .def_property_readonly("entries", [](const Folder& pack) { return pack.index().size(); })
+      .def_property_readonly("partitions",
+                             [](const Folder& pack) { return pack.index().partitions(); })
+      .def(
+          "find",
+          [](const Folder& pack, const std::string& path) { return pack.index().find(path); },
+          "path"_a, "The number of the entry at a path relative to the root, which is empty.")
+      .def(
+          "entry", [](const Folder& pack, std::uint32_t i) { return PackEntry(pack.index(), i); },
+          "number"_a)
+      .def(
+          "path",
+          [](const Folder& pack, std::uint32_t i) { return py::bytes(pack.index().path(i)); },
+          "number"_a)
+      .def("children", &children_of, "directory"_a, "The entries of a directory, by name.")
+      .def(
+          "files",
+          [](const Folder& pack, std::uint32_t directory) { return pack.index().files(directory); },
+          "directory"_a, NoGil(), "Numbers of the files below a directory, depth first, by name.")
+      .def("read", &read_whole, "number"_a, "Reads a file, and compares it with its checksum.")
+      .def("read_part", &read_part, "number"_a, "offset"_a, "buffer"_a,
+           "Reads a part of a file that is stored raw into a buffer, and returns its size.")
+      .def(
+          "check_index", [](const Folder& pack) { pack.index().check(); }, NoGil(),
+          "Checks all of the index.")
+      .def(
+          "check_partition",
+          [](const Folder& pack, std::uint32_t partition) { pack.partition_fd(partition); },
+          "partition"_a, NoGil(), "Checks the header and the size of a partition.")
+      .def("check_file", &Folder::check, "number"_a, NoGil(), "Checks all checksums of a file.");
+}
+
+void bind_pack_writing(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "require_codec", [](const std::string& codec) { packs::require(codec_of(codec)); }, "codec"_a,
+      "Opens the library of a codec: raw (none), zstd or lz4.");
+  module.def("partition_name", &packs::partition_name, "number"_a,
+             "The name of a partition's file.");
+  module.attr("PACK_INDEX") = packs::kIndexName;
+
+  py::class_<Stored>(module, "StoredFile", py::is_final(), "Where a partition has a file.")
+      .def_readonly("stored_size", &Stored::stored_size)
+      .def_readonly("raw_size", &Stored::raw_size);
+
+  py::class_<PartitionWriter>(module, "PartitionWriter", py::is_final(),
+                              "Writes one partition. See csrc/packs/writer.hpp.")
+      .def(py::init([](const std::string& file, std::uint32_t number, const std::string& id) {
+             return std::make_unique<PartitionWriter>(file, number, pack_id(id));
+           }),
+           "file"_a, "number"_a, "id"_a)
+      .def(
+          "append",
+          [](PartitionWriter& writer, int source, std::uint64_t size, const std::string& codec) {
+            return writer.append(source, size, codec_of(codec));
+          },
+          "source"_a, "size"_a, "codec"_a, NoGil(), "Appends the content of an open file.")
+      .def("finish", &PartitionWriter::finish, NoGil(), "Completes the file; returns its size.");
+
+  py::class_<IndexWriter>(module, "IndexWriter", py::is_final(),
+                          "Collects the entries of an index. See csrc/packs/writer.hpp.")
+      .def(py::init<std::uint16_t, std::int64_t>(), "mode"_a, "mtime_ns"_a)
+      .def(
+          "add",
+          [](IndexWriter& writer, std::uint32_t parent, const std::string& name, bool directory,
+             std::uint16_t mode, std::int64_t mtime_ns) {
+            const Kind kind = directory ? Kind::kDirectory : Kind::kFile;
+            return writer.add(parent, name, kind, mode, mtime_ns);
+          },
+          "parent"_a, "name"_a, "directory"_a, "mode"_a, "mtime_ns"_a)
+      .def("store", &IndexWriter::store, "file"_a, "stored"_a)
+      .def(
+          "content",
+          [](const IndexWriter& writer, const std::string& id,
+             const std::vector<std::uint64_t>& partitions, const std::string& origin) {
+            const auto made = writer.bytes(pack_id(id), partitions, origin);
+            return py::bytes(reinterpret_cast<const char*>(made.data()), made.size());
+          },
+          "id"_a, "partitions"_a, "origin"_a);
+}
+
+}  // namespace
+
+void bind_packs(py::module_& module) {
+  py::register_local_exception_translator(translate_pack_error);
+  bind_pack_reading(module);
+  bind_pack_writing(module);
+}
+
+}  // namespace pydist::bindings

@@ -1,0 +1,133 @@
+// Entry points of libzstd and liblz4, whose interfaces are stable since their versions 1.0.
+#include "packs/codec.hpp"
+
+#include "comm/driver/dynamic_library.hpp"
+
+namespace pydist::packs {
+namespace {
+
+struct Zstd {
+  Zstd() {
+    const comm::DynamicLibrary library("the zstd library", "", {"libzstd.so.1"});
+    library.find("ZSTD_compressBound", bound);
+    library.find("ZSTD_compress", compress);
+    library.find("ZSTD_decompress", decompress);
+    library.find("ZSTD_isError", is_error);
+    library.find("ZSTD_getErrorName", error_name);
+  }
+  std::size_t (*bound)(std::size_t) = nullptr;
+  std::size_t (*compress)(void*, std::size_t, const void*, std::size_t, int) = nullptr;
+  std::size_t (*decompress)(void*, std::size_t, const void*, std::size_t) = nullptr;
+  unsigned (*is_error)(std::size_t) = nullptr;
+  const char* (*error_name)(std::size_t) = nullptr;
+};
+
+struct Lz4 {
+  Lz4() {
+    const comm::DynamicLibrary library("the lz4 library", "", {"liblz4.so.1"});
+    library.find("LZ4_compressBound", bound);
+    library.find("LZ4_compress_default", compress);
+    library.find("LZ4_decompress_safe", decompress);
+  }
+  int (*bound)(int) = nullptr;
+  int (*compress)(const char*, char*, int, int) = nullptr;
+  int (*decompress)(const char*, char*, int, int) = nullptr;
+};
+
+// Opened at the first use; an attempt that fails is repeated at the next one.
+const Zstd& zstd() {
+  static const Zstd library;
+  return library;
+}
+
+const Lz4& lz4() {
+  static const Lz4 library;
+  return library;
+}
+
+constexpr int kZstdLevel = 3;                // zstd's own default
+constexpr std::uint64_t kZstdRatio = 32768;  // a block of 4 bytes stands for at most 128 KiB
+constexpr std::uint64_t kLz4Ratio = 255;     // a byte of a match's length stands for 255 bytes
+
+[[noreturn]] void fail(Codec codec, const std::string& reason) {
+  throw PackError(std::string("damaged ") + name_of(codec) + " data: " + reason);
+}
+
+}  // namespace
+
+const char* name_of(Codec codec) {
+  switch (codec) {
+    case Codec::kRaw:
+      return "raw";
+    case Codec::kZstd:
+      return "zstd";
+    case Codec::kLz4:
+      return "lz4";
+  }
+  return "unknown";
+}
+
+void require(Codec codec) {
+  if (codec == Codec::kZstd) zstd();
+  if (codec == Codec::kLz4) lz4();
+}
+
+std::vector<std::byte> compress(Codec codec, std::span<const std::byte> raw) {
+  if (raw.size() > kLargestCompressed) throw PackError("too large to be compressed");
+  std::vector<std::byte> stored;
+  std::size_t size = 0;
+  if (codec == Codec::kZstd) {
+    stored.resize(zstd().bound(raw.size()));
+    size = zstd().compress(stored.data(), stored.size(), raw.data(), raw.size(), kZstdLevel);
+    if (zstd().is_error(size) != 0) {
+      throw PackError(std::string("zstd: ") + zstd().error_name(size));
+    }
+  } else if (codec == Codec::kLz4) {
+    const int raw_size = static_cast<int>(raw.size());
+    stored.resize(static_cast<std::size_t>(lz4().bound(raw_size)));
+    const int written = lz4().compress(reinterpret_cast<const char*>(raw.data()),
+                                       reinterpret_cast<char*>(stored.data()), raw_size,
+                                       static_cast<int>(stored.size()));
+    if (written <= 0) throw PackError("lz4: can't compress " + std::to_string(raw_size) + " bytes");
+    size = static_cast<std::size_t>(written);
+  } else {
+    throw PackError(std::string("no compression by codec ") + name_of(codec));
+  }
+  stored.resize(size);
+  return stored;
+}
+
+void decompress(Codec codec, std::span<const std::byte> stored, std::span<std::byte> raw) {
+  std::size_t size = 0;
+  if (codec == Codec::kZstd) {
+    size = zstd().decompress(raw.data(), raw.size(), stored.data(), stored.size());
+    if (zstd().is_error(size) != 0) fail(codec, zstd().error_name(size));
+  } else if (codec == Codec::kLz4) {
+    if (stored.size() > kLargestCompressed || raw.size() > kLargestCompressed) {
+      fail(codec, "too large");
+    }
+    const int read = lz4().decompress(
+        reinterpret_cast<const char*>(stored.data()), reinterpret_cast<char*>(raw.data()),
+        static_cast<int>(stored.size()), static_cast<int>(raw.size()));
+    if (read < 0) fail(codec, "not a block, or larger than declared");
+    size = static_cast<std::size_t>(read);
+  } else {
+    throw PackError("codec " + std::to_string(static_cast<int>(codec)) + " is unknown");
+  }
+  if (size != raw.size()) {
+    fail(codec, std::to_string(size) + " bytes instead of " + std::to_string(raw.size()));
+  }
+}
+
+std::string fault_of_sizes(const Entry& entry) {
+  if (entry.codec == Codec::kRaw) {
+    return entry.stored_size == entry.raw_size ? "" : "is not compressed, and has two sizes";
+  }
+  const std::uint64_t ratio = entry.codec == Codec::kZstd ? kZstdRatio : kLz4Ratio;
+  const bool possible = entry.raw_size <= kLargestCompressed &&
+                        entry.stored_size < entry.raw_size &&
+                        entry.raw_size / ratio <= entry.stored_size;
+  return possible ? "" : "has impossible sizes before and after compression";
+}
+
+}  // namespace pydist::packs

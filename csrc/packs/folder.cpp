@@ -1,0 +1,169 @@
+#include "packs/folder.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "io/crc32c.hpp"
+#include "packs/codec.hpp"
+#include "packs/system.hpp"
+
+namespace pydist::packs {
+namespace {
+
+constexpr std::size_t kPiece = std::size_t{1} << 20;
+
+// Opens a partition's file, whose header must agree with the index.
+Descriptor open_partition(const std::string& file, std::uint32_t number, const Index& index) {
+  Descriptor descriptor(::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (descriptor.get() < 0) throw_system(file);
+  struct stat status{};
+  if (::fstat(descriptor.get(), &status) != 0) throw_system(file);
+  if (!S_ISREG(status.st_mode)) throw PackError(file + ": not a regular file");
+  PartitionHeader header{};
+  const ssize_t got = ::pread(descriptor.get(), &header, sizeof(header), 0);
+  if (got < 0) throw_system(file);
+  if (got < static_cast<ssize_t>(sizeof(header)) || header.magic != kPartitionMagic) {
+    throw PackError(file + ": not a partition of a pack");
+  }
+  if (header.version != kVersion) {
+    throw PackError(file + ": version " + std::to_string(header.version) +
+                    ", and this pydist reads version " + std::to_string(kVersion));
+  }
+  if (header.crc != io::crc32c(&header, offsetof(PartitionHeader, crc))) {
+    throw PackError(file + ": damaged: its header does not match its checksum");
+  }
+  if (header.id != index.id() || header.number != number) {
+    throw PackError(file + ": it belongs to another pack than " + index.file());
+  }
+  const auto size = static_cast<std::uint64_t>(status.st_size);
+  const std::uint64_t expected = index.partition_size(number);
+  if (size != expected || header.file_size != expected) {
+    throw PackError(file + ": damaged: it has " + std::to_string(size) + " bytes of " +
+                    std::to_string(expected));
+  }
+  return descriptor;
+}
+
+}  // namespace
+
+Folder::Folder(const std::string& path)
+    : path_(path),
+      index_(Index::open(path + "/" + kIndexName)),
+      descriptors_(std::make_unique<std::atomic<int>[]>(index_.partitions())) {
+  for (std::uint32_t i = 0; i < index_.partitions(); ++i) descriptors_[i].store(-1);
+}
+
+Folder::~Folder() {
+  for (std::uint32_t i = 0; i < index_.partitions(); ++i) {
+    const Descriptor closed(descriptors_[i].load());
+  }
+}
+
+int Folder::partition_fd(std::uint32_t partition) const {
+  index_.partition_size(partition);  // throws for one that the index does not have
+  int number = descriptors_[partition].load(std::memory_order_acquire);
+  if (number >= 0) return number;
+  Descriptor opened = open_partition(path_ + "/" + partition_name(partition), partition, index_);
+  // Another thread may have opened it meanwhile; then its descriptor is used.
+  if (descriptors_[partition].compare_exchange_strong(number, opened.get())) {
+    return opened.release();
+  }
+  return number;
+}
+
+const Entry& Folder::file(std::uint32_t entry) const {
+  const Entry& found = index_.entry(entry);
+  if (found.kind != Kind::kFile) throw PackError(index_.path(entry) + ": a directory, not a file");
+  partition_fd(found.partition);
+  const std::uint64_t size = index_.partition_size(found.partition);
+  if (found.offset > size || found.stored_size > size - found.offset) {
+    damaged(entry, "it is outside of its partition");
+  }
+  const std::string fault = fault_of_sizes(found);
+  if (!fault.empty()) damaged(entry, "it " + fault);
+  return found;
+}
+
+void Folder::damaged(std::uint32_t entry, const std::string& reason) const {
+  throw PackError(path_ + ": " + index_.path(entry) + ": damaged: " + reason);
+}
+
+void Folder::read_stored(const Entry& entry, std::uint64_t offset, std::span<std::byte> out) const {
+  const int descriptor = partition_fd(entry.partition);
+  while (!out.empty()) {
+    const ssize_t got =
+        ::pread(descriptor, out.data(), out.size(), static_cast<off_t>(entry.offset + offset));
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) {
+      const std::string file = path_ + "/" + partition_name(entry.partition);
+      if (got < 0) throw_system(file);
+      throw PackError(file + ": damaged: it was cut short");
+    }
+    out = out.subspan(static_cast<std::size_t>(got));
+    offset += static_cast<std::uint64_t>(got);
+  }
+}
+
+void Folder::read(std::uint32_t i, std::span<std::byte> out) const {
+  const Entry& entry = file(i);
+  if (out.size() != entry.raw_size) {
+    throw PackError(index_.path(i) + ": it has " + std::to_string(entry.raw_size) +
+                    " bytes, and was read into " + std::to_string(out.size()));
+  }
+  if (entry.codec == Codec::kRaw) {
+    read_stored(entry, 0, out);
+  } else {
+    read_compressed(i, out);
+  }
+  if (io::crc32c(out.data(), out.size()) != entry.raw_crc) {
+    damaged(i, "it does not match its checksum");
+  }
+}
+
+void Folder::read_compressed(std::uint32_t i, std::span<std::byte> out) const {
+  const Entry& entry = file(i);
+  std::vector<std::byte> stored(entry.stored_size);
+  read_stored(entry, 0, stored);
+  // Before decompression, so that its library sees only what the packer wrote.
+  if (io::crc32c(stored.data(), stored.size()) != entry.stored_crc) {
+    damaged(i, "its stored bytes do not match their checksum");
+  }
+  try {
+    decompress(entry.codec, stored, out);
+  } catch (const PackError& error) {
+    damaged(i, error.what());
+  }
+}
+
+std::size_t Folder::pread(std::uint32_t i, std::uint64_t offset, std::span<std::byte> out) const {
+  const Entry& entry = file(i);
+  if (entry.codec != Codec::kRaw) {
+    throw PackError(index_.path(i) + ": it is compressed, and can only be read whole");
+  }
+  if (offset >= entry.raw_size) return 0;
+  out = out.first(
+      static_cast<std::size_t>(std::min<std::uint64_t>(out.size(), entry.raw_size - offset)));
+  read_stored(entry, offset, out);
+  return out.size();
+}
+
+void Folder::check(std::uint32_t i) const {
+  const Entry& entry = file(i);
+  if (entry.codec != Codec::kRaw) {
+    std::vector<std::byte> raw(entry.raw_size);
+    return read(i, raw);
+  }
+  std::vector<std::byte> piece(std::min<std::uint64_t>(kPiece, entry.raw_size));
+  std::uint32_t crc = 0;
+  for (std::uint64_t done = 0; done < entry.raw_size;) {
+    const std::size_t got = pread(i, done, piece);
+    crc = io::crc32c(piece.data(), got, crc);
+    done += got;
+  }
+  if (crc != entry.raw_crc) damaged(i, "it does not match its checksum");
+}
+
+}  // namespace pydist::packs

@@ -1,0 +1,55 @@
+// The folder of a pack, open for reading.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "packs/index.hpp"
+
+namespace pydist::packs {
+
+// An index and its partitions, which are opened at their first use. Thread-safe without locks, so
+// also usable in the child of a fork. All functions throw PackError that names file and reason.
+class Folder {
+ public:
+  explicit Folder(const std::string& path);
+  ~Folder();
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+
+  const Index& index() const { return index_; }
+  const std::string& path() const { return path_; }
+
+  // The entry of a file, after a check that its partition is there and holds all of it. Throws for
+  // a directory.
+  const Entry& file(std::uint32_t entry) const;
+
+  // Reads a whole file and compares it with its checksum. The size of `out` is the entry's raw
+  // size.
+  void read(std::uint32_t entry, std::span<std::byte> out) const;
+
+  // Reads a part of a file that is stored raw, without its checksum. Returns the number of bytes:
+  // the size of `out`, or less at the end of the file.
+  std::size_t pread(std::uint32_t entry, std::uint64_t offset, std::span<std::byte> out) const;
+
+  // Reads a whole file in pieces, and compares all of its checksums.
+  void check(std::uint32_t entry) const;
+
+  // The open file of a partition whose header was checked; it remains this folder's.
+  int partition_fd(std::uint32_t partition) const;
+
+ private:
+  void read_stored(const Entry& entry, std::uint64_t offset, std::span<std::byte> out) const;
+  void read_compressed(std::uint32_t i, std::span<std::byte> out) const;
+  [[noreturn]] void damaged(std::uint32_t entry, const std::string& reason) const;
+
+  std::string path_;
+  Index index_;
+  std::unique_ptr<std::atomic<int>[]> descriptors_;  // -1: not yet open
+};
+
+}  // namespace pydist::packs
