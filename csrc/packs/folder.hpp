@@ -9,6 +9,7 @@
 #include <string>
 
 #include "packs/index.hpp"
+#include "packs/stored.hpp"
 
 namespace pydist::packs {
 
@@ -28,6 +29,9 @@ class Folder {
   // a directory.
   const Entry& file(std::uint32_t entry) const;
 
+  // Where the partition has a file, checked as by `file`.
+  Stored stored(std::uint32_t entry) const;
+
   // Reads a whole file and compares it with its checksum. The size of `out` is the entry's raw
   // size.
   void read(std::uint32_t entry, std::span<std::byte> out) const;
@@ -43,9 +47,7 @@ class Folder {
   int partition_fd(std::uint32_t partition) const;
 
  private:
-  void read_stored(const Entry& entry, std::uint64_t offset, std::span<std::byte> out) const;
-  void read_compressed(std::uint32_t i, std::span<std::byte> out) const;
-  [[noreturn]] void damaged(std::uint32_t entry, const std::string& reason) const;
+  [[noreturn]] void fail(std::uint32_t entry, const std::string& reason) const;
 
   std::string path_;
   Index index_;
