@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pydist.data.blocks import BlockSource, Read, read_group
 from pydist.data.device_input import DeviceInput
 from pydist.data.sampler import GroupBatch, MeshSampler
-from pydist.data.store.memory import Delivery, MemoryStore
+from pydist.data.store.delivery import Delivery
+from pydist.data.store.memory import MemoryStore
 from pydist.mesh import Mesh
 from pydist.watchdog import BLOCKED, phase
 

@@ -55,14 +55,23 @@ def store_options(
         sum(math.prod(each.shape_of(index)) for index in range(len(each)))
         for each in (data, validation)
     )
-    sizes: tuple[dict[str, int], dict[str, int]] = {}, {}
-    for name in ("store_memory", "store_disk"):
-        limit = getattr(options, name)
-        if limit is not None:
-            limit = byte_count(limit)
-            sizes[0][name] = max(1, limit * of_data // (of_data + of_validation))
-            sizes[1][name] = max(1, limit - sizes[0][name])
-    return replace(options, **sizes[0]), replace(options, **sizes[1])
+    memory, disk = (
+        _divided(size, of_data, of_validation)
+        for size in (config.data.store_memory, config.data.store_disk)
+    )
+    return (
+        replace(options, store_memory=memory[0], store_disk=disk[0]),
+        replace(options, store_memory=memory[1], store_disk=disk[1]),
+    )
+
+
+def _divided(size: str | None, one: int, other: int) -> tuple[int, int] | tuple[None, None]:
+    """Divides a size in proportion to two numbers; None is no limit."""
+    if size is None:
+        return None, None
+    limit = byte_count(size)
+    first = max(1, limit * one // (one + other))
+    return first, max(1, limit - first)
 
 
 def make_loader(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from pydist.data.store.entry import Entry, EntryFormat
-from pydist.data.store.spill import LastingSpill, Spill
+from pydist.data.store.spill import Spill
 from pydist.watchdog import phase
 
 _WAITING = 2
@@ -111,7 +111,7 @@ class Disk:
             copies: entries in memory that are written as well, as far as the limit allows; between
                 those of `put`, which do not wait for them.
         """
-        if isinstance(self.spill, LastingSpill) and (self._saving is None or self._saving.done()):
+        if self.spill.lasts and (self._saving is None or self._saving.done()):
             self._saving = Future()
             self._writer.submit(self._save_next, iter(copies), self._saving)
 

@@ -68,16 +68,16 @@ class Figures:
     def over(self, world: Transport) -> Figures:
         """Returns the figures of all ranks together. Collective."""
         names = [field.name for field in fields(self)]
-        summed = [name for name in names if not name.startswith("most_")]
         most = [name for name in names if name.startswith("most_")]
-        found: dict[str, int] = {}
-        for group, operation in ((summed, "sum"), (most, "max")):
-            values = torch.tensor(
-                [getattr(self, name) for name in group], dtype=torch.int64, device="cpu"
-            )
-            world.all_reduce(values, operation)
-            found.update(zip(group, values.tolist(), strict=True))
-        return Figures(**found)
+        sums = [name for name in names if name not in most]
+        summed, largest = (
+            torch.tensor([getattr(self, name) for name in group], dtype=torch.int64, device="cpu")
+            for group in (sums, most)
+        )
+        world.all_reduce(summed)
+        world.all_reduce(largest, "max")
+        values = [*summed.tolist(), *largest.tolist()]
+        return Figures(**dict(zip([*sums, *most], values, strict=True)))
 
 
 _COUNTS = (

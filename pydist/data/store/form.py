@@ -41,9 +41,7 @@ class Form:
                 self.source_type = StoredBatchSource
             if on_device or dataset.stored_dtype.itemsize < dataset.dtype.itemsize:
                 self.raw, self.dtype = True, dataset.stored_dtype
-        self.label_dtype = (
-            dataset.label_dtype if isinstance(dataset, NarrowLabels) else torch.int64
-        )
+        self.label_dtype = dataset.label_dtype if isinstance(dataset, NarrowLabels) else torch.int64
         self._dataset, self._mesh = dataset, mesh
         self._formats: dict[tuple[int, ...], EntryFormat] = {}
 

@@ -42,7 +42,8 @@ class StoreOptions:
     @property
     def memory(self) -> int:
         """Bytes in memory."""
-        return LARGEST if self.store_memory is None else _bytes_of("store_memory", self.store_memory)
+        limit = self.store_memory
+        return LARGEST if limit is None else _bytes_of("store_memory", limit)
 
     @property
     def disk(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -172,4 +171,4 @@ def test_a_folder_that_can_not_be_made_leaves_files(
             assert epochs[2][0].hit_rate == pytest.approx(1 / 6)
             assert 0 < sum(figures.lost_blocks for figures, _ in epochs) <= 5
     assert "a folder is needed" in capfd.readouterr().err
-    assert os.listdir(tmp_path) == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

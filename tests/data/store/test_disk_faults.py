@@ -15,7 +15,6 @@ from pydist._loader import native
 from pydist.comm import Transport, run_local
 from support.data.spilled import Run, batches_of, compare, run_program, seen
 
-
 RUN = Run(12, 4, reuse=True)
 
 
@@ -53,7 +52,7 @@ def no_index(folder: Path) -> None:
 def scribble_on_open_spills() -> None:
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing
-            if ".pydist-store" in os.readlink(path):
+            if ".pydist-store" in str(path.readlink()):
                 with path.open("r+b") as file:
                     file.seek(300)
                     file.write(b"\xff\xff\xff")
@@ -141,10 +140,13 @@ def test_a_folder_that_is_gone_costs_the_next_run_alone(
 
 
 def test_a_full_disk_leaves_files(tmp_path: Path) -> None:
-    """Files may have 1,500 bytes, so each rank has room for 6 samples in memory and few on disk."""
+    """A file may have 1,500 bytes: few of the 6 samples that a rank has no memory for.
+
+    A further run has another file for the others.
+    """
     done = run_program("full", tmp_path, 1500)
     rates = json.loads(done.stdout)
-    assert all(0.5 <= rate < 1 for rate in rates)
+    assert 0.5 <= rates[0] == rates[1] < rates[2]
     assert done.stderr.count("File too large; no more samples are written there") >= 3
 
 
@@ -180,4 +182,3 @@ def test_bad_samples_are_those_of_files(tmp_path: Path) -> None:
             run_local(job, 2, timeout=60)
         messages.add(f"{type(caught.value)} {caught.value}")
     assert len(messages) == 1
-

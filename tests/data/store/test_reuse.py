@@ -55,7 +55,7 @@ def test_ranks_that_found_the_same_blocks_agree_on_one(tmp_path: Path) -> None:
     """The spills of two runs with other orders: one rank has lost its spill in between."""
     run = Run(12, 4, reuse=True)
     compare(run, tmp_path)
-    kept, lost = sorted(tmp_path.iterdir())
+    _, lost = sorted(tmp_path.iterdir())
     for path in lost.iterdir():
         path.unlink()
 

@@ -25,6 +25,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ def work(
         limit: largest size of files that are written; -1 for none.
     """
     source, digest, rate = Stored(SAMPLES), hashlib.sha256(), 0.0
-    store = {} if folder is None else {
+    store: dict[str, Any] = {} if folder is None else {
         "store": "memory", "store_memory": 2000, "store_disk": 10**6, "store_folder": folder,
         "store_codec": "lz4", "store_reuse": reuse,
     }  # fmt: skip
@@ -81,7 +82,7 @@ def in_child(folder: Path | None, delay: float = 0, renaming: int = 0) -> list[l
     if delay > 0:
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
-    with open(reads, "rb") as pipe:
+    with os.fdopen(reads, "rb") as pipe:
         content = pipe.read()
     status = os.waitpid(child, 0)[1]
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, status
@@ -100,7 +101,7 @@ def _kill_at(renaming: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return Path(target)
 
-    Path.replace = replace  # type: ignore[method-assign]
+    Path.replace = replace  # type: ignore[method-assign, assignment]
 
 
 def packs_in(folder: Path) -> int:
