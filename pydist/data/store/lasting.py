@@ -23,6 +23,7 @@ from pydist.data.store.spill import Spill
 from pydist.errors import DataError, DiskError, PydistError, UsageError
 from pydist.parsing import parse_json
 
+_PREFIX = "pydist-store-"
 _SLOTS = 16
 """Runs of the same kind that may have a lasting spill in one folder at the same time."""
 
@@ -123,8 +124,10 @@ class LastingSpill(Spill):
         """Locks the first folder for these facts that no other run uses."""
         digest = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()[:16]
         for slot in range(_SLOTS):
-            self.folder = folder / f"pydist-store-{digest}-{slot}"
+            self.folder = folder / f"{_PREFIX}{digest}-{slot}"
             make_folder(self.folder)
+            with _in_words(self.folder):
+                self.folder.chmod(0o700)  # also fails if it is another user's
             lock = FolderLock(self.folder)
             with contextlib.suppress(UsageError):
                 self._held.enter_context(lock)
@@ -187,7 +190,8 @@ def open_spill(
         options: of the store, with a disk.
         facts: returns what must be the same in both runs, see `LastingSpill`.
         size_of: returns the bytes of a sample's block.
-        warn: is called with one line if an earlier run's blocks or the folder can't be used.
+        warn: is called with one line if no blocks can be taken from an earlier run, or left to the
+            next one.
 
     Raises:
         NotSupported: the codec's library is missing.
@@ -197,11 +201,13 @@ def open_spill(
     assert folder is not None
     try:
         make_folder(folder)
+        for left in (folder, *folder.glob(f"{_PREFIX}*")):
+            owner.remove_temporaries(left)  # of runs that were killed
         if options.store_reuse:
             return LastingSpill(folder, options.store_codec, facts(), size_of, options.disk, warn)
-        owner.remove_temporaries(folder)
-    except PydistError as error:
-        warn(f"{error}; no blocks stay for the next run" if options.store_reuse else str(error))
+    except PydistError as error:  # without reuse, the first write says the same
+        if options.store_reuse:
+            warn(f"{error}; no blocks stay for the next run")
     return Spill(folder, options.store_codec)
 
 

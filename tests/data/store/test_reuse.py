@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from pydist import owner
 from pydist.comm import Transport, run_local
 from pydist.data import Loader
 from pydist.mesh import Mesh
@@ -100,3 +102,22 @@ def test_a_lower_limit_removes_what_is_above_it(
         assert epochs[1][0].hit_rate == pytest.approx(4 / 6)
     assert f"{6 * SIZE:,} bytes of blocks, and {3 * SIZE:,} allowed" in capfd.readouterr().err
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.pack")) <= 4 * SIZE
+
+
+def test_what_killed_runs_of_any_kind_left_is_removed(tmp_path: Path) -> None:
+    compare(Run(6, 2, (1, 1, 1), reuse=True), tmp_path)
+    (spill,) = tmp_path.iterdir()
+    before = sorted(spill.iterdir())
+    child = os.fork()
+    if child == 0:
+        for path in (tmp_path / ".pydist-store", spill / ".part-00001.pack"):
+            owner.temporary(path).touch()
+        os._exit(0)
+    os.waitpid(child, 0)
+    mine = owner.temporary(spill / ".part-00001.pack")  # of a process that runs
+    mine.touch()
+    other = tmp_path / "notes.txt"
+    other.touch()
+    compare(Run(7, 2, (1, 1, 1)), tmp_path)
+    assert sorted(spill.iterdir()) == sorted([*before, mine])
+    assert sorted(tmp_path.iterdir()) == [other, spill]
