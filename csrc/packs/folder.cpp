@@ -80,10 +80,10 @@ const Entry& Folder::file(std::uint32_t entry) const {
   partition_fd(found.partition);
   const std::uint64_t size = index_.partition_size(found.partition);
   if (found.offset > size || found.stored_size > size - found.offset) {
-    fail(entry, "damaged: it is outside of its partition");
+    damaged(entry, "it is outside of its partition");
   }
   const std::string fault = fault_of_sizes(found);
-  if (!fault.empty()) fail(entry, "damaged: it " + fault);
+  if (!fault.empty()) damaged(entry, "it " + fault);
   return found;
 }
 
@@ -93,32 +93,51 @@ Stored Folder::stored(std::uint32_t i) const {
           entry.raw_crc, entry.stored_crc,  entry.codec};
 }
 
-void Folder::fail(std::uint32_t entry, const std::string& reason) const {
-  throw PackError(path_ + ": " + index_.path(entry) + ": " + reason);
+void Folder::damaged(std::uint32_t entry, const std::string& reason) const {
+  throw PackError(path_ + ": " + index_.path(entry) + ": damaged: " + reason);
+}
+
+void Folder::read_stored(const Entry& entry, std::uint64_t offset, std::span<std::byte> out) const {
+  const int descriptor = partition_fd(entry.partition);
+  while (!out.empty()) {
+    const ssize_t got =
+        ::pread(descriptor, out.data(), out.size(), static_cast<off_t>(entry.offset + offset));
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) {
+      const std::string file = path_ + "/" + partition_name(entry.partition);
+      if (got < 0) throw_system(file);
+      throw PackError(file + ": damaged: it was cut short");
+    }
+    out = out.subspan(static_cast<std::size_t>(got));
+    offset += static_cast<std::uint64_t>(got);
+  }
 }
 
 void Folder::read(std::uint32_t i, std::span<std::byte> out) const {
-  const Stored place = stored(i);
+  const Entry& entry = file(i);
+  if (out.size() != entry.raw_size) {
+    throw PackError(index_.path(i) + ": it has " + std::to_string(entry.raw_size) +
+                    " bytes, and was read into " + std::to_string(out.size()));
+  }
+  const auto fetch = [&](std::uint64_t offset, std::span<std::byte> bytes) {
+    read_stored(entry, offset, bytes);
+  };
   try {
-    read_whole(partition_fd(place.partition), place, out);
-  } catch (const PackError& error) {
-    fail(i, error.what());
+    read_whole(stored(i), fetch, out);
+  } catch (const Damage& damage) {
+    damaged(i, damage.what());
   }
 }
 
 std::size_t Folder::pread(std::uint32_t i, std::uint64_t offset, std::span<std::byte> out) const {
-  const Stored place = stored(i);
-  if (place.codec != Codec::kRaw) {
+  const Entry& entry = file(i);
+  if (entry.codec != Codec::kRaw) {
     throw PackError(index_.path(i) + ": it is compressed, and can only be read whole");
   }
-  if (offset >= place.raw_size) return 0;
+  if (offset >= entry.raw_size) return 0;
   out = out.first(
-      static_cast<std::size_t>(std::min<std::uint64_t>(out.size(), place.raw_size - offset)));
-  try {
-    read_bytes(partition_fd(place.partition), place, offset, out);
-  } catch (const PackError& error) {
-    fail(i, error.what());
-  }
+      static_cast<std::size_t>(std::min<std::uint64_t>(out.size(), entry.raw_size - offset)));
+  read_stored(entry, offset, out);
   return out.size();
 }
 
@@ -135,7 +154,7 @@ void Folder::check(std::uint32_t i) const {
     crc = io::crc32c(piece.data(), got, crc);
     done += got;
   }
-  if (crc != entry.raw_crc) fail(i, "damaged: it does not match its checksum");
+  if (crc != entry.raw_crc) damaged(i, "it does not match its checksum");
 }
 
 }  // namespace pydist::packs

@@ -29,7 +29,7 @@ class Folder {
   // a directory.
   const Entry& file(std::uint32_t entry) const;
 
-  // Where the partition has a file, checked as by `file`.
+  // Where its partition has a file, checked as by `file`.
   Stored stored(std::uint32_t entry) const;
 
   // Reads a whole file and compares it with its checksum. The size of `out` is the entry's raw
@@ -47,7 +47,8 @@ class Folder {
   int partition_fd(std::uint32_t partition) const;
 
  private:
-  [[noreturn]] void fail(std::uint32_t entry, const std::string& reason) const;
+  void read_stored(const Entry& entry, std::uint64_t offset, std::span<std::byte> out) const;
+  [[noreturn]] void damaged(std::uint32_t entry, const std::string& reason) const;
 
   std::string path_;
   Index index_;

@@ -1,48 +1,37 @@
 #include "packs/stored.hpp"
 
-#include <unistd.h>
-
-#include <cerrno>
-#include <string>
-#include <system_error>
 #include <vector>
 
 #include "io/crc32c.hpp"
 #include "packs/codec.hpp"
 
 namespace pydist::packs {
+namespace {
 
-void read_bytes(int partition, const Stored& stored, std::uint64_t offset,
-                std::span<std::byte> out) {
-  while (!out.empty()) {
-    const ssize_t got =
-        ::pread(partition, out.data(), out.size(), static_cast<off_t>(stored.offset + offset));
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) throw PackError(std::generic_category().message(errno));
-    if (got == 0) throw PackError("damaged: it was cut short");
-    out = out.subspan(static_cast<std::size_t>(got));
-    offset += static_cast<std::uint64_t>(got);
+void read_compressed(const Stored& stored, const Fetch& fetch, std::span<std::byte> out) {
+  std::vector<std::byte> bytes(stored.stored_size);
+  fetch(0, bytes);
+  // Before decompression, so that its library sees only what the packer wrote.
+  if (io::crc32c(bytes.data(), bytes.size()) != stored.stored_crc) {
+    throw Damage("its stored bytes do not match their checksum");
+  }
+  try {
+    decompress(stored.codec, bytes, out);
+  } catch (const PackError& error) {
+    throw Damage(error.what());
   }
 }
 
-void read_whole(int partition, const Stored& stored, std::span<std::byte> out) {
-  if (out.size() != stored.raw_size) {
-    throw PackError("it has " + std::to_string(stored.raw_size) + " bytes, and was read into " +
-                    std::to_string(out.size()));
-  }
+}  // namespace
+
+void read_whole(const Stored& stored, const Fetch& fetch, std::span<std::byte> out) {
   if (stored.codec == Codec::kRaw) {
-    read_bytes(partition, stored, 0, out);
+    fetch(0, out);
   } else {
-    std::vector<std::byte> compressed(stored.stored_size);
-    read_bytes(partition, stored, 0, compressed);
-    // Before decompression, so that its library sees only what the packer wrote.
-    if (io::crc32c(compressed.data(), compressed.size()) != stored.stored_crc) {
-      throw PackError("damaged: its stored bytes do not match their checksum");
-    }
-    decompress(stored.codec, compressed, out);
+    read_compressed(stored, fetch, out);
   }
   if (io::crc32c(out.data(), out.size()) != stored.raw_crc) {
-    throw PackError("damaged: it does not match its checksum");
+    throw Damage("it does not match its checksum");
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 
 #include "packs/format.hpp"
@@ -20,12 +21,17 @@ struct Stored {
   Codec codec = Codec::kRaw;
 };
 
-// Reads stored bytes of an open partition, from an offset in them on. Throws PackError with the
-// reason alone, as does the next one.
-void read_bytes(int partition, const Stored& stored, std::uint64_t offset,
-                std::span<std::byte> out);
+// Stored bytes are not those that were written. The text is the reason alone.
+class Damage : public PackError {
+ public:
+  using PackError::PackError;
+};
 
-// Reads a whole file and compares it with its checksums. The size of `out` is its raw size.
-void read_whole(int partition, const Stored& stored, std::span<std::byte> out);
+// Reads stored bytes, from an offset in them on.
+using Fetch = std::function<void(std::uint64_t offset, std::span<std::byte> out)>;
+
+// Reads a whole file into `out`, of its raw size, and compares it with its checksums; throws
+// Damage.
+void read_whole(const Stored& stored, const Fetch& fetch, std::span<std::byte> out);
 
 }  // namespace pydist::packs

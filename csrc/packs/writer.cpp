@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <span>
+#include <string>
 #include <utility>
 
 #include "io/crc32c.hpp"
@@ -112,8 +113,20 @@ Stored PartitionWriter::append(std::span<const std::byte> bytes, Codec codec) {
 }
 
 void PartitionWriter::read(const Stored& stored, std::span<std::byte> out) const {
+  if (out.size() != stored.raw_size) {
+    throw PackError(file_ + ": a file of " + std::to_string(stored.raw_size) +
+                    " bytes was read into " + std::to_string(out.size()));
+  }
+  const auto fetch = [&](std::uint64_t offset, std::span<std::byte> bytes) {
+    const std::uint64_t at = stored.offset + offset;
+    if (read_at(descriptor_.get(), bytes.data(), bytes.size(), at) < bytes.size()) {
+      throw Damage("it was cut short");
+    }
+  };
   try {
-    read_whole(descriptor_.get(), stored, out);
+    read_whole(stored, fetch, out);
+  } catch (const Damage& damage) {
+    throw PackError(file_ + ": damaged: " + damage.what());
   } catch (const PackError& error) {
     throw PackError(file_ + ": " + error.what());
   }

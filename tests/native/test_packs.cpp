@@ -225,7 +225,7 @@ TEST(PackWriter, ReadsWhatWasAppended) {
       }
     }
     std::vector<std::byte> other(7);
-    expect_refused([&] { partition.read(stored[0], other); }, "it has 5000 bytes");
+    expect_refused([&] { partition.read(stored[0], other); }, "a file of 5000 bytes");
   }
 }
 
