@@ -87,7 +87,8 @@ class Disk:
             nbytes = self.spill.read(sample, found.memory)
         except Exception as error:  # as of damage
             self.spill.forget(sample)
-            self._lose("read", f"{error}; the sample is read from the data set instead")
+            self._count_lost()
+            self._tell("read", f"{error}; the sample is read from the data set instead")
             return None
         with self._counting:
             self.read_bytes += nbytes
@@ -135,37 +136,39 @@ class Disk:
 
     def _write(self, sample: int, entry: Entry) -> None:
         if self._leaving.get(sample) is entry:  # not forgotten meanwhile
-            self._try_to_write(sample, entry)
+            if not self._is_written(sample, entry):
+                self._count_lost()
             if self._leaving.get(sample) is not entry:
                 self.spill.forget(sample)
             self._leaving.pop(sample, None)
         self._room.release()
 
-    def _try_to_write(self, sample: int, entry: Entry) -> None:
+    def _is_written(self, sample: int, entry: Entry) -> bool:
+        """Writes an entry that is not on disk yet; returns whether it is there now."""
+        if sample in self.spill:
+            return True
         try:
-            if self._works:
+            if self._works and self.spill.nbytes + entry.memory.nbytes <= self._limit:
                 self.spill.write(sample, entry.memory)
-                return
+                return True
         except Exception as error:  # as of a full disk
             self._works = False
-            self._lose("write", f"{error}; no more samples are written there")
-            return
-        self._lose("write", "")
+            self._tell("write", f"{error}; no more samples are written there")
+        return False
 
     def _save_next(self, copies: Iterator[Block], saving: Future[None]) -> None:
         """Writes the next copy, if there is one, and comes back for the others."""
         for sample, entry in copies:
             if sample in self.spill or not entry.is_good:
                 continue
-            if self._works and self.spill.nbytes + entry.memory.nbytes <= self._limit:
-                self._try_to_write(sample, entry)
+            self._is_written(sample, entry)
             with contextlib.suppress(RuntimeError):  # closed meanwhile, as the job has failed
                 self._writer.submit(self._save_next, copies, saving)
             return
         try:
             self.spill.publish()
         except Exception as error:
-            self._lose("publish", f"{error}; the next run will not find these samples")
+            self._tell("publish", f"{error}; the next run will not find these samples")
         saving.set_result(None)
 
     def _wait_for_save(self) -> None:
@@ -177,11 +180,14 @@ class Disk:
                 while not saving.done() and self.spill.nbytes == before:
                     wait([saving], timeout=1)
 
-    def _lose(self, how: str, text: str) -> None:
-        """Counts a lost block, and says so if it is the first one to be lost that way."""
+    def _count_lost(self) -> None:
         with self._counting:
             self.lost += 1
-            is_first = how not in self._has_warned
-            self._has_warned.add(how)
-        if is_first and text:
+
+    def _tell(self, what: str, text: str) -> None:
+        """Warns of the first failure of a kind."""
+        with self._counting:
+            is_first = what not in self._has_warned
+            self._has_warned.add(what)
+        if is_first:
             self._warn(text)

@@ -84,7 +84,7 @@ class MemoryStore:
         )
         self.holdings = Holdings(self.form.of, budget.memory, self._disk(options, training))
         """The blocks that this rank holds."""
-        self._reuses = options.store_reuse
+        self._reuses, self._is_final = options.store_reuse, False
         if self._reuses:
             self._adopt()
         self.files = BatchSource(dataset, False, {}, (), (), self.holdings)
@@ -156,7 +156,8 @@ class MemoryStore:
             self._reading.pop(sample, None)
         self._figures.add(delivery.source.figures)
         if ends_epoch and self._reuses:
-            self.holdings.save(with_memory=self.directory.is_final())
+            self._is_final = self._is_final or self.directory.is_final()
+            self.holdings.save(with_memory=self._is_final)
 
     def preload(self, batches: Mapping[int, Sequence[int]]) -> None:
         """Reads those samples of a batch that no rank holds, each into that of its first consumer.
