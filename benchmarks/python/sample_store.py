@@ -6,6 +6,8 @@ groups or cut in 2 along the depth. The contestants make the same batches:
 - whole files: each rank reads all of a sample and cuts its block out of it;
 - blocks: each rank reads its block (without cuts, the same as whole files);
 - store: blocks come from the ranks' memory, by messages between groups; nothing is read;
+- disk raw, disk zstd, disk lz4: the same from a store without memory, whose blocks are all on local
+  disk (in the page cache, unless `--spill` names a folder on a disk that is slow enough to tell);
 - synthetic: one batch made beforehand, which costs nothing.
 
 One table has the input alone (an epoch, with no computation between batches), another one training
@@ -34,7 +36,8 @@ import common
 import jobs
 
 MESHES = {"2 groups": (2, (1, 1, 1)), "depth in 2": (1, (2, 1, 1))}
-FEEDS = ("synthetic", "store", "blocks", "whole files")
+DISKS = {"disk raw": "raw", "disk zstd": "zstd", "disk lz4": "lz4"}
+FEEDS = ("synthetic", "store", *DISKS, "blocks", "whole files")
 BATCH = 2
 FETCHED_MB = (1, 8, 32)
 
@@ -44,6 +47,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="edge of the cube (64)")
     parser.add_argument("--samples", type=int, default=16, help="samples of an epoch (16)")
     parser.add_argument("--mpi", default="auto", help="openmpi, mpich, gloo or auto")
+    parser.add_argument("--spill", type=Path, help="folder of blocks on disk (beside the data)")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -57,6 +61,7 @@ def main() -> None:
         data = make(Path(folder), options)
         more = ["--data", str(data), "--width", str(options.width)]
         more += ["--samples", str(options.samples)]
+        more += ["--spill", str(options.spill or Path(folder) / "spill")]
         result = common.on_ranks(__file__, options, options.mpi, more=more)
     report(result, options)
     machine["mpi_library"] = result.pop("library")
@@ -79,13 +84,17 @@ def make(folder: Path, options: argparse.Namespace) -> Path:
 
 def report(result: dict[str, Any], options: argparse.Namespace) -> None:
     """Prints the tables."""
-    head = ("mesh", "feed", "samples/s", "of synthetic", "over blocks", "waited", "MB from files")
+    head = (
+        "mesh", "feed", "samples/s", "of synthetic", "over blocks", "waited", "MB from files",
+        "MB from disk", "compression",
+    )  # fmt: skip
     for what, title in (("input", "the input alone"), ("training", "training steps")):
         print(f"\n{title}: {options.samples} samples of {options.width}³, batch {BATCH}, 2 ranks")
         common.show(head, [
             (
                 row["mesh"], row["feed"], row["samples_per_second"], row["of_synthetic"],
                 row["over_blocks"], row["waited"], row["file_bytes"] / 1e6,
+                row["disk_bytes"] / 1e6, row["compression"],
             )
             for row in result[what]
         ])  # fmt: skip
@@ -125,17 +134,23 @@ def work(options: argparse.Namespace) -> None:
 class Feed:
     """One contestant: the batches of an epoch, and what they have cost."""
 
-    def __init__(self, name: str, mesh: Any, data: Path) -> None:
+    def __init__(self, name: str, mesh: Any, data: Path, spill: Path) -> None:
         from pydist.data import Loader, ShardDataset
 
         self.dataset = ShardDataset(data, normalize="log1p")
         source: Any = Whole(self.dataset) if name == "whole files" else self.dataset
+        store: dict[str, Any] = {"store": "memory"} if name == "store" else {}
+        if name in DISKS:
+            store = {
+                "store": "memory", "store_memory": 1, "store_disk": "1TB", "store_folder": spill,
+                "store_codec": DISKS[name],
+            }  # fmt: skip
         self.loader = Loader(
             source,
             mesh,
             BATCH,
             seed=0,
-            store="memory" if name == "store" else "off",
+            **store,
         )
         self._made = [next(iter(self.loader))] if name == "synthetic" else []
         self._steps = len(self.loader)
@@ -147,6 +162,13 @@ class Feed:
             return iter(self._made * self._steps)
         self._number += 1
         return self.loader.epoch(self._number - 1)
+
+    def figures(self) -> Any:
+        """Returns this rank's figures of the store since the last call; zeros without one."""
+        from pydist.data.store.figures import Figures
+
+        store = self.loader.store
+        return Figures() if store is None else store.counted()
 
 
 class Whole:
@@ -185,7 +207,7 @@ def measured(
     from pydist.mesh import Mesh
 
     mesh = Mesh(world, *MESHES[title])
-    feeds = {name: Feed(name, mesh, options.data) for name in FEEDS}
+    feeds = {name: Feed(name, mesh, options.data, options.spill) for name in FEEDS}
     step = training_step(mesh, options.width) if trains else None
     check(feeds)
     waited: dict[str, list[float]] = {name: [] for name in FEEDS}
@@ -209,6 +231,8 @@ def measured(
         waited[name].clear()
     pause()
     before = {name: feed.dataset.bytes_read for name, feed in feeds.items()}
+    for feed in feeds.values():
+        feed.figures()
     seconds = common.in_turns(
         {name: lambda name=name: turn(name) for name in FEEDS},  # type: ignore[misc]
         options.rounds,
@@ -223,6 +247,7 @@ def measured(
             (feeds[name].dataset.bytes_read - before[name]) / options.rounds,
         ], dtype=torch.float64)  # fmt: skip
         world.all_reduce(sums)
+        figures = feeds[name].figures().over(world)
         found.append({
             "mesh": title,
             "feed": name,
@@ -232,6 +257,8 @@ def measured(
             "over_blocks": statistics.median(seconds["blocks"]) / median,
             "waited": float(sums[0]),
             "file_bytes": int(sums[1]),
+            "disk_bytes": figures.disk_bytes // options.rounds,
+            "compression": figures.compression,
         })  # fmt: skip
     for feed in feeds.values():
         feed.loader.close()

@@ -8,6 +8,7 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -117,15 +118,40 @@ py::bytes read_whole(const Folder& folder, std::uint32_t entry) {
   return result;
 }
 
+// The bytes of a buffer, which is contiguous in host memory.
+std::span<std::byte> host_bytes(const Borrowed& borrowed) {
+  require_cpu("buffer", borrowed.view());
+  require_contiguous("buffer", borrowed.view());
+  return {static_cast<std::byte*>(borrowed->data), static_cast<std::size_t>(borrowed->bytes())};
+}
+
+void read_into(const Folder& folder, std::uint32_t entry, py::handle buffer) {
+  const Borrowed borrowed = borrow(buffer, "buffer", Access::kWrite);
+  const std::span<std::byte> out = host_bytes(borrowed);
+  const py::gil_scoped_release release;
+  folder.read(entry, out);
+}
+
+Stored append_bytes(PartitionWriter& writer, py::handle buffer, const std::string& codec) {
+  const Borrowed borrowed = borrow(buffer, "buffer", Access::kRead);
+  const std::span<const std::byte> bytes = host_bytes(borrowed);
+  const py::gil_scoped_release release;
+  return writer.append(bytes, codec_of(codec));
+}
+
+void read_appended(const PartitionWriter& writer, const Stored& stored, py::handle buffer) {
+  const Borrowed borrowed = borrow(buffer, "buffer", Access::kWrite);
+  const std::span<std::byte> out = host_bytes(borrowed);
+  const py::gil_scoped_release release;
+  writer.read(stored, out);
+}
+
 std::size_t read_part(const Folder& folder, std::uint32_t entry, std::uint64_t offset,
                       py::handle buffer) {
   const Borrowed borrowed = borrow(buffer, "buffer", Access::kWrite);
-  require_cpu("buffer", borrowed.view());
-  require_contiguous("buffer", borrowed.view());
-  auto* start = static_cast<std::byte*>(borrowed->data);
-  const auto size = static_cast<std::size_t>(borrowed->bytes());
+  const std::span<std::byte> out = host_bytes(borrowed);
   const py::gil_scoped_release release;
-  return folder.pread(entry, offset, {start, size});
+  return folder.pread(entry, offset, out);
 }
 
 void bind_pack_reading(py::module_& module) {
@@ -187,6 +213,9 @@ void bind_pack_reading(py::module_& module) {
           [](const Folder& pack, std::uint32_t directory) { return pack.index().files(directory); },
           "directory"_a, NoGil(), "Numbers of the files below a directory, depth first, by name.")
       .def("read", &read_whole, "number"_a, "Reads a file, and compares it with its checksum.")
+      .def("read_into", &read_into, "number"_a, "buffer"_a,
+           "Reads a file into a buffer of its size, and compares it with its checksum.")
+      .def("stored", &Folder::stored, "number"_a, NoGil(), "Where a partition has a file.")
       .def("read_part", &read_part, "number"_a, "offset"_a, "buffer"_a,
            "Reads a part of a file that is stored raw into a buffer, and returns its size.")
       .def(
@@ -226,6 +255,9 @@ void bind_pack_writing(py::module_& module) {
             return writer.append(source, size, codec_of(codec));
           },
           "source"_a, "size"_a, "codec"_a, NoGil(), "Appends the content of an open file.")
+      .def("append_bytes", &append_bytes, "buffer"_a, "codec"_a, "Appends the bytes of a buffer.")
+      .def("read", &read_appended, "stored"_a, "buffer"_a,
+           "Reads what was appended into a buffer, and compares it with its checksum.")
       .def("finish", &PartitionWriter::finish, NoGil(), "Completes the file; returns its size.");
 
   py::class_<IndexWriter>(module, "IndexWriter", py::is_final(),

@@ -115,6 +115,12 @@ const Entry& Folder::file(std::uint32_t entry) const {
   return found;
 }
 
+Stored Folder::stored(std::uint32_t i) const {
+  const Entry& entry = file(i);
+  return {entry.offset,  entry.stored_size, entry.raw_size, entry.partition,
+          entry.raw_crc, entry.stored_crc,  entry.codec};
+}
+
 void Folder::damaged(std::uint32_t entry, const std::string& reason) const {
   throw PackError(path_ + ": " + index_.path(entry) + ": damaged: " + reason);
 }
@@ -145,28 +151,13 @@ void Folder::read(std::uint32_t i, std::span<std::byte> out) const {
     throw PackError(index_.path(i) + ": it has " + std::to_string(entry.raw_size) +
                     " bytes, and was read into " + std::to_string(out.size()));
   }
-  if (entry.codec == Codec::kRaw) {
-    read_stored(i, 0, out);
-  } else {
-    read_compressed(i, out);
-  }
-  if (io::crc32c(out.data(), out.size()) != entry.raw_crc) {
-    damaged(i, "it does not match its checksum");
-  }
-}
-
-void Folder::read_compressed(std::uint32_t i, std::span<std::byte> out) const {
-  const Entry& entry = file(i);
-  std::vector<std::byte> stored(entry.stored_size);
-  read_stored(i, 0, stored);
-  // Before decompression, so that its library sees only what the packer wrote.
-  if (io::crc32c(stored.data(), stored.size()) != entry.stored_crc) {
-    damaged(i, "its stored bytes do not match their checksum");
-  }
+  const auto fetch = [&](std::uint64_t offset, std::span<std::byte> bytes) {
+    read_stored(i, offset, bytes);
+  };
   try {
-    decompress(entry.codec, stored, out);
-  } catch (const PackError& error) {
-    damaged(i, error.what());
+    read_whole(stored(i), fetch, out);
+  } catch (const Damage& damage) {
+    damaged(i, damage.what());
   }
 }
 

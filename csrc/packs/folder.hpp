@@ -12,6 +12,7 @@
 #include "packs/index.hpp"
 #include "packs/protocol.hpp"
 #include "packs/remote.hpp"
+#include "packs/stored.hpp"
 
 namespace pydist::packs {
 
@@ -34,6 +35,9 @@ class Folder {
   // a directory.
   const Entry& file(std::uint32_t entry) const;
 
+  // Where its partition has a file, checked as by `file`.
+  Stored stored(std::uint32_t entry) const;
+
   // Reads a whole file and compares it with its checksum. The size of `out` is the entry's raw
   // size.
   void read(std::uint32_t entry, std::span<std::byte> out) const;
@@ -54,7 +58,6 @@ class Folder {
 
  private:
   void read_stored(std::uint32_t entry, std::uint64_t offset, std::span<std::byte> out) const;
-  void read_compressed(std::uint32_t i, std::span<std::byte> out) const;
   [[noreturn]] void damaged(std::uint32_t entry, const std::string& reason) const;
 
   std::string path_;

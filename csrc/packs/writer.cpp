@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <span>
+#include <string>
 #include <utility>
 
 #include "io/crc32c.hpp"
@@ -38,7 +39,7 @@ std::size_t read_at(int file, std::byte* bytes, std::size_t size, std::uint64_t 
 
 PartitionWriter::PartitionWriter(std::string file, std::uint32_t number, const PackId& id)
     : file_(std::move(file)),
-      descriptor_(::open(file_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
+      descriptor_(::open(file_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
   if (descriptor_.get() < 0) throw_written(file_);
   header_.magic = kPartitionMagic;
   header_.version = kVersion;
@@ -58,13 +59,34 @@ void PartitionWriter::write(const void* bytes, std::size_t size, std::uint64_t o
   }
 }
 
-Stored PartitionWriter::append(int source, std::uint64_t size, Codec codec) {
+// The place after the last file, for a file of `size` bytes that is stored raw.
+Stored PartitionWriter::placed(std::uint64_t size) const {
   Stored stored;
   stored.partition = header_.number;
   // An empty file is at the header's end, which every partition has.
   const std::uint64_t unit = size < kLargeFile ? kAlignment : kPage;
   if (size > 0) stored.offset = (end_ + unit - 1) / unit * unit;
   stored.raw_size = stored.stored_size = size;
+  return stored;
+}
+
+// Writes bytes whose raw checksum is known, compressed if that makes them smaller.
+void PartitionWriter::store(Stored& stored, std::span<const std::byte> bytes, Codec codec) {
+  std::vector<std::byte> compressed;
+  if (codec != Codec::kRaw && bytes.size() <= kLargestCompressed) {
+    compressed = compress(codec, bytes);
+    if (compressed.size() < bytes.size()) {
+      bytes = compressed;
+      stored.codec = codec;
+      stored.stored_size = bytes.size();
+      stored.stored_crc = io::crc32c(bytes.data(), bytes.size());
+    }
+  }
+  write(bytes.data(), bytes.size(), stored.offset);
+}
+
+Stored PartitionWriter::append(int source, std::uint64_t size, Codec codec) {
+  Stored stored = placed(size);
   const bool whole = codec != Codec::kRaw && size <= kLargestCompressed;
   // One byte more than it should have shows that a file has grown.
   std::vector<std::byte> piece(whole ? size + 1 : std::min<std::uint64_t>(kPiece, size + 1));
@@ -79,24 +101,44 @@ Stored PartitionWriter::append(int source, std::uint64_t size, Codec codec) {
     if (got < piece.size()) break;
   }
   stored.stored_crc = stored.raw_crc;
-  if (whole) {
-    std::span<const std::byte> bytes(piece.data(), size);
-    const std::vector<std::byte> compressed = compress(codec, bytes);
-    if (compressed.size() < size) {
-      bytes = compressed;
-      stored.codec = codec;
-      stored.stored_size = compressed.size();
-      stored.stored_crc = io::crc32c(compressed.data(), compressed.size());
-    }
-    write(bytes.data(), bytes.size(), stored.offset);
-  }
+  if (whole) store(stored, {piece.data(), size}, codec);
   if (size > 0) end_ = stored.offset + stored.stored_size;
   return stored;
+}
+
+Stored PartitionWriter::append(std::span<const std::byte> bytes, Codec codec) {
+  Stored stored = placed(bytes.size());
+  stored.raw_crc = stored.stored_crc = io::crc32c(bytes.data(), bytes.size());
+  store(stored, bytes, codec);
+  if (!bytes.empty()) end_ = stored.offset + stored.stored_size;
+  return stored;
+}
+
+void PartitionWriter::read(const Stored& stored, std::span<std::byte> out) const {
+  if (out.size() != stored.raw_size) {
+    throw PackError(file_ + ": a file of " + std::to_string(stored.raw_size) +
+                    " bytes was read into " + std::to_string(out.size()));
+  }
+  const auto fetch = [&](std::uint64_t offset, std::span<std::byte> bytes) {
+    const std::uint64_t at = stored.offset + offset;
+    if (read_at(descriptor_.get(), bytes.data(), bytes.size(), at) < bytes.size()) {
+      throw Damage("it was cut short");
+    }
+  };
+  try {
+    read_whole(stored, fetch, out);
+  } catch (const Damage& damage) {
+    throw PackError(file_ + ": damaged: " + damage.what());
+  } catch (const PackError& error) {
+    throw PackError(file_ + ": " + error.what());
+  }
 }
 
 std::uint64_t PartitionWriter::finish() {
   header_.file_size = end_;
   header_.crc = io::crc32c(&header_, offsetof(PartitionHeader, crc));
+  // A failed append may have left bytes after the end.
+  if (::ftruncate(descriptor_.get(), static_cast<off_t>(end_)) != 0) throw_written(file_);
   write(&header_, sizeof(header_), 0);
   if (::fsync(descriptor_.get()) != 0) throw_written(file_);
   return end_;

@@ -3,12 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "packs/format.hpp"
+#include "packs/stored.hpp"
 #include "packs/system.hpp"
 
 namespace pydist::packs {
@@ -19,19 +21,8 @@ class WriteError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Where a partition has a file, in the words of its entry.
-struct Stored {
-  std::uint64_t offset = sizeof(PartitionHeader);
-  std::uint64_t stored_size = 0;
-  std::uint64_t raw_size = 0;
-  std::uint32_t partition = 0;
-  std::uint32_t raw_crc = 0;
-  std::uint32_t stored_crc = 0;
-  Codec codec = Codec::kRaw;
-};
-
 // Writes one partition. Its header is written by finish, so a partition whose writer was killed is
-// not one. Not thread-safe; several writers may run at once.
+// not one. Not thread-safe, except for `read`; several writers may run at once.
 class PartitionWriter {
  public:
   // Makes a file, which must not exist.
@@ -41,11 +32,20 @@ class PartitionWriter {
   // them smaller. Throws PackError if it has not `size` bytes: it is changing.
   Stored append(int source, std::uint64_t size, Codec codec);
 
+  // Appends bytes in memory, by the same rules. After an error the partition is as it was before.
+  Stored append(std::span<const std::byte> bytes, Codec codec);
+
+  // Reads what was appended, before or after `finish`, and compares it with its checksums. Throws
+  // PackError.
+  void read(const Stored& stored, std::span<std::byte> out) const;
+
   // Writes the header, flushes all to disk, and returns the size of the file.
   std::uint64_t finish();
 
  private:
   void write(const void* bytes, std::size_t size, std::uint64_t offset);
+  Stored placed(std::uint64_t size) const;
+  void store(Stored& stored, std::span<const std::byte> bytes, Codec codec);
 
   std::string file_;
   Descriptor descriptor_;

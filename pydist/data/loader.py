@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +24,14 @@ from pydist.data.dataset import BadSample
 from pydist.data.device_input import DeviceInput
 from pydist.data.read_ahead import ReadAhead
 from pydist.data.sampler import GroupBatch, MeshSampler
-from pydist.data.store.memory import KINDS, MemoryStore, bytes_of
+from pydist.data.store.memory import MemoryStore
+from pydist.data.store.options import StoreOptions
 from pydist.data.store.source import CountedReads
 from pydist.errors import DataError, UsageError
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.tensor import ShardedTensor
+from pydist.watchdog import phase
 
 ELSEWHERE = "bad on another rank"
 """Why a sample is skipped whose block on this rank is good."""
@@ -120,6 +123,12 @@ class Loader:
             collective.
         store_memory: bytes of blocks that this rank may keep, a number or text such as "4GB"; the
             rest is read from files in each epoch. By default there is no limit.
+        store_disk: bytes of blocks that it may write to disk beyond that, before compression.
+        store_folder: folder for them, on a disk of this machine.
+        store_codec: "zstd" or "lz4" compress each block on disk that gets smaller by it.
+        store_reuse: whether the blocks on disk stay there, also those in memory as far as
+            `store_disk` allows, so that the next run reads no file.
+        store_preload: whether to read all samples of the epoch before its first batch.
 
     Raises:
         UsageError: a batch smaller than the number of groups, another value out of range, or other
@@ -144,20 +153,21 @@ class Loader:
         divide: bool = True,
         store: str = "off",
         store_memory: int | str | None = None,
+        store_disk: int | str | None = None,
+        store_folder: str | Path | None = None,
+        store_codec: str = "raw",
+        store_reuse: bool = False,
+        store_preload: bool = False,
     ) -> None:
         if not 1 <= prefetch <= MOST_AHEAD or on_bad_sample not in ("stop", "skip"):
             raise UsageError(
                 f"prefetch={prefetch}, on_bad_sample={on_bad_sample!r}: 1 to {MOST_AHEAD} batches, "
                 "and stop or skip are possible"
             )
-        if store not in KINDS:
-            raise UsageError(f"store={store!r}: possible are {', '.join(KINDS)}")
-        if store_memory is not None:
-            if store == "off":
-                raise UsageError(
-                    f'store_memory={store_memory!r} with store="off": a limit needs "memory"'
-                )
-            bytes_of(store_memory)
+        options = StoreOptions(
+            store, store_memory, store_disk, store_folder, store_codec, store_reuse, store_preload
+        )
+        options.check()
         self.dataset = dataset
         self.mesh = mesh
         self.sampler = MeshSampler(
@@ -180,6 +190,8 @@ class Loader:
             "on_bad_sample": on_bad_sample,
             "training": training,
             "store": store,
+            "store_reuse": store_reuse,
+            "store_preload": store_preload,
             **self.sampler.state_dict(),
         }
         require_same(mesh.world, {f"the loader's {name}": fact for name, fact in facts.items()})
@@ -198,12 +210,13 @@ class Loader:
             self.store = MemoryStore(
                 dataset,
                 mesh,
+                options,
                 training=training,
-                budget=store_memory,
                 on_device=device_input is not None,
             )
         self._training = training
         self._closed = False
+        self._is_preloaded = not store_preload
         self._ahead = ReadAhead(
             dataset, mesh, self.sampler, prefetch, training, device_input, self.store
         )
@@ -231,6 +244,8 @@ class Loader:
         else:  # another rank may never send what is on its way
             self._closed = True
             self._ahead.close()
+            if self.store is not None:
+                self.store.abandon()
 
     def close(self) -> None:
         """Stops reading ahead, and waits for the read in flight. With a store, collective."""
@@ -256,6 +271,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields batches from the sampler's position to the end of the epoch."""
+        self.preload()
         for plan in self.sampler:
             if plan.indices or self._training:
                 yield self._batch(self._mend(self._ahead.take(plan)))
@@ -264,7 +280,31 @@ class Loader:
 
     def start(self) -> None:
         """Starts reading the next batches now, before they are requested."""
+        self.preload()
         self._ahead.fill((*self.sampler.next, 0))
+
+    def preload(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Reads the samples of this epoch that no rank holds, if `store_preload` asks for that.
+
+        The first iteration does so, unless it was done before. On all ranks.
+
+        Args:
+            progress: is called with the number of batches done, and of all in the epoch.
+        """
+        if self._is_preloaded or self.store is None:
+            return
+        self._is_preloaded = True
+        self._ahead.forget()
+        epoch = self.sampler.next[0]
+        groups = self.store.directory.groups
+        position = (epoch, 0, 0)
+        while position[0] == epoch:
+            with phase("reading samples ahead of the first step"):
+                self.store.preload(self.sampler.samples_of(groups, *position))
+            batch = self.sampler.batch(*position)
+            position = self.sampler.after(batch)
+            if progress is not None and batch.is_last:
+                progress(batch.step + 1, len(self.sampler))
 
     def change_batch(self, size: int) -> None:
         """Changes the size of the global batch from the next one on; drops what is read ahead.

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pydist.data.blocks import BlockSource, Read, read_group
 from pydist.data.device_input import DeviceInput
 from pydist.data.sampler import GroupBatch, MeshSampler
-from pydist.data.store.memory import Delivery, MemoryStore
+from pydist.data.store.delivery import Delivery
+from pydist.data.store.memory import MemoryStore
 from pydist.mesh import Mesh
 from pydist.watchdog import BLOCKED, phase
 
@@ -33,7 +34,8 @@ class ReadAhead:
 
     With a store, the messages of one more batch are in flight: the consumer's thread starts them,
     since not every transport may be called by several threads, and waits for them one batch later,
-    before the background thread makes the batch of them.
+    before the background thread makes the batch of them. If the store has a disk, the blocks of a
+    further batch are on their way from there.
 
     Args:
         dataset: the source of samples.
@@ -78,7 +80,7 @@ class ReadAhead:
                 assert slot.read is not None
                 read = slot.read.result()
                 if self._store is not None and slot.delivery is not None:
-                    self._store.settle(slot.delivery)
+                    self._store.settle(slot.delivery, plan.ends_epoch and plan.is_last)
                 following = self._following(plan)
                 if following is not None:
                     self.fill(following)
@@ -89,9 +91,9 @@ class ReadAhead:
     def fill(self, position: Position) -> None:
         """Starts reads until `prefetch` batches are on their way, from `position` if none is."""
         following = self._following(self._slots[-1].plan) if self._slots else position
-        most = self.prefetch + (self._store is not None)
+        most = self.prefetch + (0 if self._store is None else 1 + self._store.ahead)
         while True:
-            self._read_arrived()
+            self._advance()
             if following is None or len(self._slots) >= most:
                 return
             plan = self.sampler.batch(*following)
@@ -115,10 +117,12 @@ class ReadAhead:
         """Ends the background thread, after the read in flight; leaves messages in flight alone."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read_arrived(self) -> None:
-        """Starts the background reads of the next batches, as soon as their blocks are here."""
-        for slot in list(self._slots)[: self.prefetch]:
-            if slot.read is None:
+    def _advance(self) -> None:
+        """Starts the messages of the next batches, and reads those whose blocks are here."""
+        for number, slot in enumerate(list(self._slots)[: self.prefetch + 1]):
+            if slot.delivery is not None:
+                slot.delivery.start()
+            if number < self.prefetch and slot.read is None:
                 if slot.delivery is not None:
                     slot.delivery.arrive()
                 slot.read = self._pool.submit(

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from pydist.data.store.options import StoreOptions
 from pydist.errors import UsageError
 from pydist.grid import AXES, SPATIAL_AXES
 from pydist.registry import MODELS, Registry, transport_names
@@ -223,6 +224,21 @@ class DataConfig(Table):
     store_memory: Size | None = None
     """Memory of each rank for `store`, such as "4GB", training and validation set together; the
     rest is read from files in each epoch. By default there is no limit."""
+    store_disk: Size | None = None
+    """Bytes of samples that each rank writes to disk beyond its memory, before compression."""
+    store_folder: Path | None = None
+    """Folder for samples on disk, on a disk of each machine."""
+    store_codec: Literal["raw", "zstd", "lz4"] = "raw"
+    """Compression of the samples on disk, of each block that gets smaller by it."""
+    store_reuse: Flag = False
+    """Whether samples stay on disk, those in memory as well, so that the next run reads no file."""
+    store_preload: Flag = False
+    """Whether all samples are read before the first step."""
+
+    @property
+    def store_options(self) -> StoreOptions:
+        """The settings of the store."""
+        return StoreOptions(**{name: getattr(self, name) for name in vars(StoreOptions())})
 
     def check(self) -> None:
         """Checks that the settings suit each other.
@@ -230,11 +246,7 @@ class DataConfig(Table):
         Raises:
             UsageError: they do not.
         """
-        if self.store_memory is not None and self.store == "off":
-            raise UsageError(
-                f"data.store_memory = {self.store_memory!r} with data.store = 'off': possible with "
-                "data.store = 'memory'"
-            )
+        self.store_options.check("data.")
 
 
 def _known_transport(name: str) -> str:

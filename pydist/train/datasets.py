@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pydist.data import Manifest, ShardDataset
 from pydist.data.batch_sizes import BatchSizes, PassRule
 from pydist.data.loader import Loader
+from pydist.data.store.options import StoreOptions
 from pydist.parsing import byte_count
 from pydist.train.device import choose_device, memory_format
 
@@ -38,25 +40,39 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
     return normalized("train"), normalized("val") if "val" in manifest.splits else None
 
 
-def store_budgets(
+def store_options(
     config: Config, data: ShardDataset, validation: ShardDataset | None
-) -> tuple[int | None, int | None]:
-    """Divides `data.store_memory` between training and validation set, by their voxels.
+) -> tuple[StoreOptions, StoreOptions]:
+    """Divides the store's memory and disk between training and validation set, by their voxels.
 
     Returns:
-        Bytes for each of them on one rank; None without a limit.
+        The options for each of them on one rank.
     """
-    if config.data.store_memory is None:
-        return None, None
-    limit = byte_count(config.data.store_memory)
-    if validation is None or not config.train.validate_every:
-        return limit, None
+    options = config.data.store_options
+    # A single validation, at the end, gains nothing by a store.
+    if options.store == "off" or validation is None or not config.train.validate_every:
+        return options, StoreOptions()
     of_data, of_validation = (
         sum(math.prod(each.shape_of(index)) for index in range(len(each)))
         for each in (data, validation)
     )
-    mine = max(1, limit * of_data // (of_data + of_validation))
-    return mine, max(1, limit - mine)
+    memory, disk = (
+        _divided(size, of_data, of_validation)
+        for size in (config.data.store_memory, config.data.store_disk)
+    )
+    return (
+        replace(options, store_memory=memory[0], store_disk=disk[0]),
+        replace(options, store_memory=memory[1], store_disk=disk[1]),
+    )
+
+
+def _divided(size: str | None, one: int, other: int) -> tuple[int, int] | tuple[None, None]:
+    """Divides a size in proportion to two numbers; None is no limit."""
+    if size is None:
+        return None, None
+    limit = byte_count(size)
+    first = max(1, limit * one // (one + other))
+    return first, max(1, limit - first)
 
 
 def make_loader(
@@ -64,7 +80,7 @@ def make_loader(
     data: ShardDataset,
     job: Job,
     training: bool = True,
-    store_memory: int | None = None,
+    store: StoreOptions | None = None,
 ) -> Loader:
     """Creates the loader of a data set, on the device of the network. Collective.
 
@@ -73,11 +89,9 @@ def make_loader(
         data: the data set.
         job: the ranks.
         training: whether it is the training set.
-        store_memory: bytes for its store on this rank, see `store_budgets`.
+        store: its store on this rank, see `store_options`; by default there is none.
     """
     device = choose_device(config.train.device, job.world)
-    # A single validation, at the end, gains nothing by a store.
-    stored = config.data.store != "off" and (training or config.train.validate_every > 0)
     return Loader(
         data,
         job.mesh,
@@ -90,8 +104,7 @@ def make_loader(
         pad=False,  # the networks accept empty batches
         passes=pass_rule(config) if training else None,
         divide=job.stages is None,
-        store=config.data.store if stored else "off",
-        store_memory=store_memory if stored else None,
+        **vars(store or StoreOptions()),
     )
 
 

@@ -14,8 +14,11 @@ noise_scale  step, noise_scale, noise and signal (its parts, see `NoiseScale`), 
 validation   step, epoch, samples, loss; of CosmoFlow mae; of segmentation, by class, dice (mean
              over volumes) and pooled_dice (of all their voxels)
 store        step, epoch, split ("train" or "val"); of all ranks, since the last such event:
-             hit_rate (fraction of blocks from memory), file_bytes, received_bytes (from other
-             ranks), held_bytes (now in memory), most_held_bytes (of one rank); with `data.store`
+             hit_rate (fraction of blocks from memory or disk), disk_rate (from disk), file_bytes,
+             disk_bytes, received_bytes (from other ranks), lost_blocks (by a disk), held_bytes (now
+             in memory), most_held_bytes (of one rank), spilled_bytes (of blocks on disk),
+             compression (spilled_bytes over their bytes on disk), most_staged_bytes (on their way
+             from disk to another rank, of one rank); with `data.store`
 checkpoint   step, path, seconds
 notice       text
 end          status ("done", "stopped", "failed"), step, seconds, reason

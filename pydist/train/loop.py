@@ -360,10 +360,16 @@ class Trainer:
             epoch=epoch,
             split=split,
             hit_rate=found.hit_rate,
+            disk_rate=found.disk_rate,
             file_bytes=found.file_bytes,
+            disk_bytes=found.disk_bytes,
             received_bytes=found.received_bytes,
+            lost_blocks=found.lost_blocks,
             held_bytes=found.held_bytes,
             most_held_bytes=found.most_held_bytes,
+            spilled_bytes=found.spilled_bytes,
+            compression=found.compression,
+            most_staged_bytes=found.most_staged_bytes,
         )
 
     def _tell_skipped(self, loader: Loader, split: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pydist.data import Manifest
+from pydist.data.store.options import StoreOptions
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.parsing import parse_json
 from pydist.train import checkpoint, config_io
@@ -24,7 +25,8 @@ class CheckpointMetadata:
 
     Attributes:
         config: the run's configuration; checkpoints keep its tables "model" and "data" (without the
-            path) and, for comparison, "optimizer" and the settings of "train" that define the loss.
+            path and the store) and, for comparison, "optimizer" and the settings of "train" that
+            define the loss.
         manifest: the manifest of the training set, without files.
     """
 
@@ -52,7 +54,8 @@ class CheckpointMetadata:
 
     def dump(self) -> dict[str, str]:
         """Encodes the description as texts, for a checkpoint."""
-        kept = Config(model=self.config.model, data=replace(self.config.data, path=Path("data")))
+        places = {"path": Path("data"), **vars(StoreOptions())}
+        kept = Config(model=self.config.model, data=replace(self.config.data, **places))
         return {
             "config": config_io.dumps(kept),
             "manifest": replace(self.manifest, files=()).dumps(),

@@ -25,7 +25,7 @@ from pydist.errors import CheckpointError, Stopped, UsageError
 from pydist.optim import SampleLR, schedule
 from pydist.optim.layerwise import LayerwiseOptimizer
 from pydist.train import checkpoint, config_io, report
-from pydist.train.datasets import make_loader, open_datasets, store_budgets
+from pydist.train.datasets import make_loader, open_datasets, store_options
 from pydist.train.device import (
     facts_of_run,
     in_format,
@@ -58,6 +58,10 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
     from pydist.stages import Stages
     from pydist.train.config import Config, OptimizerConfig, Resume
+
+
+_TELL_SECONDS = 10.0
+"""Time between two notices of a store's progress."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,10 @@ def _run_on(
                 text=f"nothing left to do: step {state.step} of {trainer.expected()[0]} is done, "
                 "and its results were written; increase train.epochs to continue",
             )
+        if not complete:
+            with together(job.world, "reading samples into the store"):
+                for each in filter(None, (loader, validation_loader)):
+                    _preload(each, log)
         # The results need the last validation: if they are missing, it is repeated.
         validation = trainer.fit(complete or (validated and not trainer.is_done))
         result = Result(state.step, trainer.loss, validation)
@@ -230,14 +238,26 @@ def _open(
 ) -> tuple[ShardDataset, Loader, Loader | None]:
     """Opens the training set, its loader, and that of the validation set if there is one."""
     data, validation_data = open_datasets(config, task)
-    budgets = store_budgets(config, data, validation_data)
-    loader = stack.enter_context(make_loader(config, data, job, store_memory=budgets[0]))
+    stores = store_options(config, data, validation_data)
+    loader = stack.enter_context(make_loader(config, data, job, store=stores[0]))
     if validation_data is None:
         return data, loader, None
-    validation_loader = make_loader(
-        config, validation_data, job, training=False, store_memory=budgets[1]
-    )
+    validation_loader = make_loader(config, validation_data, job, training=False, store=stores[1])
     return data, loader, stack.enter_context(validation_loader)
+
+
+def _preload(loader: Loader, log: EventLog) -> None:
+    """Reads a loader's samples before the first step, if its store is to; tells how far it is."""
+    told = time.monotonic()
+
+    def progress(done: int, batches: int) -> None:
+        nonlocal told
+        if done == batches or time.monotonic() - told > _TELL_SECONDS:
+            told = time.monotonic()
+            text = f"samples of {done} of {batches} batches are in the store before the first step"
+            log.emit("notice", text=text)
+
+    loader.preload(progress)
 
 
 def make_state(

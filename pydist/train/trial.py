@@ -53,7 +53,6 @@ def take_steps(
     job = Job.of(ranks)
     require_same_settings(config, job.world)
     length = replace(config.train, epochs=steps, steps=steps, validate_every=0)
-    config = replace(config, data=replace(config.data, store="off", store_memory=None))
     task = task_of(config)
     with together(job.world, "opening the data"):
         data, _ = open_datasets(config, task)

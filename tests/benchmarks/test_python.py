@@ -121,7 +121,8 @@ def test_halo_exchange(tmp_path):
 
 def test_sample_store(tmp_path):
     result = run("sample_store", tmp_path)
-    feeds = ["synthetic", "store", "blocks", "whole files"]
+    disks = ["disk raw", "disk zstd", "disk lz4"]
+    feeds = ["synthetic", "store", *disks, "blocks", "whole files"]
     block = 4 * 32**3 * 2  # of 4 samples
     for what in ("input", "training"):
         rows = result[what]
@@ -135,6 +136,8 @@ def test_sample_store(tmp_path):
                 read["whole files"] *= 2
             assert row["file_bytes"] >= read.get(row["feed"], 0)
             assert row["file_bytes"] <= 2 * read.get(row["feed"], 0)
+            assert (row["disk_bytes"] > 0) == (row["feed"] in disks)
+            assert (row["compression"] > 1) == (row["feed"] in disks[1:])
     for row in result["fetch"]:
         check_times(row["store"])
         check_times(row["bare"])

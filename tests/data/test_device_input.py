@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from pydist.comm import Transport, run_local
 from pydist.data import BadSample, Loader, ShardDataset
 from pydist.data.device_input import DeviceInput
 from pydist.data.medical import CTOptions, generate_ct
-from pydist.data.store.memory import _form
+from pydist.data.store.form import Form
 from pydist.errors import UsageError
 from pydist.mesh import Mesh
 from pydist.partition import Box
@@ -72,8 +73,8 @@ def through_device(loader: Loader) -> Loader:
     assert loader._ahead.device_input is None
     loader._ahead.device_input = DeviceInput(CPU)
     if loader.store is not None:
-        store = loader.store
-        store._source_type, store._raw, store._dtype = _form(loader.dataset, on_device=True)
+        loader.store.form = Form(loader.dataset, loader.mesh, on_device=True)
+        loader.store.holdings._format_of = loader.store.form.of
     return loader
 
 
@@ -104,24 +105,28 @@ def test_what_comes_through_a_device_has_the_bits_of_the_host(
     ("root", "normalize"),
     [("universes", "none"), ("universes", "log1p"), ("volumes", "none"), ("volumes", "ct")],
 )
+@pytest.mark.parametrize("on_disk", [False, True])
 def test_the_store_keeps_stored_values_for_a_device(
-    root: str, normalize: str, request: pytest.FixtureRequest
+    root: str, normalize: str, on_disk: bool, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """Counts of int16 with targets, intensities with labels; 2 groups x depth 2, 3 epochs."""
     folder = request.getfixturevalue(root)
+    disk: dict[str, Any] = {"store_memory": 9000, "store_disk": "1 GB", "store_folder": tmp_path}
 
     def job(transport: Transport) -> None:
         dataset = ShardDataset(folder, normalize=normalize)
         mesh = Mesh(transport, 2, (2, 1, 1))
-        stored = through_device(Loader(dataset, mesh, 5, store="memory"))
+        more = disk if on_disk else {}
+        stored = through_device(Loader(dataset, mesh, 5, store="memory", **more))
         with Loader(dataset, mesh, 5) as host, stored as device:
             assert device.store is not None
             for epoch in range(3):
                 for one, other in zip(host, device, strict=True):
                     assert torch.equal(one.inputs.to_local(), other.inputs.to_local())
                     assert torch.equal(_local(one.targets), _local(other.targets))
-                figures = device.store.counted()
+                figures = device.store.counted().over(transport)
                 assert figures.hit_rate == (epoch > 0)
+                assert (figures.disk_rate > 0) == (on_disk and epoch > 0)
             entry = next(iter(device.store.entries.values()))
             assert entry.block.dtype == dataset.stored_dtype == torch.int16
 

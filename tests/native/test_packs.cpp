@@ -221,6 +221,43 @@ TEST(PackWriter, APartitionThatWasNotFinishedIsNone) {
   EXPECT_THROW(PartitionWriter(folder / partition_name(1), 1, test_id()), WriteError);
 }
 
+TEST(PackWriter, ReadsWhatWasAppended) {
+  const TemporaryFolder folder;
+  PartitionWriter partition(folder / partition_name(0), 0, test_id());
+  const std::vector<std::string> texts = {std::string(5000, 'a'), "b", "", "cde"};
+  for (const Codec codec : {Codec::kRaw, Codec::kZstd, Codec::kLz4}) {
+    std::vector<Stored> stored;
+    for (const std::string& text : texts) stored.push_back(partition.append(bytes_of(text), codec));
+    EXPECT_EQ(stored[0].codec, codec);
+    EXPECT_EQ(stored[1].codec, Codec::kRaw) << "compression would make it larger";
+    for (const bool finished : {false, true}) {
+      if (finished) partition.finish();
+      for (std::size_t i = 0; i < texts.size(); ++i) {
+        std::vector<std::byte> out(texts[i].size());
+        partition.read(stored[i], out);
+        EXPECT_EQ(text_of(out), texts[i]);
+      }
+    }
+    std::vector<std::byte> other(7);
+    expect_refused([&] { partition.read(stored[0], other); }, "a file of 5000 bytes");
+  }
+}
+
+TEST(PackWriter, FindsDamageInWhatWasAppended) {
+  const TemporaryFolder folder;
+  PartitionWriter partition(folder / partition_name(0), 0, test_id());
+  std::vector<std::byte> out(500);
+  for (const Codec codec : {Codec::kRaw, Codec::kZstd}) {
+    const Stored stored = partition.append(bytes_of(std::string(500, 'a')), codec);
+    std::fstream file(folder / partition_name(0), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(static_cast<long>(stored.offset));
+    file.put('#').flush();
+    expect_refused([&] { partition.read(stored, out); }, "damaged");
+    std::filesystem::resize_file(folder / partition_name(0), stored.offset);
+    expect_refused([&] { partition.read(stored, out); }, "cut short");
+  }
+}
+
 TEST(PackWriter, RefusesFilesThatChange) {
   const TemporaryFolder folder;
   PartitionWriter partition(folder / partition_name(0), 0, test_id());

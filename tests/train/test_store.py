@@ -10,7 +10,7 @@ from pydist.comm import run_local
 from pydist.errors import UsageError
 from pydist.train import config_io, log
 from pydist.train.config import Config, DataConfig
-from pydist.train.datasets import open_datasets, store_budgets
+from pydist.train.datasets import open_datasets, store_options
 from pydist.train.tasks import task_of
 from support.training.runs import assert_same_bits, change, in_stages, job, last_state
 
@@ -40,8 +40,7 @@ def test_a_run_has_the_same_bits_and_reads_each_file_once(config, tmp_path, rank
     assert curve(stored) == curve(config)
     assert not figures(config, "train")
     one, other = last_state(config), last_state(stored)
-    for state in (one, other):  # the settings differ
-        state.pop("about", None)
+    assert one["about"] == other["about"]
     assert_same_bits(one["model"], other["model"])
     for split, samples in (("train", 6), ("val", 3)):
         first, *others = figures(stored, split)
@@ -82,13 +81,43 @@ def test_a_run_in_stages_has_the_same_bits(config, tmp_path):
     assert [event["hit_rate"] for event in figures(stored, "train")] == [0, 1]
 
 
-def test_the_budget_is_divided_by_voxels(config):
-    limited = change(config, data={"store": "memory", "store_memory": "9 MB"})
+def test_the_limits_are_divided_by_voxels(config, tmp_path):
+    disk = {"store_disk": "900 kB", "store_folder": tmp_path}
+    limited = change(config, data={"store": "memory", "store_memory": "9 MB", **disk})
     data = open_datasets(limited, task_of(limited))
-    assert store_budgets(limited, *data) == (6_000_000, 3_000_000)
-    assert store_budgets(config, *data) == (None, None)
+    one, other = store_options(limited, *data)
+    assert (one.memory, other.memory) == (6_000_000, 3_000_000)
+    assert (one.disk, other.disk) == (600_000, 300_000)
+    assert one.folder == other.folder == tmp_path
+    assert [each.store for each in store_options(config, *data)] == ["off", "off"]
     unvalidated = change(limited, train={"validate_every": 0})
-    assert store_budgets(unvalidated, *data) == (9_000_000, None)
+    one, other = store_options(unvalidated, *data)
+    assert (one.memory, other.store) == (9_000_000, "off")
+
+
+def test_samples_on_disk_are_read_by_the_next_run_too(config, tmp_path):
+    """Preloaded, beyond a memory of two samples, and from the disk of an earlier run."""
+    config = change(config, train={"batch": 4, "epochs": 2})
+    run_local(job, 2, config, 2)
+    spilled = {
+        "store": "memory", "store_memory": "2 MB", "store_disk": "1 GB", "store_codec": "zstd",
+        "store_folder": tmp_path / "spill", "store_reuse": True, "store_preload": True,
+    }  # fmt: skip
+    for number, first_reads in ((1, True), (2, False)):
+        stored = change(config, data=spilled, output={"folder": tmp_path / f"stored{number}"})
+        run_local(job, 2, stored, 2)
+        assert curve(stored) == curve(config)
+        assert_same_bits(last_state(stored)["model"], last_state(config)["model"])
+        for split in ("train", "val"):
+            first, *others = figures(stored, split)
+            assert first["hit_rate"] == 1, "preloaded"
+            assert (first["file_bytes"] > 0) == first_reads
+            for event in others:
+                assert (event["hit_rate"], event["file_bytes"]) == (1, 0)
+        assert figures(stored, "train")[-1]["compression"] > 2
+        events = log.read(stored.output.folder / "log.jsonl")
+        told = [e["text"] for e in events if e["event"] == "notice" and "in the store" in e["text"]]
+        assert told[0].startswith("samples of 2 of 2 batches")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +130,12 @@ def test_the_budget_is_divided_by_voxels(config):
             "data.store_memory = '4 apples': a size is expected, such as \"4GB\", in B, kB, MB",
         ),
         ('store = "memory"\nstore_memory = 4', "data.store_memory = 4: input should be a valid st"),
+        ('store_disk = "4GB"', "data.store_disk = '4GB' with data.store = 'off': possible"),
+        (
+            'store = "memory"\nstore_disk = "4GB"',
+            "data.store_disk = '4GB' without data.store_folder, a folder on a disk",
+        ),
+        ('store_codec = "gzip"', "data.store_codec = 'gzip': input should be 'raw', 'zstd' or"),
         ('stores = "memory"', 'data.stores is not a setting; did you mean "store"?'),
     ],
 )

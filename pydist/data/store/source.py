@@ -1,9 +1,9 @@
-"""A batch's blocks from the memory of ranks, and from files where no rank holds them."""
+"""A batch's blocks from the ranks that hold them, and from files where no rank does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar, cast, runtime_checkable
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from pydist.data.blocks import BlockSource, StoredSource
 from pydist.data.store.entry import Entry, copy
 from pydist.data.store.figures import Figures
+from pydist.data.store.holdings import Holdings
 from pydist.interop import ArrayLike, as_tensor
 from pydist.partition import Box
 
@@ -37,6 +38,14 @@ class CountedReads(Protocol):
         ...
 
 
+class _Found(NamedTuple):
+    """An entry of this rank, as it was found."""
+
+    sample: int
+    entry: Entry | None
+    from_disk: bool
+
+
 class BatchSource:
     """`BlockSource` that reads one batch's blocks from the store's entries, or else from files.
 
@@ -46,24 +55,31 @@ class BatchSource:
     Args:
         dataset: reads files.
         raw: whether entries hold stored values, which are normalized here; else inputs.
-        entries: entries of samples that some rank holds.
-        keep: returns the new entry of a sample that this rank is to keep after its read; None for
-            other samples.
+        received: entries of samples that other ranks hold.
+        own: samples that this rank holds.
+        keeps: samples that this rank is to hold after their read.
+        holdings: this rank's entries.
     """
 
     def __init__(
         self,
         dataset: BlockSource,
         raw: bool,
-        entries: Mapping[int, Entry],
-        keep: Callable[[int], Entry | None],
+        received: Mapping[int, Entry],
+        own: Collection[int],
+        keeps: Collection[int],
+        holdings: Holdings,
     ) -> None:
         self.dataset = dataset
         self.figures = Figures()
         """Counts of the reads so far."""
         self._raw = raw
-        self._entries = entries
-        self._keep = keep
+        self._received = received
+        self._own = own
+        self._keeps = keeps
+        self._holdings = holdings
+        self._latest = _Found(-1, None, from_disk=False)
+        """The latest own entry: if it was read from disk, its targets are in memory with it."""
 
     # -- facts of the data set --------------------------------------------------------------
 
@@ -110,11 +126,11 @@ class BatchSource:
         if entry is not None and out is not None:
             if not self._raw:
                 copy(entry.block, out)
-                return out
+                return self._counted(index, out)
             if self._normalize(index, box, entry.block, out):
-                return out
+                return self._counted(index, out)
         self.figures.file_blocks += 1
-        kept = self._keep(index)
+        kept = self._kept(index)
         if kept is not None and out is not None and self._raw:
             stored, room = cast(StoredSource, self.dataset), kept.block
             self._from_file(lambda: stored.read_stored(index, box, room))
@@ -146,10 +162,11 @@ class BatchSource:
     def _targets(self, index: int, read: Callable[[], ArrayLike]) -> ArrayLike:
         """Reads labels or target from the file, and completes the entry if it is to be kept."""
         targets = self._from_file(read)
-        kept = self._keep(index)
+        kept = self._kept(index)
         if kept is not None:
             copy(as_tensor(targets), kept.targets)
             kept.approve()
+            self._holdings.filled(index)
         return targets
 
     def _normalize(self, index: int, box: Box | None, stored: Tensor, out: Tensor) -> bool:
@@ -160,8 +177,26 @@ class BatchSource:
         return not int(found)
 
     def _good(self, index: int) -> Entry | None:
-        entry = self._entries.get(index)
+        entry = self._received.get(index) or self._find(index)
         return entry if entry is not None and entry.is_good else None
+
+    def _find(self, index: int) -> Entry | None:
+        if index not in self._own:
+            return None
+        if self._latest.sample != index:
+            entry = self._holdings.in_memory(index)
+            from_disk = entry is None
+            self._latest = _Found(index, entry or self._holdings.find(index), from_disk)
+        return self._latest.entry
+
+    def _counted(self, index: int, out: Tensor) -> Tensor:
+        """Counts a block that did not come from a file."""
+        self.figures.disk_blocks += self._latest.sample == index and self._latest.from_disk
+        return out
+
+    def _kept(self, index: int) -> Entry | None:
+        """Returns the entry to fill of a sample that this rank is to hold; None for others."""
+        return self._holdings.blank(index) if index in self._keeps else None
 
     def _from_file(self, read: Callable[[], _T]) -> _T:
         """Reads from a file, and counts the bytes if the source does."""
@@ -188,11 +223,12 @@ class StoredBatchSource(BatchSource):
         entry = self._good(index)
         if entry is not None:
             copy(entry.block, out)
+            self._counted(index, out)
             return
         self.figures.file_blocks += 1
         stored = cast(StoredSource, self.dataset)
         self._from_file(lambda: stored.read_stored(index, box, out))
-        kept = self._keep(index)
+        kept = self._kept(index)
         if kept is not None:
             copy(out, kept.block)
 

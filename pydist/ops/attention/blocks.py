@@ -40,7 +40,7 @@ class KeyBlock(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention that some of the keys get, with the sum of exponentials of the scores, e^(top + rest).
+    """Attention that some of the keys get, with their sum of exponentials, e^(top + rest).
 
     The sum has two parts: a mask may move all scores to numbers next to which its logarithm is
     smaller than their rounding.

@@ -149,7 +149,9 @@ def _placed(call: _Call) -> _Place:
     return _Place(labels, extents, splits, keys, scores, layout(out), form)
 
 
-def _form(call: _Call, splits: Mapping[str, Split], keys: Split | None, scores: Layout) -> AttentionForm:
+def _form(
+    call: _Call, splits: Mapping[str, Split], keys: Split | None, scores: Layout
+) -> AttentionForm:
     if keys is None:
         return "gather"  # of nothing
     queries = splits.get("l")

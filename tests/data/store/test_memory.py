@@ -222,7 +222,7 @@ def test_stored_values_are_kept_where_they_are_smaller() -> None:
         for source in (Stored(3, labelled=True), Wide(3), Narrow(3, labelled=True)):
             with Loader(source, mesh, 1, store="memory") as loader:
                 assert loader.store is not None
-                entry = loader.store._format_of(0)
+                entry = loader.store.form.of(0)
                 found += [entry.dtype, entry.targets_dtype]
         return tuple(found)
 
@@ -251,7 +251,7 @@ def test_a_budget_leaves_the_rest_in_files() -> None:
                 assert figures.file_blocks == 12 - 5 * (epoch > 0)
                 assert figures.file_bytes == figures.file_blocks * 240
             assert held[0] == held[-1]
-        return rates, held[0], loader.store.directory.held[transport.rank]
+        return rates, held[0], sum(loader.store.directory.held[transport.rank])
 
     (rates, first, _), (_, second, _) = on_ranks(run, job)
     assert rates == pytest.approx([0, 5 / 12, 5 / 12, 5 / 12])
@@ -390,12 +390,12 @@ def test_a_failed_read_is_raised_at_its_batch_though_other_ranks_wait_for_the_bl
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"store": "disk"}, "store='disk': possible are off, memory"),
-        ({"store_memory": "4GB"}, "store_memory='4GB' with store=\"off\": a limit needs"),
+        ({"store": "disk"}, "store = 'disk': possible are off, memory"),
+        ({"store_memory": "4GB"}, "store_memory = '4GB' with store = 'off': possible with"),
         ({"store": "memory", "store_memory": "4 apples"}, 'a size is expected, such as "4GB"'),
         ({"store": "memory", "store_memory": "0.1B"}, "a size is at least one byte"),
-        ({"store": "memory", "store_memory": 0}, "store_memory=0: a number of bytes >= 1"),
-        ({"store": "memory", "store_memory": 1.5}, "store_memory=1.5: a number of bytes >= 1"),
+        ({"store": "memory", "store_memory": 0}, "store_memory = 0: a number of bytes >= 1"),
+        ({"store": "memory", "store_memory": 1.5}, "store_memory = 1.5: a number of bytes >= 1"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,37 @@
+// The stored bytes of one file in a partition.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "packs/format.hpp"
+
+namespace pydist::packs {
+
+// Where a partition has a file, in the words of its entry.
+struct Stored {
+  std::uint64_t offset = sizeof(PartitionHeader);
+  std::uint64_t stored_size = 0;
+  std::uint64_t raw_size = 0;
+  std::uint32_t partition = 0;
+  std::uint32_t raw_crc = 0;
+  std::uint32_t stored_crc = 0;
+  Codec codec = Codec::kRaw;
+};
+
+// Stored bytes are not those that were written. The text is the reason alone.
+class Damage : public PackError {
+ public:
+  using PackError::PackError;
+};
+
+// Reads stored bytes, from an offset in them on.
+using Fetch = std::function<void(std::uint64_t offset, std::span<std::byte> out)>;
+
+// Reads a whole file into `out`, of its raw size, and compares it with its checksums; throws
+// Damage.
+void read_whole(const Stored& stored, const Fetch& fetch, std::span<std::byte> out);
+
+}  // namespace pydist::packs
