@@ -237,7 +237,7 @@ class DataConfig(Table):
 
     @property
     def store_options(self) -> StoreOptions:
-        """The settings of the store."""
+        """Settings that the store gets."""
         return StoreOptions(**{name: getattr(self, name) for name in vars(StoreOptions())})
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""The blocks of one batch on their way: from disk, from other ranks, to other ranks."""
+"""Brings the blocks of one batch: from disk, from other ranks, to other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _under_way: set[Channel] = set()
 
 
 class Delivery:
-    """The blocks of one batch: held here, on their way to this rank, and in files.
+    """Delivery that brings the blocks of one batch: held here, on their way to this rank, and in files.
 
     Attributes:
         moves: where the blocks come from.

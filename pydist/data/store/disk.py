@@ -17,12 +17,12 @@ _WAITING = 2
 _READERS = 2
 """Threads that read blocks which are to be sent."""
 
-Block = tuple[int, Entry]
+HeldBlock = tuple[int, Entry]
 """A sample and its entry."""
 
 
 class Disk:
-    """Entries on disk: one thread writes them, others read them.
+    """Disk that holds entries: one thread writes them, others read them.
 
     No failure of the disk ends the run. After a failed write (disk full, folder lost) nothing more
     is written; a block that does not match its checksum is lost. The entry of a lost block is not
@@ -105,7 +105,7 @@ class Disk:
         self._leaving.pop(sample, None)
         self.spill.forget(sample)
 
-    def save(self, copies: list[Block]) -> None:
+    def save(self, copies: list[HeldBlock]) -> None:
         """Makes what was written available to the next run, in the background.
 
         Args:
@@ -116,7 +116,7 @@ class Disk:
             self._saving = Future()
             self._writer.submit(self._save_next, iter(copies), self._saving)
 
-    def close(self, copies: list[Block] | None) -> None:
+    def close(self, copies: list[HeldBlock] | None) -> None:
         """Stops all threads, and closes the files.
 
         Args:
@@ -156,7 +156,7 @@ class Disk:
             self._tell("write", f"{error}; no more samples are written there")
         return False
 
-    def _save_next(self, copies: Iterator[Block], saving: Future[None]) -> None:
+    def _save_next(self, copies: Iterator[HeldBlock], saving: Future[None]) -> None:
         """Writes the next copy, if there is one, and comes back for the others."""
         for sample, entry in copies:
             if sample in self.spill or not entry.is_good:
@@ -185,7 +185,7 @@ class Disk:
             self.lost += 1
 
     def _tell(self, what: str, text: str) -> None:
-        """Warns of the first failure of a kind."""
+        """Reports the first failure of a kind."""
         with self._counting:
             is_first = what not in self._has_warned
             self._has_warned.add(what)

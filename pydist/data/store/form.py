@@ -14,8 +14,8 @@ from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 
 
-class Form:
-    """Form of the entries of a rank's blocks.
+class BlockForm:
+    """Form that the entries of a rank's blocks have.
 
     The stored values are kept where they are smaller than the normalized ones, so int16 counts stay
     counts; a device, which may round differently, always gets stored values. Labels have the

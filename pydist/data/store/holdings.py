@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from pydist.data.store.disk import Block, Disk
+from pydist.data.store.disk import Disk, HeldBlock
 from pydist.data.store.entry import Entry, EntryFormat
 
 
@@ -38,7 +38,7 @@ class Holdings:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all entries in memory."""
+        """Bytes that all entries in memory have."""
         entries = [*list(self.entries.values()), *list(self._copies.values())]
         leaving = 0 if self.disk is None else self.disk.leaving_bytes
         return sum(entry.memory.nbytes for entry in entries) + leaving
@@ -123,7 +123,7 @@ class Holdings:
         self.entries.clear()
         self._copies.clear()
 
-    def _blocks(self) -> list[Block]:
+    def _blocks(self) -> list[HeldBlock]:
         return list(self.entries.items())
 
     def _copy(self, sample: int, entry: Entry) -> None:

@@ -20,7 +20,7 @@ from pydist.data.store.directory import Budget, Directory, Moves
 from pydist.data.store.disk import Disk
 from pydist.data.store.entry import Entry
 from pydist.data.store.figures import Figures
-from pydist.data.store.form import Form
+from pydist.data.store.form import BlockForm
 from pydist.data.store.holdings import Holdings
 from pydist.data.store.lasting import open_spill
 from pydist.data.store.options import StoreOptions
@@ -38,7 +38,7 @@ _BUFFERS = 2
 
 
 class MemoryStore:
-    """Blocks of samples on the ranks, each held by exactly one, in memory or on its disk.
+    """Store that keeps blocks of samples on the ranks, each held by exactly one, in memory or on its disk.
 
     A rank keeps the blocks that it reads first, as far as its budget allows, and sends them to the
     ranks that need them in later epochs: those of other sample groups with the same part of the
@@ -69,7 +69,7 @@ class MemoryStore:
         options = options or StoreOptions("memory")
         options.check()
         self._dataset, self._mesh = dataset, mesh
-        self.form = Form(dataset, mesh, on_device)
+        self.form = BlockForm(dataset, mesh, on_device)
         self._transport = _ranks_with_equal_blocks(mesh, training)
         require_same(mesh.world, {"what the store keeps": str(self.form)})
         budget = Budget(options.memory, options.disk)
@@ -100,12 +100,12 @@ class MemoryStore:
 
     @property
     def entries(self) -> dict[int, Entry]:
-        """The blocks in this rank's memory, by sample."""
+        """Blocks that are in this rank's memory, by sample."""
         return self.holdings.entries
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the blocks in this rank's memory."""
+        """Bytes that the blocks in this rank's memory have."""
         return self.holdings.held_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""The settings of a sample store, as a loader and a configuration file name them."""
+"""Defines the settings of a sample store, as a loader and a configuration file name them."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class StoreOptions:
 
     @property
     def memory(self) -> int:
-        """Bytes in memory."""
+        """Bytes that may be in memory."""
         limit = self.store_memory
         return LARGEST if limit is None else _bytes_of("store_memory", limit)
 
     @property
     def disk(self) -> int:
-        """Bytes on disk, before compression."""
+        """Bytes that may be on disk, before compression."""
         return 0 if self.store_disk is None else _bytes_of("store_disk", self.store_disk)
 
     @property
     def folder(self) -> Path | None:
-        """Folder of blocks on disk."""
+        """Folder that holds blocks on disk."""
         return None if self.store_folder is None else Path(self.store_folder)
 
     def check(self, table: str = "") -> None:

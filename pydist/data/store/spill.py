@@ -1,4 +1,4 @@
-"""The file of a rank's blocks on a disk of its machine, a partition of a pack.
+"""Writes and reads a rank's blocks on a disk of its machine, a partition of a pack.
 
 It belongs to one run and has no name, so nothing is left of a run however it ends.
 """
@@ -18,7 +18,7 @@ from pydist._loader import native
 
 
 class Spill:
-    """Blocks on disk, written by one thread and read by any.
+    """File that holds blocks on disk, written by one thread and read by any.
 
     Args:
         folder: an existing folder.

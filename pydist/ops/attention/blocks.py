@@ -1,4 +1,4 @@
-"""Computes the attention of this rank's queries to one block of keys, with the logarithm of its sums.
+"""Computes the attention of this rank's queries to one block of keys, with its sums.
 
 Softmax over all keys is the mean of the softmaxes over blocks of them, weighted by the blocks' sums
 of exponentials. So each block is computed alone, by torch's fused kernel where one returns that
