@@ -16,7 +16,7 @@ from pydist.comm import Transport, run_local
 from pydist.data import BadSample, Loader, ShardDataset
 from pydist.data.device_input import DeviceInput
 from pydist.data.medical import CTOptions, generate_ct
-from pydist.data.store.form import Form
+from pydist.data.store.form import BlockForm
 from pydist.errors import UsageError
 from pydist.mesh import Mesh
 from pydist.partition import Box
@@ -73,7 +73,7 @@ def through_device(loader: Loader) -> Loader:
     assert loader._ahead.device_input is None
     loader._ahead.device_input = DeviceInput(CPU)
     if loader.store is not None:
-        loader.store.form = Form(loader.dataset, loader.mesh, on_device=True)
+        loader.store.form = BlockForm(loader.dataset, loader.mesh, on_device=True)
         loader.store.holdings._format_of = loader.store.form.of
     return loader
 

@@ -19,7 +19,7 @@ _under_way: set[Channel] = set()
 
 
 class Delivery:
-    """Delivery that brings the blocks of one batch: held here, on their way to this rank, and in files.
+    """Delivery that brings the blocks of one batch: held here, on their way, and in files.
 
     Attributes:
         moves: where the blocks come from.

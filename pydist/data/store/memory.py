@@ -38,7 +38,7 @@ _BUFFERS = 2
 
 
 class MemoryStore:
-    """Store that keeps blocks of samples on the ranks, each held by exactly one, in memory or on its disk.
+    """Store that keeps blocks of samples, each on exactly one rank, in memory or on its disk.
 
     A rank keeps the blocks that it reads first, as far as its budget allows, and sends them to the
     ranks that need them in later epochs: those of other sample groups with the same part of the
