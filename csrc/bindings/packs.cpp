@@ -156,6 +156,10 @@ std::size_t read_part(const Folder& folder, std::uint32_t entry, std::uint64_t o
 
 void bind_pack_reading(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<Stored>(module, "PackedFile", py::is_final(), "Where a partition has a file.")
+      .def_readonly("stored_size", &Stored::stored_size)
+      .def_readonly("raw_size", &Stored::raw_size);
+
   py::class_<PackEntry>(module, "PackEntry", py::is_final(), "A file or a directory of a pack.")
       .def_readonly("number", &PackEntry::number)
       .def_property_readonly("name", [](const PackEntry& entry) { return py::bytes(entry.name); })
@@ -238,10 +242,6 @@ void bind_pack_writing(py::module_& module) {
   module.def("partition_name", &packs::partition_name, "number"_a,
              "The name of a partition's file.");
   module.attr("PACK_INDEX") = packs::kIndexName;
-
-  py::class_<Stored>(module, "PackedFile", py::is_final(), "Where a partition has a file.")
-      .def_readonly("stored_size", &Stored::stored_size)
-      .def_readonly("raw_size", &Stored::raw_size);
 
   py::class_<PartitionWriter>(module, "PartitionWriter", py::is_final(),
                               "Writes one partition. See csrc/packs/writer.hpp.")

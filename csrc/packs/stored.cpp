@@ -1,3 +1,4 @@
+// Reading of a file from its stored bytes, with its checksums.
 #include "packs/stored.hpp"
 
 #include <vector>

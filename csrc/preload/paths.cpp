@@ -187,7 +187,7 @@ std::string_view base_of(int directory, char (&text)[kPathSize]) {
 std::size_t visible_path(std::uint32_t entry, char* text, std::size_t size) {
   return attempt(std::size_t{0}, [&]() -> std::size_t {
     std::string path = mount().path;
-    if (entry != 0) path += "/" + pack()->index().path(entry);
+    if (entry != 0) path.append("/").append(pack()->index().path(entry));
     if (path.size() >= size) {
       errno = ERANGE;
       return 0;

@@ -12,7 +12,7 @@ import json
 import math
 import mmap
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -134,15 +134,17 @@ class ReadingProcess:
         assert process.stdout is not None
         source = process.stdout.fileno()
         found = b""
-        while not found.endswith(b"\n"):
-            if not select.select([source], [], [], _SECONDS)[0]:
-                raise ValueError(f"it has not answered in {_SECONDS:.0f} s")
-            part = os.read(source, _LONGEST)
-            if not part:
-                raise ValueError
-            found += part
-            if len(found) > _LONGEST:
-                raise ValueError("its reply is too long")
+        with selectors.DefaultSelector() as answers:  # select() takes numbers below 1024 only
+            answers.register(source, selectors.EVENT_READ)
+            while not found.endswith(b"\n"):
+                if not answers.select(_SECONDS):
+                    raise ValueError(f"it has not answered in {_SECONDS:.0f} s")
+                part = os.read(source, _LONGEST)
+                if not part:
+                    raise ValueError
+                found += part
+                if len(found) > _LONGEST:
+                    raise ValueError("its reply is too long")
         return found
 
     def _end(self, error: Exception) -> str:

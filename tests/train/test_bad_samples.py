@@ -114,7 +114,7 @@ def test_a_run_whose_files_another_process_reads(config: Config, tmp_path: Path)
 def test_stages_can_not_skip(config: Config) -> None:
     staged = change(config, data={"on_bad_sample": "skip"}, mesh={"stages": 2})
     with pytest.raises(UsageError, match=r'on_bad_sample = "skip" with mesh\.stages'):
-        config_io.check(config_io.to_dict(staged), source="test")
+        config_io.from_tables(config_io.to_dict(staged), source="test")
 
 
 def test_too_many_bad_samples_end_the_run(config: Config, damaged: Path, tmp_path: Path) -> None:

@@ -176,9 +176,9 @@ def test_network_data_and_loss_must_fit_together(segmentation, universes):
     for config, message in (
         (change(segmentation, train={"loss": "mse"}), "possible with model.name = 'unet3d' are"),
         (change(cosmoflow, train={"loss": "dice"}), "model.name = 'cosmoflow' are auto, mse"),
-        (change(cosmoflow, data={"path": segmentation.data.path}), 'choose "unet3d"'),
+        (change(cosmoflow, data={"path": segmentation.data.path}), 'choose model.name = "unet3d"'),
         # Universes also lack the statistics of the CT normalization.
-        (change(segmentation, data={"path": universes}), 'choose "cosmoflow"'),
+        (change(segmentation, data={"path": universes}), 'choose model.name = "cosmoflow"'),
         (change(segmentation, model={"levels": 4}), "needs multiples of 16: convert"),
         (change(segmentation, model={"features": 3}), "features is even"),
         (weighing(segmentation, class_weights=(1.0, 2.0)), "has 2 weights; .* has 3 classes"),
