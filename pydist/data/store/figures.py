@@ -57,7 +57,7 @@ class Figures:
 
     @property
     def compression(self) -> float:
-        """Ratio that compression achieves: bytes of the blocks on disk before it, over those after."""
+        """Ratio that compression achieves: bytes of the blocks on disk, before over after it."""
         return self.spilled_bytes / self.stored_bytes if self.stored_bytes else 1.0
 
     def add(self, other: Figures) -> None:
