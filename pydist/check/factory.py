@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -72,14 +73,26 @@ def _load(where: str) -> ModuleType:
         raise kind(f"can't import {where}: {in_words(error)}") from error
 
 
+_loading = threading.RLock()  # a file may load another
+
+
 def _load_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # for imports of its neighbors, as if it were run
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
+    """Imports a file, once as long as it does not change; ranks can be threads."""
+    name = f"{path.stem} ({path}, {path.stat().st_mtime_ns})"
+    with _loading:
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # where dataclasses look for it
+        sys.path.insert(0, str(path.parent))  # for imports of its neighbors, as if it were run
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        finally:
+            sys.path.remove(str(path.parent))
     return module

@@ -21,6 +21,8 @@ class _Arguments:
     """File to write, ending in .safetensors."""
     factory: str = ""
     """Factory of a network that is not pydist's own, such as nets.py:make, if you trust it."""
+    task: str = ""
+    """Task that is not pydist's own, such as mine.py:MyTask, if you trust it."""
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -28,7 +30,7 @@ def export(arguments: Sequence[str]) -> int:
     options = parse(_Arguments, arguments, "pydist export")
     from pydist.inference.export import export_weights
 
-    network = export_weights(options.checkpoint, options.output, options.factory)
+    network = export_weights(options.checkpoint, options.output, options.factory, options.task)
     print(f"exported   {options.output}")
     print(f'load it    {network}.load_state_dict(safetensors.torch.load_file("{options.output}"))')
     return 0

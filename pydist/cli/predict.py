@@ -45,6 +45,8 @@ class _Arguments:
     """Device of the network; "auto" is CUDA where each rank has a device of its own."""
     factory: str = ""
     """Factory of a network that is not pydist's own, such as nets.py:make, if you trust it."""
+    task: str = ""
+    """Task that is not pydist's own, such as mine.py:MyTask, if you trust it."""
 
 
 def predict(arguments: Sequence[str]) -> int:
@@ -66,8 +68,8 @@ def predict(arguments: Sequence[str]) -> int:
         own += ["--sliding", str(options.sliding)]
     if options.overlap is not None:
         own += ["--overlap", str(options.overlap)]
-    if options.factory:
-        own += ["--factory", options.factory]
+    for name, value in (("--factory", options.factory), ("--task", options.task)):
+        own += [name, value] if value else []
     files = [str(options.checkpoint), *map(str, options.images)]
     return launch(options.ranks, ["-m", "pydist", "predict", *files, *own], options.mpi)
 
@@ -123,7 +125,9 @@ def _predict_here(options: _Arguments) -> int:
         overlap = {} if options.overlap is None else {"overlap": options.overlap}
         sliding = Sliding(options.sliding, **overlap)
     mesh = init(1, spatial, "host" if options.device == "cpu" else "auto")
-    predictor = Predictor(options.checkpoint, mesh, sliding, options.device, options.factory)
+    predictor = Predictor(
+        options.checkpoint, mesh, sliding, options.device, options.factory, options.task
+    )
     facts = facts_of_run(predictor.device, options.device, "off", mesh.world, "--device")
     if mesh.rank == 0:
         print(f"predict    {describe_place(facts)}", flush=True)

@@ -114,8 +114,11 @@ class ProgressView:
     def _on_validation(self, event: Event) -> None:
         if "mae" in event:
             found = f"mae {event['mae']:.3f}"
-        else:
+        elif "dice" in event:
             found = "Dice " + " ".join(f"{name} {d:.3f}" for name, d in event["dice"].items())
+        else:  # of another task
+            own = {k: v for k, v in event.items() if isinstance(v, float) and k != "time"}
+            found = " ".join(f"{name} {value:.3f}" for name, value in own.items())
         self._validation = f"  validation {found}"
 
     def _on_notice(self, event: Event) -> None:

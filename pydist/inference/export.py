@@ -15,7 +15,9 @@ from pydist.train.checkpoint import is_checkpoint
 from pydist.train.metadata import load_trained
 
 
-def export_weights(checkpoint: str | Path, path: str | Path, factory: str = "") -> str:
+def export_weights(
+    checkpoint: str | Path, path: str | Path, factory: str = "", task: str = ""
+) -> str:
     """Writes a network's weights to a safetensors file for use with plain torch.
 
     The keys are those of the plain network's `state_dict`. The file's metadata contain the Python
@@ -24,7 +26,9 @@ def export_weights(checkpoint: str | Path, path: str | Path, factory: str = "") 
     Args:
         checkpoint: see `pydist.train.metadata.load_trained`.
         path: file ending in .safetensors; written atomically.
-        factory: of a network that is not pydist's own, such as "nets.py:make"; see `About.task`.
+        factory: of a network that is not pydist's own, such as "nets.py:make"; it runs only if
+            it is named, as a checkpoint may be a stranger's.
+        task: the same for a task that is not pydist's own.
 
     Returns:
         The Python expression that creates the network.
@@ -42,7 +46,7 @@ def export_weights(checkpoint: str | Path, path: str | Path, factory: str = "") 
             f"{name}: its folder is a checkpoint, which it would damage; choose another"
         )
     trained, weights = load_trained(checkpoint)
-    network = trained.task(factory).expression(trained.manifest)
+    network = trained.task(factory, task).expression(trained.manifest)
     data = trained.config.data
     metadata = {
         "format": "pt",

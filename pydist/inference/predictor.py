@@ -72,7 +72,9 @@ class Predictor:
         mesh: the ranks; its spatial axes determine the partition of volumes.
         sliding: sliding windows, each of them partitioned; None predicts the full volume.
         device: "cpu", "cuda", or "auto" for CUDA where possible, as in training.
-        factory: of a network that is not pydist's own, such as "nets.py:make"; see `About.task`.
+        factory: of a network that is not pydist's own, such as "nets.py:make"; it runs only if
+            it is named, as a checkpoint may be a stranger's.
+        task: the same for a task that is not pydist's own.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or its network does not segment.
@@ -87,24 +89,25 @@ class Predictor:
         sliding: Sliding | None = None,
         device: str = "auto",
         factory: str = "",
+        task: str = "",
     ) -> None:
         with together(mesh.world):
             self.device = choose_device(device, mesh.world, "device")
             """The device of this rank."""
             metadata, weights = load_trained(checkpoint)
-            task = metadata.task(factory)
-            if task.multiple is None:
+            trained_for = metadata.task(factory, task)
+            if trained_for.multiple is None:
                 name = metadata.config.model.name
                 raise CheckpointError(
                     f"{checkpoint} holds a {name}, which predicts no classes of voxels"
                 )
-            network = task.network(metadata.manifest)
+            network = trained_for.network(metadata.manifest)
             try:
                 network.load_state_dict(weights)
             except RuntimeError as error:
                 reason = shorten(str(error), 200)  # the error may name every parameter
                 raise CheckpointError(f"{checkpoint}: its weights do not fit: {reason}") from error
-            self._multiple = task.multiple
+            self._multiple = trained_for.multiple
             if sliding is not None:
                 _check_sliding(sliding, self._multiple)
         self.mesh = mesh

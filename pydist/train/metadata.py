@@ -33,23 +33,26 @@ class CheckpointMetadata:
     config: Config
     manifest: Manifest
 
-    def task(self, factory: str = "") -> Task:
+    def task(self, factory: str = "", task: str = "") -> Task:
         """Returns the task that the network was trained for.
 
         Args:
             factory: of a network that is not pydist's own: a checkpoint may be a stranger's, so the
                 code that it names runs only if the caller names it, too.
+            task: the same for a task that is not pydist's own.
 
         Raises:
-            UsageError: the network has another factory.
+            UsageError: the network has another factory or task.
         """
         model = self.config.model
-        if isinstance(model, FactoryConfig) and factory != model.factory:
-            task = "" if model.task in TASKS else f", and its task by {model.task}"
-            raise UsageError(
-                f"the network was made by {model.factory}{task}, code that the checkpoint names: "
-                f"if you trust it, name it with --factory {model.factory}"
-            )
+        if isinstance(model, FactoryConfig):
+            own = "" if model.task in TASKS else model.task
+            if (factory, task if own else "") != (model.factory, own):
+                given = f"--factory {model.factory}{f' --task {own}' if own else ''}"
+                raise UsageError(
+                    f"the network was made by {model.factory}{f' for {own}' if own else ''}, code "
+                    f"that the checkpoint names: if you trust it, name it with {given}"
+                )
         return task_of(self.config)
 
     def dump(self) -> dict[str, str]:

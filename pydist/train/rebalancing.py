@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from pydist.balance import Curve, balance
-from pydist.errors import NotSupported
+from pydist.comm.consensus import together
+from pydist.errors import NotSupported, UsageError
+from pydist.train import checkpoint, config_io
+from pydist.train.folder import CHECKPOINTS, CONFIG_FILE
 from pydist.train.job import Job
 from pydist.train.parts import (
     WARMUP,
@@ -37,17 +42,22 @@ LEAST_STEPS, MOST_STEPS = 5, 50
 class Rebalancing:
     """Chooses the parts of an axis, at the end of an epoch, by how long ranks were busy with them.
 
+    If the busiest rank is busy for longer with new parts, the former ones return, for good.
+
     Args:
         config: of the run; `config.mesh.rebalance` names the axis.
         job: on one mesh.
         device: of the network.
+        before: chose the present parts.
 
     Raises:
         NotSupported: the network is on a CUDA device; see `pydist.train.balancing.measure`.
         UsageError: the mesh has one part along the axis, or too few units for its parts.
     """
 
-    def __init__(self, config: Config, job: Job, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, job: Job, device: torch.device, before: Rebalancing | None = None
+    ) -> None:
         if device.type != "cpu":
             raise NotSupported(
                 "mesh.rebalance on CUDA devices: hosts do not know what a step of the device waits "
@@ -61,7 +71,8 @@ class Rebalancing:
         """The parts that are to follow."""
         self.busy: tuple[float, ...] = ()
         """Seconds of a step for which each present part was busy, at the last decision."""
-        self._config, self._job = config, job
+        self._config, self._job, self._before = config, job, before
+        self._is_settled: bool = before is not None and before._is_settled
         self._steps: deque[float] = deque(maxlen=MOST_STEPS)
         self._skipped = 0
 
@@ -74,11 +85,16 @@ class Rebalancing:
 
     def decide(self) -> bool:
         """Chooses parts, and returns whether they are worth the change. Collective."""
-        if len(self._steps) < LEAST_STEPS:
+        if self._is_settled or len(self._steps) < LEAST_STEPS:
             return False  # on all ranks: they take the same steps
         self.busy = busiest(self.axis, self._job.mesh, median(self._steps))
         self._steps.clear()
         axis, most = self.axis, max(self.busy)
+        before, self._before = self._before, None
+        if before is not None and most > max(before.busy):
+            # The parts did not help, as where a rank is slow whatever its part is.
+            self.chosen, self._is_settled = before.sizes, True
+            return True
         curves = [Curve([each]) for each in zip(self.sizes, self.busy, strict=True)]
         division = balance(curves, axis.extent, multiple=axis.multiple)
         expected = max(c(size) for c, size in zip(curves, division.sizes, strict=True))
@@ -92,3 +108,36 @@ class Rebalancing:
         assert self.chosen is not None
         config = with_parts(self._config, self.axis, self.chosen)
         return config, replace(self._job, mesh=mesh_with(config, self._job.world))
+
+
+def resumed(config: Config, job: Job) -> tuple[Config, Job]:
+    """Returns the configuration and the job with the parts that an earlier run has chosen last.
+
+    Collective. They are in the configuration that the run wrote to its folder.
+    """
+    axis, folder, message = config.mesh.rebalance, config.output.folder, b""
+    with together(job.world, "reading the parts of the last run"):
+        if job.writes and config.checkpoint.resume != "never":
+            message = _last_shares(config, folder)
+    shares = tuple(json.loads(job.world.broadcast_bytes(message, job.writer) or b"[]"))
+    if axis is None or len(shares) != config.mesh.parts(job.world.size).get(axis, 1):
+        return config, job
+    changed = replace(config.mesh.shares, **{axis: shares})
+    if changed == config.mesh.shares:
+        return config, job
+    config = replace(config, mesh=replace(config.mesh, shares=changed))
+    return config, replace(job, mesh=mesh_with(config, job.world))
+
+
+def _last_shares(config: Config, folder: Path) -> bytes:
+    """Returns the shares of the axis in a run's folder as JSON; nothing if there are none."""
+    path = folder / CONFIG_FILE
+    if not path.exists() or not checkpoint.complete(folder / CHECKPOINTS):
+        return b""
+    try:
+        last = config_io.load(path).mesh
+    except UsageError:  # of another version
+        return b""
+    axis = config.mesh.rebalance
+    found = last.shares.given.get(axis) if axis == last.rebalance and axis else None
+    return json.dumps(found or []).encode()

@@ -48,7 +48,7 @@ from pydist.train.network import place_network
 from pydist.train.noise import AdaptiveBatch
 from pydist.train.optimizers import LayerwiseConfig
 from pydist.train.ranks import meshes_of
-from pydist.train.rebalancing import Rebalancing
+from pydist.train.rebalancing import Rebalancing, resumed
 from pydist.train.state import RunState, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
 from pydist.watchdog import phase
@@ -156,8 +156,11 @@ def _run(
 ) -> Result:
     """Runs from the opening of the data to the results, on one mesh after the other."""
     resume: Resume = config.checkpoint.resume
+    rebalancing: Rebalancing | None = None
+    if config.mesh.rebalance is not None:
+        config, job = resumed(config, job)
     while True:
-        result, rebalancing = _run_on(config, job, lock, log, prepare, resume)
+        result, rebalancing = _run_on(config, job, lock, log, prepare, resume, rebalancing)
         if rebalancing is None or rebalancing.chosen is None:
             return result
         (config, job), resume = rebalancing.moved(), "must"
@@ -170,6 +173,7 @@ def _run_on(
     log: EventLog,
     prepare: Callable[[torch.nn.Module], None] | None,
     resume: Resume,
+    before: Rebalancing | None,
 ) -> tuple[Result, Rebalancing | None]:
     """Runs on one mesh, to the results or until other parts of the mesh are to follow."""
     with ExitStack() as stack:
@@ -183,7 +187,7 @@ def _run_on(
         rebalancing = None
         if config.mesh.rebalance is not None:
             with together(job.world):
-                rebalancing = Rebalancing(config, job, loader.device)
+                rebalancing = Rebalancing(config, job, loader.device, before)
         folder = config.output.folder
         validated, ended = _done_before(folder / LOG_FILE, state)
         with together(job.world):

@@ -60,6 +60,16 @@ def test_speed_loss_and_parts_are_shown(terminal):
     assert "batch=3" in text
 
 
+def test_figures_of_another_task_are_shown():
+    out = io.StringIO()
+    view = ProgressView(Console(file=out, width=120))
+    figures = {"loss": 0.5, "accuracy": 0.75, "samples": 3, "step": 4, "epoch": 1, "time": 1.5}
+    for event in (START, step(1), {"event": "validation", **figures}, step(4)):
+        view(event)
+    view({"event": "end", "status": "done", "step": 4, "seconds": 1.0, "reason": ""})
+    assert "validation loss 0.500 accuracy 0.750" in out.getvalue()
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_other_parts_of_the_mesh_are_shown_and_the_display_goes_on(terminal):
     out = io.StringIO()

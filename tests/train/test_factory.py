@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from pydist import Mesh, run_local
+from pydist.check.factory import load_factory
 from pydist.cli.main import main
 from pydist.comm import LocalTransport
-from pydist.data import Manifest
+from pydist.data import Manifest, ShardDataset
 from pydist.data.medical import CTOptions, generate_ct
-from pydist.errors import UsageError
+from pydist.errors import DataError, UsageError
 from pydist.inference import Predictor
 from pydist.inference.export import export_weights
 from pydist.train import config_io, log
@@ -23,7 +24,7 @@ from pydist.train.config import Config
 from pydist.train.losses import SegmentationLoss
 from pydist.train.metadata import load_trained
 from pydist.train.tasks import task_of
-from pydist.train.tasks.factory import arguments_of
+from pydist.train.tasks.factory import arguments_of, outputs_of
 from support.training.runs import change, in_stages, job, last_state
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -132,9 +133,9 @@ def test_deep_supervision_weighs_the_outputs(volumes, tmp_path, nets):
     text = f'model = {{factory = "{nets}:deep", args = {{width = 6}}, multiple = 2}}'
     config = run_of(text, volumes, tmp_path / "run")
     task = task_of(config)
-    manifest = Manifest.load(volumes)
+    task.check(ShardDataset(volumes))
     torch.manual_seed(0)
-    model = task.network(manifest)
+    model = task.network(Manifest.load(volumes))
     assert model.first[0].out_channels == 6
     x, labels = torch.randn(2, 1, 16, 16, 16), torch.randint(3, (2, 16, 16, 16))
     fine, coarse = model(x)
@@ -222,8 +223,107 @@ def test_a_checkpoint_runs_its_factory_only_if_it_is_named(volumes, tmp_path, ne
     assert f"load_factory('{nets}:deep')(in_channels=1, classes=3)" in capsys.readouterr().out
     own = change(config, model={"name": "factory", "factory": f"{nets}:values",
                                 "task": f"{nets}:Absolute"})  # fmt: skip
-    with pytest.raises(UsageError, match=r"and its task by .*Absolute"):
-        replace(about, config=own).task()
+    other = replace(about, config=own)
+    for given in ({}, {"factory": f"{nets}:values"}, {"task": f"{nets}:Absolute"}):
+        with pytest.raises(UsageError, match=r"--factory .*values --task .*Absolute"):
+            other.task(**given)
+    assert other.task(f"{nets}:values", f"{nets}:Absolute").described
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"class_weights": (1.0, 2.0, 3.0)},
+        {"class_weights": (1.0, 2.0, 3.0), "ignore_label": 0, "loss": "dice_ce"},
+    ],
+    ids=["weights", "and an ignored label"],
+)
+def test_deep_supervision_with_weighted_voxels(volumes, tmp_path, nets, train):
+    text = f'model = {{factory = "{nets}:deep", multiple = 2}}'
+    whole = change(run_of(text, volumes, tmp_path / "whole"), train=train)
+    job(LocalTransport(), whole)
+    accumulated = change(whole, output={"folder": tmp_path / "passes"}, train={"accumulate": 2})
+    job(LocalTransport(), accumulated)
+    staged = change(whole, output={"folder": tmp_path / "stages"},
+                    mesh={"stages": 2, "data": 2, "micro_batches": 1})  # fmt: skip
+    in_stages(staged)
+    for other in (accumulated, staged):
+        assert curve(other) == pytest.approx(curve(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("factory", "task", "complaint"),
+    [
+        ("few", "segmentation", "returns [2, 2, 16, 16, 16], and the task segmentation"),
+        ("named", "segmentation", "returns dict, and the task segmentation of this data set"),
+        ("flat", "regression", "returns [2, 5], and the task regression"),
+        ("deep", "regression", "the task regression of this data set expects [N, 1]"),
+        ("flat", "classification", "returns [2, 5], and the task classification"),
+    ],
+)
+def test_outputs_that_a_task_can_not_use_are_one_line(
+    volumes, tmp_path, nets, factory, task, complaint
+):
+    nets.write_text(nets.read_text() + OTHERS)
+    classes = 3 if task == "classification" else 0
+    data = volumes if task == "segmentation" else values_data(tmp_path / "data", classes)
+    text = f'model = {{factory = "{nets}:{factory}", task = "{task}"}}'
+    with pytest.raises(UsageError) as caught:
+        job(LocalTransport(), run_of(text, data, tmp_path / "run"))
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+OTHERS = """
+def few(in_channels):
+    return nn.Conv3d(in_channels, 2, 1)
+
+class Named(nn.Conv3d):
+    def forward(self, x):
+        return {"scores": super().forward(x)}
+
+def named(in_channels):
+    return Named(in_channels, 3, 1)
+
+def flat(in_channels):
+    return nn.Sequential(nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(in_channels, 5))
+"""
+
+
+def test_a_class_out_of_range_is_bad_data(tmp_path, nets):
+    data = values_data(tmp_path / "data", 3)
+    manifest = Manifest.load(data)
+    replace(manifest, class_names=("a", "b")).save(data)
+    import h5py
+
+    with h5py.File(data / "0.hdf5", "r+") as file:
+        file["unitPar"][...] = 7
+    text = f'model = {{factory = "{nets}:values", task = "classification"}}'
+    with pytest.raises(DataError, match="its class is 7; there are 2"):
+        job(LocalTransport(), change(run_of(text, data, tmp_path / "run"), train={"batch": 4}))
+
+
+def test_a_file_with_dataclasses_is_imported_once(tmp_path, capsys):
+    path = tmp_path / "with_dataclass.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from torch import nn\nprint('imported')\n@dataclass\nclass Options:\n    width: int = 3\n"
+        "def make(in_channels): return nn.Conv3d(in_channels, Options().width, 1)\n"
+    )
+    for _ in range(2):
+        assert load_factory(f"{path}:make")(in_channels=1).out_channels == 3
+    assert capsys.readouterr().out.count("imported") == 1
+    path.write_text("broken = 1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="ZeroDivisionError"):
+            load_factory(f"{path}:make")
+
+
+def test_several_outputs_in_one_tensor_are_several():
+    """As MONAI's DynUNet returns them with deep supervision."""
+    stacked = torch.randn(2, 3, 4, 5, 5, 5)
+    assert [x.shape for x in outputs_of(stacked)] == [(2, 4, 5, 5, 5)] * 3
+    assert outputs_of({"scores": stacked}) == []
 
 
 @pytest.mark.parametrize(

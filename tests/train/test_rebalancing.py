@@ -96,6 +96,40 @@ def test_the_decision():
     assert decided((50, 50), (1.0, 3.0), ENOUGH - 1) == (False, None), "too few steps"
 
 
+def test_parts_that_did_not_help_are_taken_back():
+    def body(world: Any) -> list[Any]:
+        config = Config(mesh=MeshConfig(channel=2, rebalance="channel"))
+        before, found = None, []
+        for late in (3.0, 4.0, 5.0):  # rank 1 is busier with each part
+            shares = config.mesh.shares.given
+            job = Job.of(Mesh(world, axes={"channel": 2}, shares=shares))
+            each = Rebalancing(config, job, torch.device("cpu"), before)
+            for _ in range(ENOUGH):
+                each.note(late if world.rank else 1.0, {})
+            found.append((each.decide(), each.sizes, each.chosen))
+            if each.chosen is None:
+                break
+            before, (config, _) = each, each.moved()
+        return found
+
+    first, second, third = run_local(body, 2)[0]
+    assert first == (True, (50, 50), (75, 25))
+    assert second == (True, (75, 25), (50, 50))
+    assert third == (False, (50, 50), None), "settled"
+
+
+@pytest.mark.usefixtures("slow_rank")
+def test_a_resumed_run_has_the_parts_of_the_last_one(config):
+    config = change(config, train={"batch": 1, "epochs": 3, "validate_every": 0})
+    config = change(config, mesh={"rebalance": "depth", "spatial": (2, 1, 1)})
+    run_local(job, 2, config, 1, (2, 1, 1))
+    last = rebalances(config)[-1]["next_sizes"]
+    run_local(job, 2, change(config, train={"epochs": 4}), 1, (2, 1, 1))
+    written = config_io.load(config.output.folder / "config.toml")
+    assert written.mesh.shares.given == {"depth": tuple(map(float, last))}
+    assert rebalances(config)[-1]["next_sizes"] == last, "no further change"
+
+
 def test_what_is_refused():
     config = Config(mesh=MeshConfig(stages=2, rebalance="depth"))
     with pytest.raises(UsageError, match=r'mesh.rebalance = "depth" with mesh.stages'):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from pydist.tensor import HANDLERS
@@ -22,3 +23,12 @@ _composed = FunctionType(
 _composed.__kwdefaults__ = _torchs.__kwdefaults__
 
 HANDLERS[_torchs] = _composed
+
+
+def _is_left_aligned(*_: Any, **__: Any) -> bool:
+    """Answers that a mask does not suit nested tensors: encoders then attend as in training."""
+    return False
+
+
+# What `nn.TransformerEncoder` asks in evaluation, before it would take its fast path.
+HANDLERS[torch._nested_tensor_from_mask_left_aligned] = _is_left_aligned

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pydist.check.factory import load_factory, load_object
-from pydist.errors import UsageError, in_words
+from pydist.errors import DataError, UsageError, in_words
 from pydist.tensor import ShardedTensor
 from pydist.train import report
 from pydist.train.tasks.base import (
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pydist.data.loader import Batch
     from pydist.train.config import FactoryConfig, MeshConfig, TrainConfig
 
+_STACKED_DIMS = 6
+"""Dims of several outputs in one tensor, as MONAI's DynUNet returns them."""
 _INPUTS = ("in_channels", "input_channels")
 _OUTPUTS = ("out_channels", "num_classes", "classes", "outputs")
 """Names that libraries have for a network's numbers of channels and of outputs."""
@@ -107,23 +109,43 @@ class AnySegmentation(Segmentation):
         """Returns the Python expression that makes the network."""
         return expression_of(self._made, manifest.sample_shape[0], len(manifest.class_names))
 
-    def loss(self, output: Tensor | Sequence[Tensor], batch: Batch) -> Tensor:
+    def loss(self, output: Any, batch: Batch) -> Tensor:
         """Computes the configured loss, over all outputs."""
         mesh, counts = batch.inputs.mesh, batch.count > 0
 
         def of_one(scores: Tensor, labels: Tensor) -> Tensor:
             return self._loss(scores, labels, mesh, counts=counts)
 
-        return _over_outputs(of_one, output, batch.targets)
+        return _over_outputs(of_one, self._scores(output), batch.targets)
 
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
-        """Returns the configured loss, over all outputs."""
-        of_one = super().criterion(batches)
-        return lambda output, labels: _over_outputs(of_one, output, labels)
+        """Returns the configured loss, over all outputs.
 
-    def measure(self, output: Tensor | Sequence[Tensor], batch: Batch) -> Tensor:
+        The weights of the voxels are those of each output's own labels.
+        """
+        of_extents: dict[tuple[int, ...], Criterion] = {}
+
+        def of_one(scores: Tensor, labels: Tensor) -> Tensor:
+            extents = tuple(labels.shape[1:])
+            if extents not in of_extents:  # on all ranks in the same order
+                every = [_resized(batch.targets, extents) for batch in batches]
+                mesh, samples = batches[0].inputs.mesh, batches[0].step_size
+                of_extents[extents] = self._loss.of_parts(every, mesh, samples)
+            return of_extents[extents](scores, labels)
+
+        return lambda output, labels: _over_outputs(of_one, self._scores(output), labels)
+
+    def measure(self, output: Any, batch: Batch) -> Tensor:
         """Returns the sums of `Segmentation.measure`, of the first output."""
-        return super().measure(first_of(output), batch)
+        return super().measure(self._scores(output)[0], batch)
+
+    def _scores(self, output: Any) -> list[Tensor]:
+        """Returns the outputs, the one that predicts first."""
+        classes = len(self._class_names)
+        found = outputs_of(output)
+        if not found or any(x.dim() != 5 or x.shape[1] != classes for x in found):
+            raise _unexpected(output, f"[N, {classes}, D, H, W]", "segmentation", "classes")
+        return found
 
 
 class AnyRegression(Regression):
@@ -143,6 +165,14 @@ class AnyRegression(Regression):
     def expression(self, manifest: Manifest) -> str:
         """Returns the Python expression that makes the network."""
         return expression_of(self._made, manifest.sample_shape[0], len(manifest.target_names))
+
+    def loss(self, output: Any, batch: Batch) -> Tensor:
+        """Computes the mean squared error."""
+        return _squared_error(output, batch.targets)
+
+    def criterion(self, batches: Sequence[Batch]) -> Criterion:
+        """Returns the mean squared error."""
+        return _squared_error
 
 
 @dataclass(frozen=True)
@@ -174,7 +204,7 @@ class AnyClassification:
     def __init__(self, config: FactoryConfig, train: TrainConfig) -> None:
         config.loss(train)  # raises if it is unknown
         refuse_options_of_voxels(config, train)
-        self.config = config
+        self.config, self._classes = config, 0
 
     def check(self, data: ShardDataset) -> None:
         """Checks that the data set has one value for each sample, and names of classes."""
@@ -186,6 +216,7 @@ class AnyClassification:
                 f"{len(manifest.target_names)} values and {len(manifest.class_names)} classes"
                 f"{' of voxels' if data.labelled else ''}"
             )
+        self._classes = len(manifest.class_names)
 
     def network(self, manifest: Manifest) -> nn.Module:
         """Makes the network."""
@@ -195,16 +226,39 @@ class AnyClassification:
         """Returns the Python expression that makes the network."""
         return expression_of(self.config, manifest.sample_shape[0], len(manifest.class_names))
 
-    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+    def loss(self, output: Any, batch: Batch) -> Tensor:
         """Computes the mean cross-entropy."""
-        return _cross_entropy(output, batch.targets)
+        return self._cross_entropy(output, self._checked(batch).targets)
 
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the mean cross-entropy."""
-        return _cross_entropy
+        for batch in batches:
+            self._checked(batch)
+        return self._cross_entropy
+
+    def _cross_entropy(self, output: Any, targets: Tensor) -> Tensor:
+        found = outputs_of(output)
+        if len(found) != 1 or found[0].dim() != 2 or found[0].shape[1] != self._classes:
+            raise _unexpected(output, f"[N, {self._classes}]", "classification", "classes")
+        return F.cross_entropy(found[0], targets[:, 0].long())
+
+    def _checked(self, batch: Batch) -> Batch:
+        """Checks that the targets are classes.
+
+        Raises:
+            DataError: one is not.
+        """
+        for index, value in zip(batch.indices, batch.targets[:, 0].tolist(), strict=False):
+            if not 0 <= value < self._classes or value % 1:
+                raise DataError(
+                    f"sample {index}: its class is {value:g}; there are {self._classes}, numbered "
+                    "from 0 on in the order of class_names"
+                )
+        return batch
 
     def measure(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns the cross-entropy, the predicted and the true class, [N, 3]."""
+        self._checked(batch)
         scores = output.full_tensor() if isinstance(output, ShardedTensor) else output
         classes = batch.targets[:, 0].long()
         each = F.cross_entropy(scores.double(), classes, reduction="none")
@@ -242,29 +296,57 @@ class AnyClassification:
         return report.draw_run(folder, curves, data.root, mesh)
 
 
-def first_of(output: Tensor | Sequence[Tensor]) -> Tensor:
+def first_of(output: Any) -> Tensor:
     """Returns the output that predicts: the first of several."""
-    return output if isinstance(output, Tensor) else output[0]
+    return outputs_of(output)[0]
+
+
+def outputs_of(output: Any) -> list[Tensor]:
+    """Returns the outputs of a network: a tensor, several, or several in one, [N, outputs, C, ...].
+
+    Anything else has none.
+    """
+    if isinstance(output, Tensor):
+        return list(output.unbind(1)) if output.dim() == _STACKED_DIMS else [output]
+    if isinstance(output, list | tuple) and all(isinstance(x, Tensor) for x in output):
+        return list(output)
+    return []
+
+
+def _unexpected(output: Any, expected: str, task: str, names: str) -> UsageError:
+    shapes = ", ".join(str(list(x.shape)) for x in outputs_of(output))
+    return UsageError(
+        f"the network returns {shapes or type(output).__name__}, and the task {task} of this data "
+        f"set expects {expected}: check the {names} in model.args, and model.task"
+    )
 
 
 def _over_outputs(
-    loss: Callable[[Tensor, Tensor], Tensor], output: Tensor | Sequence[Tensor], labels: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor], outputs: Sequence[Tensor], labels: Tensor
 ) -> Tensor:
     """Returns the weighted mean of the losses of all outputs."""
-    if isinstance(output, Tensor):
-        return loss(output, labels)
-    total, weights = None, 0.0
-    for i, scores in enumerate(output):
-        resized = labels
-        if scores.shape[2:] != labels.shape[1:]:
-            channel = labels[:, None].to(scores.dtype)
-            resized = F.interpolate(channel, size=scores.shape[2:], mode="nearest")[:, 0].long()
-        part = loss(scores, resized) * 0.5**i
-        total, weights = part if total is None else total + part, weights + 0.5**i
-    if total is None:
-        raise UsageError("the network returns no output")
-    return total / weights
+    parts = [
+        loss(scores, _resized(labels, tuple(scores.shape[2:]))) * 0.5**i
+        for i, scores in enumerate(outputs)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total / sum(0.5**i for i in range(len(parts)))
 
 
-def _cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(scores, targets[:, 0].long())
+def _resized(labels: Tensor, extents: tuple[int, ...]) -> Tensor:
+    """Returns the nearest labels for the extents of an output."""
+    if extents == tuple(labels.shape[1:]):
+        return labels
+    channel = labels[:, None].to(torch.get_default_dtype())
+    return F.interpolate(channel, size=extents, mode="nearest")[:, 0].long()
+
+
+def _squared_error(output: Any, targets: Tensor) -> Tensor:
+    found = outputs_of(output)
+    if len(found) != 1 or found[0].shape != targets.shape:
+        raise _unexpected(output, f"[N, {targets.shape[1]}]", "regression", "outputs")
+    return F.mse_loss(found[0], targets)

@@ -125,3 +125,20 @@ def test_evaluation_without_gradients():
             assert (found.full_tensor() - net(x)).abs().max() < 1e-12
 
     on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_evaluation_with_hidden_tokens():
+    """torch's fast path returns 0 for the hidden tokens; the others are those of one device."""
+    net = nn.TransformerEncoder(encoder(), 2).eval()
+    whole = randn(*SHAPE).mT
+    with torch.no_grad():
+        expected = net(whole, src_key_padding_mask=HIDDEN)
+
+    def body(mesh):
+        x = shard(whole, layout_at(mesh, whole.shape, [[0, 3, 7], None]))
+        with torch.no_grad():
+            found = copy.deepcopy(net)(x, src_key_padding_mask=HIDDEN).full_tensor()
+        assert (found - expected)[~HIDDEN].abs().max() < 1e-12
+
+    on_ranks((2, 1, 1), body)
