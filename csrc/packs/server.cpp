@@ -128,9 +128,10 @@ void Server::serve(Connection& connection) {
     const std::lock_guard lock(connection.turn);
     Step step = Step::kNext;
     for (int i = 0; i < kTurn && step == Step::kNext; ++i) step = turn(connection);
-    connection.waited_for.store(!connection.welcomed.load() || step == Step::kSend);
+    const bool sends = step != Step::kReceive;  // the last answer is left, too
+    connection.waited_for.store(!connection.welcomed.load() || sends);
     if (step != Step::kEnd) {
-      const std::uint32_t events = step == Step::kSend ? EPOLLOUT : EPOLLIN;
+      const std::uint32_t events = sends ? EPOLLOUT : EPOLLIN;
       return arm(descriptor, events | EPOLLONESHOT, true);
     }
   }

@@ -259,6 +259,25 @@ TEST_P(ServedRaw, ReadersMaySpeakInPiecesHangUpOrTakeNothing) {
   EXPECT_EQ(answer.status, Status::kOk);
 }
 
+// However many requests come at once, each has its answer without a further one.
+TEST_P(ServedRaw, RequestsMayComeManyAtOnce) {
+  const auto server = serve(socket_, 1);
+  const std::uint32_t file = Folder(all_.path()).index().find("train/cats/1.jpg").value();
+  Speaker reader(socket_);
+  ASSERT_TRUE(reader.enter());
+  for (std::size_t count = 1; count <= 130; ++count) {
+    const std::vector<Request> requests(count, Request{file, 0, 0, 1});
+    ASSERT_TRUE(send_all(reader.socket(), std::as_bytes(std::span(requests))));
+    for (std::size_t i = 0; i < count; ++i) {
+      Answer answer{};
+      std::byte content{};
+      ASSERT_TRUE(receive_value(reader.socket(), answer)) << i << " of " << count;
+      ASSERT_EQ(answer.status, Status::kOk);
+      ASSERT_TRUE(receive_value(reader.socket(), content));
+    }
+  }
+}
+
 // A server that knows the secret and sends anything: reads are right or refused.
 TEST_P(ServedRaw, ServersAreNotTrusted) {
   const Descriptor listening = listen_at(socket_);

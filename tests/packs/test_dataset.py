@@ -11,10 +11,7 @@ from torch.utils.data import DataLoader
 
 from pydist.errors import DataError
 from pydist.packs import PackFiles, PackOptions, pack
-
-
-def size_of(path: str, content: bytes) -> tuple[str, int]:
-    return path, len(content)
+from support.trees import size_of
 
 
 def test_items_are_the_files_in_order_of_their_paths(source: Path, packed: Path) -> None:
