@@ -59,7 +59,7 @@ void bind_ipc(py::module_& module) {
               const comm::Stream any(memory->context());
               const comm::IpcAllocation piece = memory->take_flags(1, any);
               bytes = to_bytes(piece.place);
-              memory->give_back(piece, {}, nullptr);
+              memory->recycle(piece, {}, nullptr);
             }
             return py::bytes(bytes);
           },

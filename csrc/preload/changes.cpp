@@ -50,7 +50,7 @@ int refuse_removal(const Target& at, int flags) {
   }
 }
 
-// Of two paths, at least one of which is packed.
+// For two paths where at least one is packed.
 int refuse_renaming(const Target& from, const Target& to) {
   for (const Target* at : {&from, &to}) {
     if (at->in_pack() ? !at->reached : *at->path == 0)

@@ -21,8 +21,8 @@
 namespace pydist::preload {
 namespace {
 
-constexpr mode_t kFolderMode = 0111;   // no listing: whoever lists it without a hook gets an error
-constexpr mode_t kInPlaceMode = 0222;  // and whoever reopens a file in place to read it, likewise
+constexpr mode_t kFolderMode = 0111;   // no listing: listing it without a hook fails
+constexpr mode_t kInPlaceMode = 0222;  // reopening a file in place to read it fails
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL;
 constexpr int kMostOwn = 1 << 16;
 constexpr int kRoomForOwn = 4608;  // as many as a pack has partitions, and some

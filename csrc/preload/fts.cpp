@@ -1,5 +1,5 @@
-// Hooks of fts, which the C library implements by calls of its own. A walk of which a root is
-// packed never changes the current directory (as with FTS_NOCHDIR), so all paths to access are
+// Hooks of fts, which the C library implements by calls of its own. A walk with a packed
+// root never changes the current directory (as with FTS_NOCHDIR), so all paths to access are
 // whole.
 #include <dirent.h>
 #include <fcntl.h>

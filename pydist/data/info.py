@@ -59,12 +59,13 @@ class Facts:
         self.low = self.low or [None] * len(values)
         self.high = self.high or [None] * len(values)
         for channel, each in enumerate(values):
+            finite = each
             if each.dtype.kind == "f":
                 self.nan += int(np.isnan(each).sum())
                 self.infinite += int(np.isinf(each).sum())
-                each = each[np.isfinite(each)]  # noqa: PLW2901
-            if each.size:
-                low, high = each.min().item(), each.max().item()
+                finite = each[np.isfinite(each)]
+            if finite.size:
+                low, high = finite.min().item(), finite.max().item()
                 self.low[channel] = _of_both(min, self.low[channel], low)
                 self.high[channel] = _of_both(max, self.high[channel], high)
 

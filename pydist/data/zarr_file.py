@@ -158,7 +158,7 @@ class ZarrFile(StoredFile):
         """Refuses an array that declares far more than its files hold."""
         held = 0
         for parent, _, names in os.walk(folder):
-            held += sum(os.lstat(os.path.join(parent, name)).st_size for name in names)  # noqa: PTH118 - of many files
+            held += sum((Path(parent) / name).lstat().st_size for name in names)
             if declared <= self._limits.ratio * held:
                 return
         raise DataError(f"{where} declares {declared} bytes and holds {held}")
@@ -167,7 +167,7 @@ class ZarrFile(StoredFile):
 def require_zarr() -> None:
     """Raises `UsageError` if the zarr package is not installed."""
     try:
-        import zarr.buffer  # noqa: F401 - of version 3.1
+        import zarr.buffer  # noqa: F401  checks that zarr has version 3.1
     except ImportError:
         raise UsageError(
             "Zarr files need zarr 3.1 or later (Python 3.11): pip install 'pydist[zarr]'"

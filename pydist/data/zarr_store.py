@@ -86,7 +86,7 @@ class ChunkStore(Store):
             values = np.empty(end - start, dtype=np.uint8)
             filled = 0
             while filled < len(values):
-                count = os.preadv(descriptor, [values[filled:]], start + filled)  # type: ignore[list-item]
+                count = os.preadv(descriptor, [values[filled:]], start + filled)  # type: ignore[list-item]  # an array is a buffer
                 if not count:
                     break
                 filled += count
@@ -180,8 +180,8 @@ class Bounded(BytesBytesCodec):
         return await asyncio.to_thread(self._decode_sync, chunk_bytes, chunk_spec)
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: Any) -> int:
-        """Is never called: arrays are only read."""
-        raise NotImplementedError
+        """Is never called, as arrays are only read; zarr's base class demands it."""
+        raise NotImplementedError  # nothing is encoded
 
 
 def unpack(name: str, packed: npt.NDArray[np.uint8], size: int) -> npt.NDArray[np.uint8]:

@@ -61,7 +61,7 @@ class SourceTree:
     def __init__(self, root: str | Path) -> None:
         self._root = os.path.realpath(os.fsencode(root))
         try:
-            status = os.stat(self._root)  # noqa: PTH116 -- paths are bytes here
+            status = os.stat(self._root)  # noqa: PTH116  Path takes no bytes
         except OSError as error:
             raise DataError(f"{root}: {error.strerror}") from error
         if not stat.S_ISDIR(status.st_mode):
@@ -72,7 +72,7 @@ class SourceTree:
             number, folder = waiting.popleft()
             for name, status in self._listed(folder):
                 if stat.S_ISDIR(status.st_mode):
-                    waiting.append((len(self.nodes), os.path.join(folder, name)))  # noqa: PTH118
+                    waiting.append((len(self.nodes), os.path.join(folder, name)))  # noqa: PTH118  Path takes no bytes
                 self.nodes.append(_node(number, name, status))
         self.files = [number for number, node in enumerate(self.nodes) if not node.directory]
         self.size = sum(node.size for node in self.nodes)
@@ -87,7 +87,7 @@ class SourceTree:
 
     def full_path(self, number: int) -> bytes:
         """Returns the absolute path of a file or folder."""
-        return os.path.join(self._root, self.path(number))  # noqa: PTH118
+        return os.path.join(self._root, self.path(number))  # noqa: PTH118  Path takes no bytes
 
     def digest(self) -> str:
         """Returns the SHA-256 of all that was found: names, kinds, modes, times and sizes."""
@@ -124,7 +124,7 @@ class SourceTree:
             target, status = os.path.realpath(entry.path), entry.stat()
         except OSError as error:
             raise DataError(f"{link} that leads nowhere ({error.strerror})") from error
-        if not target.startswith(os.path.join(self._root, b"")):  # noqa: PTH118
+        if not target.startswith(os.path.join(self._root, b"")):  # noqa: PTH118  Path takes no bytes
             raise DataError(f"{link} out of the folder, to {shown(target)}; copy what it leads to")
         if not stat.S_ISREG(status.st_mode):
             raise DataError(

@@ -160,7 +160,7 @@ TEST(Ipc, LongMessagesGetBlocksOfTheirOwnAndShortOnesShareThem) {
   EXPECT_EQ(next.place.offset, small.place.offset + 256);
   EXPECT_EQ(large.bytes, 3 * kBlock);
   EXPECT_NE(large.place.block, small.place.block);
-  rank.memory->give_back({}, small, nullptr);
+  rank.memory->recycle({}, small, nullptr);
   EXPECT_EQ(rank.memory->take_buffer(99, rank.group->stream()).address, small.address);
   rank.memory->release();
 }

@@ -60,7 +60,7 @@ IpcChannel::IpcChannel(std::shared_ptr<IpcGroup> group, const Messages& sends,
 
 IpcChannel::~IpcChannel() {
   // A graph may replay rounds after their channel was destroyed.
-  if (!captured_) group_->memory().give_back(flags_, buffer_, issued_ ? done_ : nullptr);
+  if (!captured_) group_->memory().recycle(flags_, buffer_, issued_ ? done_ : nullptr);
 }
 
 std::vector<int> IpcChannel::peers() const {

@@ -54,14 +54,14 @@ IpcAllocation IpcArena::new_block(std::size_t bytes, void* stream) {
   return block;
 }
 
-void IpcArena::give_back(const IpcAllocation& piece, std::shared_ptr<Event> behind) {
-  returned_.push_back({piece, std::move(behind)});
+void IpcArena::recycle(const IpcAllocation& piece, std::shared_ptr<Event> after) {
+  returned_.push_back({piece, std::move(after)});
 }
 
 // Pieces whose event was reached may be taken again, for the same number of bytes.
 void IpcArena::collect() {
   std::erase_if(returned_, [this](const Returned& each) {
-    if (each.behind && !each.behind->reached()) return false;
+    if (each.after && !each.after->reached()) return false;
     free_.emplace(each.piece.bytes, each.piece);
     return true;
   });
@@ -93,11 +93,11 @@ IpcAllocation IpcMemory::take_buffer(std::size_t bytes, const Stream& stream) {
   return buffers_.take(bytes, stream.handle(), stream.capturing());
 }
 
-void IpcMemory::give_back(const IpcAllocation& flags, const IpcAllocation& buffer,
-                          std::shared_ptr<Event> behind) {
+void IpcMemory::recycle(const IpcAllocation& flags, const IpcAllocation& buffer,
+                        std::shared_ptr<Event> after) {
   const std::lock_guard lock(mutex_);
-  if (flags.bytes > 0) flags_.give_back(flags, behind);
-  if (buffer.bytes > 0) buffers_.give_back(buffer, std::move(behind));
+  if (flags.bytes > 0) flags_.recycle(flags, after);
+  if (buffer.bytes > 0) buffers_.recycle(buffer, std::move(after));
 }
 
 std::byte* IpcMemory::mapped(const IpcAddress& place) {

@@ -38,14 +38,14 @@ class IpcArena {
 
   // `bytes` > 0. The context is current; `stream` zeroes new blocks, after its own earlier work.
   IpcAllocation take(std::size_t bytes, void* stream, bool capturing);
-  // The piece is free when the event `behind` is reached, or now if there is none.
-  void give_back(const IpcAllocation& piece, std::shared_ptr<Event> behind);
+  // The piece is free when the event `after` is reached, or now if there is none.
+  void recycle(const IpcAllocation& piece, std::shared_ptr<Event> after);
   void release();
 
  private:
   struct Returned {
     IpcAllocation piece;
-    std::shared_ptr<Event> behind;
+    std::shared_ptr<Event> after;
   };
 
   IpcAllocation new_block(std::size_t bytes, void* stream);
@@ -73,8 +73,8 @@ class IpcMemory {
   // Flags are zero when they are taken, and must be zero when they are returned.
   IpcAllocation take_flags(std::size_t count, const Stream& stream);
   IpcAllocation take_buffer(std::size_t bytes, const Stream& stream);
-  void give_back(const IpcAllocation& flags, const IpcAllocation& buffer,
-                 std::shared_ptr<Event> behind);
+  void recycle(const IpcAllocation& flags, const IpcAllocation& buffer,
+               std::shared_ptr<Event> after);
 
   // The address of another rank's place in this process. Each block is mapped once.
   std::byte* mapped(const IpcAddress& place);

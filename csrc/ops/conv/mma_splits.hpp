@@ -21,7 +21,7 @@ namespace pydist::ops {
 //   (p * cluster + rank) * steps <= s < (p * cluster + rank + 1) * steps, s below the tile's
 //   number. These intervals are disjoint, and parts * cluster * steps is at least that number: each
 //   product is added once.
-// Threads: a cluster is `cluster` adjacent blocks of the launch, of which each adds up and writes
+// Threads: a cluster is `cluster` adjacent blocks of the launch; each of them sums and writes
 //   its share of the tile's rows.
 // Traffic: the sums of a cluster go through shared memory; those of two or more parts are written
 //   and read again, 8 bytes per part and output.

@@ -46,7 +46,8 @@ def _scatter(
     options = {name: aligned(value) for name, value in kwargs.items()}
     result = func(own, d, aligned(index), *(aligned(s) for s in src), **options)
     if in_place:
-        return replace_shard_(input, result)  # type: ignore[arg-type]
+        assert isinstance(input, ShardedTensor)  # a plain one has returned above
+        return replace_shard_(input, result)
     return wrap(result, layout, like)
 
 

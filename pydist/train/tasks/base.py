@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from pydist.errors import UsageError
+from pydist.train import report
 
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
@@ -131,3 +132,40 @@ def refuse_options_of_voxels(config: ModelConfig, train: TrainConfig) -> None:
                 f'train.{option} is for segmentation, and model.name = "{config.name}" predicts no '
                 'classes of voxels: leave it out, or choose model.name = "unet3d"'
             )
+
+
+@dataclass(frozen=True)
+class SampleValidation(Validation):
+    """Result of a validation, with what the network predicts for each sample."""
+
+    predicted: Tensor
+    """`[samples, outputs]`, in the order of `true`."""
+    true: Tensor
+    """`[samples, outputs]`."""
+
+
+class SampleReport:
+    """The part of a task that does not depend on what it predicts for a sample."""
+
+    multiple: int | None = None
+    weighs_targets = False  # losses are means over samples
+
+    def write_results(self, folder: Path, data: ShardDataset, validation: Validation) -> None:
+        """Writes one row per sample: its true and predicted values."""
+        assert isinstance(validation, SampleValidation)
+        report.write_predictions(
+            folder / report.PREDICTIONS_FILE,
+            data.manifest.target_names,
+            validation.predicted.numpy(),
+            validation.true.numpy(),
+        )
+
+    def draw(
+        self,
+        folder: Path,
+        curves: Mapping[str, Mapping[int, float]],
+        data: ShardDataset,
+        mesh: MeshConfig,
+    ) -> Path:
+        """Draws loss, predictions, and a sample with its blocks."""
+        return report.draw_run(folder, curves, data.root, mesh)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +14,10 @@ from torch.nn import functional as F
 from pydist.check.factory import load_factory, load_object
 from pydist.errors import DataError, UsageError, in_words
 from pydist.tensor import ShardedTensor
-from pydist.train import report
 from pydist.train.tasks.base import (
     Criterion,
-    Validation,
+    SampleReport,
+    SampleValidation,
     measured_rows,
     refuse_options_of_voxels,
 )
@@ -28,7 +27,7 @@ from pydist.train.tasks.segmentation import Segmentation
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
     from pydist.data.loader import Batch
-    from pydist.train.config import FactoryConfig, MeshConfig, TrainConfig
+    from pydist.train.config import FactoryConfig, TrainConfig
 
 _STACKED_DIMS = 6
 """Dims of several outputs in one tensor, as MONAI's DynUNet returns them."""
@@ -176,30 +175,23 @@ class AnyRegression(Regression):
 
 
 @dataclass(frozen=True)
-class ClassificationValidation(Validation):
-    """Validation that holds the predicted class of each sample."""
+class ClassificationValidation(SampleValidation):
+    """Validation that holds the predicted class of each sample, `[samples, 1]`."""
 
     accuracy: float
     """Fraction of the samples whose class is predicted."""
-    predicted: Tensor
-    """`[samples, 1]`, in the order of `true`."""
-    true: Tensor
-    """`[samples, 1]`."""
 
     def figures(self) -> dict[str, Any]:
         """Returns the loss and the accuracy."""
         return {"loss": self.loss, "accuracy": self.accuracy}
 
 
-class AnyClassification:
+class AnyClassification(SampleReport):
     """Task of any network that predicts the class of a sample, by scores [N, classes]; see `Task`.
 
     The data set has one value for each sample: the number of its class, in the order of
     `class_names`.
     """
-
-    multiple: int | None = None
-    weighs_targets = False
 
     def __init__(self, config: FactoryConfig, train: TrainConfig) -> None:
         config.loss(train)  # raises if it is unknown
@@ -274,26 +266,6 @@ class AnyClassification:
             predicted=rows[:, 1:2],
             true=rows[:, 2:],
         )
-
-    def write_results(self, folder: Path, data: ShardDataset, validation: Validation) -> None:
-        """Writes one row per sample: its true and its predicted class."""
-        assert isinstance(validation, ClassificationValidation)
-        report.write_predictions(
-            folder / report.PREDICTIONS_FILE,
-            data.manifest.target_names,
-            validation.predicted.numpy(),
-            validation.true.numpy(),
-        )
-
-    def draw(
-        self,
-        folder: Path,
-        curves: Mapping[str, Mapping[int, float]],
-        data: ShardDataset,
-        mesh: MeshConfig,
-    ) -> Path:
-        """Draws loss, classes, and a sample with its blocks."""
-        return report.draw_run(folder, curves, data.root, mesh)
 
 
 def first_of(output: Any) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +13,10 @@ from torch.nn import functional as F
 from pydist.errors import UsageError
 from pydist.models import CosmoFlow
 from pydist.tensor import ShardedTensor
-from pydist.train import report
 from pydist.train.tasks.base import (
     Criterion,
-    Validation,
+    SampleReport,
+    SampleValidation,
     call_of,
     measured_rows,
     refuse_options_of_voxels,
@@ -26,25 +25,21 @@ from pydist.train.tasks.base import (
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
     from pydist.data.loader import Batch
-    from pydist.train.config import CosmoFlowConfig, MeshConfig, ModelConfig, TrainConfig
+    from pydist.train.config import CosmoFlowConfig, ModelConfig, TrainConfig
 
 
 @dataclass(frozen=True)
-class RegressionValidation(Validation):
+class RegressionValidation(SampleValidation):
     """Result of a validation, with the values that the network predicts for each sample."""
 
     mae: float
-    predicted: Tensor
-    """`[samples, outputs]`, in the order of `true`."""
-    true: Tensor
-    """`[samples, outputs]`."""
 
     def figures(self) -> dict[str, Any]:
         """Returns loss and mean absolute error."""
         return {"loss": self.loss, "mae": self.mae}
 
 
-class Regression:
+class Regression(SampleReport):
     """Task of a network that predicts values of a sample; see `Task`.
 
     Subclasses choose the network.
@@ -57,7 +52,6 @@ class Regression:
         UsageError: the network does not support the loss, or an option is for segmentation.
     """
 
-    multiple: int | None = None
     otherwise = 'model.name = "unet3d"'
 
     def __init__(self, config: ModelConfig, train: TrainConfig) -> None:
@@ -85,11 +79,6 @@ class Regression:
         """Computes the mean squared error."""
         return F.mse_loss(output, batch.targets)
 
-    @property
-    def weighs_targets(self) -> bool:
-        """Returns that it does not: the loss is a mean over samples."""
-        return False
-
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the mean squared error."""
         return F.mse_loss
@@ -111,26 +100,6 @@ class Regression:
             predicted=predicted,
             true=true,
         )
-
-    def write_results(self, folder: Path, data: ShardDataset, validation: Validation) -> None:
-        """Writes one row per sample: each parameter's true and predicted value."""
-        assert isinstance(validation, RegressionValidation)
-        report.write_predictions(
-            folder / report.PREDICTIONS_FILE,
-            data.manifest.target_names,
-            validation.predicted.numpy(),
-            validation.true.numpy(),
-        )
-
-    def draw(
-        self,
-        folder: Path,
-        curves: Mapping[str, Mapping[int, float]],
-        data: ShardDataset,
-        mesh: MeshConfig,
-    ) -> Path:
-        """Draws loss, predictions, and a universe with its blocks."""
-        return report.draw_run(folder, curves, data.root, mesh)
 
 
 class CosmoFlowRegression(Regression):
