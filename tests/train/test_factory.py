@@ -290,17 +290,19 @@ def flat(in_channels):
 """
 
 
-def test_a_class_out_of_range_is_bad_data(tmp_path, nets):
+@pytest.mark.parametrize("bad", [0, 3])
+def test_a_class_out_of_range_is_bad_data(tmp_path, nets, bad):
+    """In any of a step's passes."""
     data = values_data(tmp_path / "data", 3)
-    manifest = Manifest.load(data)
-    replace(manifest, class_names=("a", "b")).save(data)
+    replace(Manifest.load(data), class_names=("a", "b")).save(data)
     import h5py
 
-    with h5py.File(data / "0.hdf5", "r+") as file:
+    with h5py.File(data / f"{bad}.hdf5", "r+") as file:
         file["unitPar"][...] = 7
     text = f'model = {{factory = "{nets}:values", task = "classification"}}'
-    with pytest.raises(DataError, match="its class is 7; there are 2"):
-        job(LocalTransport(), change(run_of(text, data, tmp_path / "run"), train={"batch": 4}))
+    train = {"batch": 4, "accumulate": 4}
+    with pytest.raises(DataError, match="a sample's class is 7; there are 2"):
+        job(LocalTransport(), change(run_of(text, data, tmp_path / "run"), train=train))
 
 
 def test_a_file_with_dataclasses_is_imported_once(tmp_path, capsys):

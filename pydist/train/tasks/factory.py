@@ -220,39 +220,41 @@ class AnyClassification(SampleReport):
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
         """Computes the mean cross-entropy."""
-        return self._cross_entropy(output, self._checked(batch).targets)
+        return self._cross_entropy(output, batch.targets)
 
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the mean cross-entropy."""
-        for batch in batches:
-            self._checked(batch)
         return self._cross_entropy
 
     def _cross_entropy(self, output: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self._scores(output), self._numbers(targets))
+
+    def _scores(self, output: Any) -> Tensor:
+        """Returns the only output, [N, classes]."""
         found = outputs_of(output)
         if len(found) != 1 or found[0].dim() != 2 or found[0].shape[1] != self._classes:
             raise _unexpected(output, f"[N, {self._classes}]", "classification", "classes")
-        return F.cross_entropy(found[0], targets[:, 0].long())
+        return found[0]
 
-    def _checked(self, batch: Batch) -> Batch:
-        """Checks that the targets are classes.
+    def _numbers(self, targets: Tensor) -> Tensor:
+        """Returns the numbers of the samples' classes.
 
         Raises:
-            DataError: one is not.
+            DataError: on the host, one is not the number of a class. On a device, where a step does
+                not wait for values, torch's kernel asserts it.
         """
-        for index, value in zip(batch.indices, batch.targets[:, 0].tolist(), strict=False):
+        for value in targets[:, 0].tolist() if targets.device.type == "cpu" else ():
             if not 0 <= value < self._classes or value % 1:
                 raise DataError(
-                    f"sample {index}: its class is {value:g}; there are {self._classes}, numbered "
-                    "from 0 on in the order of class_names"
+                    f"a sample's class is {value:g}; there are {self._classes}, numbered from 0 on "
+                    "in the order of class_names"
                 )
-        return batch
+        return targets[:, 0].long()
 
     def measure(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns the cross-entropy, the predicted and the true class, [N, 3]."""
-        self._checked(batch)
-        scores = output.full_tensor() if isinstance(output, ShardedTensor) else output
-        classes = batch.targets[:, 0].long()
+        scores, classes = self._scores(output), self._numbers(batch.targets)
+        scores = scores.full_tensor() if isinstance(scores, ShardedTensor) else scores
         each = F.cross_entropy(scores.double(), classes, reduction="none")
         return torch.stack([each, scores.argmax(1).double(), classes.double()], 1)
 
