@@ -56,6 +56,13 @@ def values(in_channels, outputs):
 
 class Absolute(AnyRegression):
     def loss(self, output, batch):
+        return self.criterion([batch])(output, batch.targets)
+
+    def criterion(self, batches):
+        return lambda output, targets: (output - targets).abs().mean()
+
+class Half(AnyRegression):
+    def loss(self, output, batch):
         return (output - batch.targets).abs().mean()
 
 class Failing(nn.Module):
@@ -343,6 +350,7 @@ def test_several_outputs_in_one_tensor_are_several():
         ('factory = "{nets}:deep", task = "regression"', 'choose model.task = "segmentation"'),
         ('factory = "{nets}:deep", task = "classification"', "classification needs one value for"),
         ('factory = "{nets}:deep", task = "{nets}:Nowhere"', "has no 'Nowhere'"),
+        ('factory = "{nets}:deep", task = "{nets}:Half"', "Half inherits one of `loss`"),
         ('factory = "{nets}:deep", multiple = 5', "the network needs multiples of 5"),
     ],
 )
