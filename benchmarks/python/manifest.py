@@ -3,7 +3,8 @@
 A description of `--samples` files with one sample each is written in both versions. Processes load
 it and make a `ShardDataset`, as each rank does:
 
-- seconds of `Manifest.load`, and of what a run asks of it: the data set, its identity, 1,000 samples;
+- seconds of `Manifest.load`, and of what a run asks of it: the data set, its identity, and 1,000
+  samples;
 - private memory and all memory (PSS counts shared pages in part) that this adds to a process, while
   `--processes` of them have it loaded at the same time, as the ranks of one node;
 - bytes that the last of them has read from the disk, and by system calls.
@@ -35,7 +36,7 @@ def main() -> None:
         load(options.child)
         return
     if options.quick:
-        options.samples, options.rounds = 300, 2
+        options.samples, options.rounds, options.processes = 300, 1, 1
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folders = write(Path(name), options.samples)
@@ -102,9 +103,8 @@ def together(folder: Path, processes: int) -> list[dict[str, float]]:
         started.append(child)
         assert child.stdout is not None
         results.append(json.loads(child.stdout.readline()))
-    for child, result in zip(started, results, strict=True):
-        result |= json.loads(child.communicate("\n")[0])
-    return results
+    memories = [json.loads(child.communicate("\n")[0]) for child in started]
+    return [{**result, **each} for result, each in zip(results, memories, strict=True)]
 
 
 def load(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A file of a data set, as its manifest describes it."""
+"""Describes one file of a data set, and its checksum."""
 
 from __future__ import annotations
 

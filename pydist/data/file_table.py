@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -50,7 +51,7 @@ class Sample(NamedTuple):
 
 
 class FileTable(Sequence[DataFile]):
-    """Sequence of a data set's files, in three arrays: of files, of samples, and of paths.
+    """Sequence that keeps a data set's files in three arrays: of files, of samples, and of paths.
 
     An array is mapped where the table was opened, so that all processes of a machine share it, and
     it is read once. Items are made when they are asked for, and the latest ones are kept.
@@ -175,12 +176,12 @@ class FileTable(Sequence[DataFile]):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all columns."""
+        """SHA-256 that covers all columns."""
         return self._hash(self._columns)
 
     @property
     def digest_of_content(self) -> str:
-        """SHA-256 of the columns without the means."""
+        """SHA-256 that covers the columns without the means."""
         files, paths, samples = self._columns
         return self._hash([files, paths, np.ascontiguousarray(samples["offset"])])
 
@@ -267,7 +268,7 @@ class FileTable(Sequence[DataFile]):
         return ends - np.concatenate([[0], ends[:-1]])
 
     def _file_of(self, sample: int) -> int:
-        return int(np.searchsorted(self._files["sample_end"], sample, "right"))
+        return bisect_right(self._files["sample_end"], sample)  # searchsorted would copy the column
 
     def _file(self, number: int) -> DataFile:
         row = self._files[number]

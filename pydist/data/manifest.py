@@ -91,7 +91,7 @@ class Intensity:
 
 @dataclass(frozen=True)
 class _InlineFile:
-    """A file as a manifest of version 1 describes it."""
+    """File that a manifest of version 1 lists as an object."""
 
     path: Annotated[_Name, AfterValidator(checked_path)]
     split: str
@@ -159,7 +159,7 @@ class Manifest:
 
     @property
     def table(self) -> FileTable:
-        """The files, as columns."""
+        """Table that holds the files as columns."""
         assert isinstance(self.files, FileTable)
         return self.files
 
@@ -184,7 +184,10 @@ class Manifest:
         """
         folder = Path(root)
         name = f"dataset-{self.table.digest[:16]}.index"
-        self.table.save(folder / name)
+        try:
+            FileTable.open(folder / name, list(self.splits))
+        except DataError:  # there is none, or a damaged one; a good one is never replaced
+            self.table.save(folder / name)
         record = {**self._record(), "version": VERSION, "splits": self.splits, "files": name}
         publish(folder / FILE_NAME, _text(record).encode())
         for other in folder.glob("dataset-*.index"):

@@ -110,6 +110,12 @@ def test_a_new_manifest_replaces_the_old_one_with_its_table(tmp_path: Path) -> N
     assert Manifest.load(tmp_path) == other
     assert len([*tmp_path.iterdir()]) == 3
     (table,) = tmp_path.glob("dataset-????????????????.index")
+    before = table.stat().st_ino
+    dataclasses.replace(other, class_names=("a", "b")).save(tmp_path)
+    assert table.stat().st_ino == before, "a table that is in use was replaced"
+    (table / "part-00000.pack").write_bytes(b"damage")
+    other.save(tmp_path)
+    assert Manifest.load(tmp_path) == other
     shutil.rmtree(table)
     with pytest.raises(DataError, match=r"dataset-[0-9a-f]{16}\.index.*: No such file"):
         Manifest.load(tmp_path)
