@@ -260,9 +260,7 @@ void bind_pack_writing(py::module_& module) {
       .def(
           "append",
           [](PartitionWriter& writer, int source, std::uint64_t size, const std::string& codec,
-             int item_size) {
-            return writer.append(source, size, compression(codec, item_size));
-          },
+             int item_size) { return writer.append(source, size, compression(codec, item_size)); },
           "source"_a, "size"_a, "codec"_a, "item_size"_a = 1, NoGil(),
           "Appends the content of an open file.")
       .def("append_bytes", &append_bytes, "buffer"_a, "codec"_a, "item_size"_a = 1,

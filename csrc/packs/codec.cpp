@@ -38,7 +38,8 @@ struct Lz4 {
 // structures by value that grow with its versions, and loads plugins that a chunk asks for.
 struct Blosc {
   Blosc() {
-    const comm::DynamicLibrary library("the blosc library", "", {"libblosc.so.1", "libblosc.1.dylib"});
+    const comm::DynamicLibrary library("the blosc library", "",
+                                       {"libblosc.so.1", "libblosc.1.dylib"});
     library.find("blosc_compress_ctx", compress);
     library.find("blosc_decompress_ctx", decompress);
     library.find("blosc_cbuffer_validate", validate);
@@ -68,7 +69,7 @@ const Blosc& blosc() {
 constexpr int kBloscLevel = 1;  // of 0 to 9; 3 and 5 gain 1 % and 3 % on counts, at half the speed
 constexpr int kBitShuffle = 2;  // blosc's name for sorting bits
 constexpr std::size_t kBloscMost = 16;  // bytes by which a chunk may be larger than its content
-constexpr int kZstdLevel = 3;                // zstd's own default
+constexpr int kZstdLevel = 3;           // zstd's own default
 constexpr std::uint64_t kZstdRatio = 32768;  // a block of 4 bytes stands for at most 128 KiB
 constexpr std::uint64_t kLz4Ratio = 255;     // a byte of a match's length stands for 255 bytes
 

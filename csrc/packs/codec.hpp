@@ -14,8 +14,9 @@ namespace pydist::packs {
 // Larger files are stored raw: a compressed file is read whole, into memory.
 inline constexpr std::uint64_t kLargestCompressed = std::uint64_t{1} << 30;
 
-// How files are compressed. Blosc sorts the bits of values by their weight before it compresses them
-// by zstd, which needs the size of a value; what it stores names that size, so that no entry has to.
+// How files are compressed. Blosc sorts the bits of values by their weight before it compresses
+// them by zstd, which needs the size of a value; what it stores names that size, so that no entry
+// has to.
 struct Compression {
   Compression(Codec codec, std::uint8_t item_size = 1) : codec(codec), item_size(item_size) {}
   Codec codec;
