@@ -274,3 +274,39 @@ def test_attention(tmp_path):
         check_times(row["step"])
         if row["form"] == "chosen":
             assert row["chosen"] in ("ring", "gather")
+
+
+def test_manifest(tmp_path):
+    first, second = run("manifest", tmp_path)["rows"]
+    assert (first["version"], second["version"]) == (1, 2)
+    assert second["bytes"] < first["bytes"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="delays are emulated by LD_PRELOAD")
+def test_small_files(tmp_path):
+    rows = {(row["do"], row["what"]): row for row in run("small_files", tmp_path)["rows"]}
+    assert len(rows) == 4 + 6
+    assert rows["read", "folder"]["over_folder"] == 1
+    # Two look-ups a file, 200 us each: the delay is there, and a pack has none.
+    assert rows["read", "folder"]["median"] > 200 * 2 * 200e-6
+    assert rows["read", "pack, fsspec"]["stats_per_s"] > rows["read", "folder"]["stats_per_s"]
+
+
+def test_pack_reads(tmp_path):
+    rows = run("pack_reads", tmp_path)["rows"]
+    assert len(rows) == 4 * (1 + 3 * 3)
+    for row in rows:
+        check_times(row)
+
+
+def test_block_reads(tmp_path):
+    for row in run("block_reads", tmp_path)["rows"]:
+        check_times(row["pydist"])
+        assert 1 <= row["read_over_file"] < 1.1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="delays are emulated by LD_PRELOAD")
+def test_resnet_mix(tmp_path):
+    folder, packed = run("resnet_mix", tmp_path)["rows"]
+    assert folder["reads"] == packed["reads"]
+    assert 1.2 < folder["reads"] / folder["opens"] < 1.9

@@ -1,0 +1,146 @@
+"""Reads of whole files from a pack by 1, 2 and 4 processes, for the sizes of FanStore's figures.
+
+Files of 128 KB, 512 KB, 2 MB and 8 MB are read in a random order by `PackFiles`: stored raw, and
+compressed (zstd; half of each file is random, half of it zeros, so that it shrinks by two). Each
+process reads its part of the files; the time is that from the first start to the last end, with
+all processes waiting for each other before it. Beside that: one process that reads the partitions
+from start to end (the bound for raw files), and the same number of loose files. The files are in
+the page cache.
+
+    python benchmarks/python/pack_reads.py                     about 3 minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import common
+import numpy as np
+import small_files
+
+from pydist.packs import PackFiles, PackOptions, pack
+
+SIZES = {"128 KB": 128 << 10, "512 KB": 512 << 10, "2 MB": 2 << 20, "8 MB": 8 << 20}
+PROCESSES = (1, 2, 4)
+CODECS: tuple[Literal["raw", "zstd"], ...] = ("raw", "zstd")
+
+
+def main() -> None:
+    parser = common.parser(__doc__, rounds=5)
+    parser.add_argument("--mb", type=int, default=256, help="of the files of one size (256)")
+    options = parser.parse_args()
+    if options.quick:
+        options.mb, options.rounds = 16, 2
+    rows: list[dict[str, Any]] = []
+    for name, size in SIZES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measured(name, size, Path(folder), options)
+    report(rows)
+    result = {"machine": common.machine(), "mb": options.mb, "rows": rows}
+    common.write(result, "pack_reads", options)
+
+
+def measured(name: str, size: int, root: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times all readers of files of one size, in turns."""
+    count = max(4, (options.mb << 20) // size)
+    (root / "source").mkdir()
+    source = np.random.default_rng(0)
+    for number in range(count):
+        content = source.integers(0, 256, size // 2, np.uint8).tobytes() + bytes(size - size // 2)
+        (root / "source" / f"{number:06}").write_bytes(content)
+    for codec in CODECS:
+        pack(root / "source", root / codec, PackOptions(codec=codec))
+    contestants: dict[str, Callable[[], float]] = {"sequential": lambda: sequential(root / "raw")}
+    for processes in PROCESSES:
+        for what in (*CODECS, "loose"):
+            contestants[f"{what} {processes}"] = partial(together, root, what, processes, count)
+    seconds: dict[str, list[float]] = {each: [] for each in contestants}
+    order = random.Random(0)
+    for _ in range(options.rounds):
+        for each in order.sample(list(contestants), len(contestants)):
+            seconds[each].append(contestants[each]())
+    rows = []
+    for each, times in seconds.items():
+        what, _, several = each.partition(" ")
+        summary = common.summary(times)
+        rows.append(
+            {
+                "size": name, "what": what, "processes": int(several or 1),
+                "files_per_s": count / summary["median"],
+                "mb_per_s": count * size / summary["median"] / 1e6, **summary,
+            }
+        )  # fmt: skip
+    for each_row in rows:
+        each_row["of_sequential"] = each_row["mb_per_s"] / rows[0]["mb_per_s"]
+    return rows
+
+
+def sequential(folder: Path) -> float:
+    """Reads the partitions of a pack from start to end; returns the seconds."""
+    began = time.perf_counter()
+    for path in sorted(folder.glob("part-*")):
+        small_files.read_through(path)
+    return time.perf_counter() - began
+
+
+def together(root: Path, what: str, processes: int, count: int) -> float:
+    """Reads all files by several processes; returns the seconds from first start to last end."""
+    context = multiprocessing.get_context("fork")
+    barrier, queue = context.Barrier(processes), context.SimpleQueue()
+    started = [
+        context.Process(target=part, args=(root, what, number, processes, count, barrier, queue))
+        for number in range(processes)
+    ]
+    for process in started:
+        process.start()
+    spans = [queue.get() for _ in started]
+    for process in started:
+        process.join()
+    return max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans)
+
+
+def part(
+    root: Path, what: str, number: int, processes: int, count: int, barrier: Any, queue: Any
+) -> None:
+    """Reads one process's part of the files, in a random order."""
+    paths = [f"{root}/source/{index:06}" for index in range(count)]
+    files = None if what == "loose" else PackFiles(root / what)
+    mine = list(range(number, count, processes))
+    random.Random(number).shuffle(mine)
+    barrier.wait(60)
+    began, total = time.monotonic(), 0
+    for index in mine:
+        total += len(loose(paths[index]) if files is None else files[index][1])
+    queue.put((began, time.monotonic(), total))
+
+
+def loose(path: str) -> bytes:
+    """Reads an ordinary file."""
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+        return file.readall()
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """Prints a line for each size, reader and number of processes."""
+    common.show(
+        ("size", "what", "processes", "files/s", "MB/s", "of sequential"),
+        [
+            (
+                r["size"], r["what"], r["processes"], r["files_per_s"], r["mb_per_s"],
+                r["of_sequential"],
+            )
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
