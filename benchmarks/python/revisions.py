@@ -5,7 +5,7 @@ those of the other work. Steps are forward, backward and SGD on 2 ranks, split o
 is MONAI's UNet at 32³, where the Python around the kernels is most of the time, on 1 and 2 ranks.
 Shown is the median over rounds of the ratio after / before.
 
-    python benchmarks/python/revisions.py --before OTHER_ENVIRONMENT/bin/python
+    python benchmarks/python/revisions.py --before OTHER/bin/python --commit d61e9eb
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def main() -> None:
         return
     parser = common.parser(__doc__, rounds=41)
     parser.add_argument("--before", required=True, help="Python with the earlier revision")
+    parser.add_argument("--commit", required=True, help="commit of the earlier revision")
     parser.add_argument("--after", default=sys.executable, help="Python with the later one (this)")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -57,7 +58,7 @@ def main() -> None:
         medians = steps["before"]["median"], steps["after"]["median"], ratio["median"]
         shown.append((title, *medians, quartiles))
     common.show(HEAD, shown)
-    common.write({"machine": machine, "rows": rows}, "revisions", options)
+    common.write({"machine": machine, "before": options.commit, "rows": rows}, "revisions", options)
 
 
 def compare(

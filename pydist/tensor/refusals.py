@@ -59,6 +59,11 @@ def _advice(name: str) -> str:
         return (
             "remove the inner one of nested checkpoints, or the code that copies the wrapper itself"
         )
+    if name.startswith("torch.distributed."):
+        return (
+            "all ranks of a sample group hold the same batch: sum with pydist.sum_over_groups,"
+            " gather with pydist.gather_over_groups (torchmetrics takes it as dist_sync_fn)"
+        )
     if "::" in name or name == "torch._make_dual":
         return (
             "torch.func, torch.vmap, forward-mode differentiation and torch.tensor(x) go around "
