@@ -11,6 +11,7 @@ Shown is the median over rounds of the ratio after / before.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -72,9 +73,7 @@ def compare(
             # Kernels are chosen anew, by each revision for itself.
             variables = {"PYDIST_CACHE": str(Path(folder, name))}
             arguments = ("--serve", network, str(width))
-            return jobs.Job(
-                __file__, ranks, arguments, python=pythons[name], variables=variables
-            )
+            return jobs.Job(__file__, ranks, arguments, python=pythons[name], variables=variables)
 
         def step(name: str, _: int) -> float:
             return max(running[name].ask("step"))
@@ -121,7 +120,7 @@ def make_step(network: str, width: int, mesh: Any) -> Callable[[], None]:
         widths = (4, 16, 16, 16, 16)
         layers = [
             layer
-            for inputs, outputs in zip(widths[:-1], widths[1:], strict=True)
+            for inputs, outputs in itertools.pairwise(widths)
             for layer in (nn.Conv3d(inputs, outputs, 3, padding=1), nn.ReLU())
         ]
         net = nn.Sequential(*layers)
