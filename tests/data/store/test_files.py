@@ -117,3 +117,9 @@ def test_labels_have_the_smallest_type_that_holds_the_classes(volumes: Path) -> 
         (40_000, torch.int32), (2**40, torch.int64),
     ):  # fmt: skip
         assert ShardDataset(volumes, ignore_label=ignored).label_dtype == dtype
+
+
+def test_labels_that_are_accepted_are_a_part_of_the_identity(volumes: Path) -> None:
+    """Blocks of an earlier run would bring labels that this one refuses."""
+    found = {ShardDataset(volumes, ignore_label=ignored).identity for ignored in (None, 200, 255)}
+    assert len(found) == 3
