@@ -18,7 +18,7 @@ from pydist import distribute_tensor
 from pydist.comm import LocalTransport, Work, run_local
 from pydist.data.loader import Batch
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost
-from pydist.gradients.members import reducer_of
+from pydist.gradients.registration import reducer_of
 from pydist.mesh import Mesh
 from pydist.train import captured, checkpoint, cuda_graph, loop
 from pydist.train.config import TrainConfig
@@ -216,7 +216,7 @@ def test_what_a_dead_capture_has_begun_is_forgotten_and_not_waited_for(computed_
     def body(world):
         step, batch = small_step(world)
         reducer = reducer_of(step.mesh)
-        (lane,) = reducer.add_lanes(step.state.model.named_parameters())
+        (lane,) = reducer.members.add_lanes(step.state.model.named_parameters())
         (bucket,) = lane.buckets
 
         def begin(*_):
@@ -243,7 +243,7 @@ def changed_storage(state):
         lambda state: state.model[0].bias.requires_grad_(False),
         lambda state: setattr(state.model[1], "running_mean", torch.zeros(2)),
         lambda state: state.optimizer.load_state_dict(copy.deepcopy(state.optimizer.state_dict())),
-        lambda state: reducer_of(state.mesh).add_lanes(state.model.named_parameters()),
+        lambda state: reducer_of(state.mesh).members.add_lanes(state.model.named_parameters()),
     ],
 )
 def test_a_graph_is_outdated_when_what_it_computes_with_has_moved(computed_capture, change_it):
