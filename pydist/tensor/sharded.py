@@ -22,7 +22,7 @@ from pydist.exchange.history import (
 from pydist.exchange.own_slice import is_sharded_weight, set_axes_of_copies
 from pydist.exchange.redistribution import redistributed
 from pydist.gradients.local_uses import scale_leaving_gradients
-from pydist.gradients.members import follow, lead_to
+from pydist.gradients.registration import follow, lead_to
 from pydist.grid import AXES, SAMPLE_AXES
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.interop import ArrayLike, as_tensor

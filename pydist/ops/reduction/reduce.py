@@ -13,7 +13,7 @@ from pydist.comm.interface.ledger import CAUSE
 from pydist.comm.interface.reduction import WIDER
 from pydist.exchange.adjoints import all_reduce_sum
 from pydist.exchange.function import Function
-from pydist.gradients.members import lead_to
+from pydist.gradients.registration import lead_to
 from pydist.layout import Layout
 from pydist.ops.dims import canonical, canonical_all, numpy_names
 from pydist.ops.dtypes import result_dtype
