@@ -15,7 +15,6 @@ batch 4, or above it by no more than the spread of batch 4 over its seeds.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -134,13 +133,15 @@ def load(folder: Path) -> None:
     import torch
     from torch.nn.functional import avg_pool3d
 
+    from pydist.data import Manifest
+
     torch.set_num_threads(1)
-    manifest = json.loads((folder / "dataset.json").read_text())
+    manifest = Manifest.load(folder)
     for split in ("train", "val"):
         cubes, targets = [], []
-        for each in manifest["files"]:
-            if each["split"] == split:
-                with h5py.File(folder / each["path"]) as file:
+        for each in manifest.files:
+            if each.split == split:
+                with h5py.File(folder / each.path) as file:
                     counts = torch.from_numpy(file["full"][...].astype(np.float32))
                     cubes.append((8 * avg_pool3d(counts, 2)).log1p())
                     targets.append(torch.from_numpy(file["unitPar"][...]))

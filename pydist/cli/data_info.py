@@ -19,7 +19,9 @@ def lines_of(described: Mapping[str, Any], found: Mapping[str, Facts] | None) ->
     """
     files, size = described["files"], described["bytes"]
     checksums = "all" if described["checksums"] == files else described["checksums"]
-    yield _line("files", f"{files} × {described['format']}, {_size(size)}, {checksums} with CRC-32")
+    yield _line(
+        "files", f"{files} × {described['format']}, {_size(size)}, {checksums} with checksum"
+    )
     splits = ", ".join(f"{count} {split}" for split, count in described["samples"].items())
     yield _line("samples", f"{sum(described['samples'].values())} ({splits})")
     shapes = [f"{shape} voxels: {count}" for shape, count in described["shapes"].items()]

@@ -226,7 +226,7 @@ def _sample(
 
 
 def _entry(task: _Task, number: int, name: str, size: int, checksum: str) -> DataFile:
-    entry = replace(task.entry, path=name, bytes=size, crc32=checksum)
+    entry = replace(task.entry, path=name, bytes=size, checksum=checksum)
     if not task.cut:
         return entry
     means = entry.means[number : number + 1]
@@ -273,7 +273,7 @@ def _made(
     for number, made in for_each(_copy, known, workers):
         found[number] = made
         for file in made:
-            journal.add(file.path, [recipe, file.bytes, file.crc32])
+            journal.add(file.path, [recipe, file.bytes, file.checksum])
         if progress:
             progress(len(found), len(tasks), tasks[number].entry.path)
     return [found[number] for number in range(len(tasks))]

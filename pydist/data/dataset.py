@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from pydist.data.file_table import Sample
 from pydist.data.formats import Readable, StoredArray
-from pydist.data.manifest import DataFile, Manifest
+from pydist.data.manifest import Manifest
 from pydist.data.normalize import Normalizer, staged_dtype
 from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
 from pydist.errors import DataError, DoesNotFit, UsageError, out_of_memory
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
 
 class BadSample(DataError):
     """Error that a sample with NaN, an infinite value or damaged bytes raises."""
-
-
-class _Sample(NamedTuple):
-    file: DataFile
-    offset: tuple[int, int, int]
-    mean: float
 
 
 class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -88,8 +83,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         """A label that voxels may have besides the classes."""
         numbers = str(dtype).removeprefix("torch.")
         self._normalizer = Normalizer(normalize, self.manifest, numbers, window)
-        self._samples = _samples_of(self.manifest, split)
-        if not self._samples:
+        self._samples = self.manifest.table.samples_of(split)
+        if not len(self._samples):
             found = ", ".join(f"{k} ({n} samples)" for k, n in self.manifest.splits.items())
             raise UsageError(f"{self.root} has no split {split!r}; it has {found or 'none'}")
         self._files = OpenFiles(
@@ -124,7 +119,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def shape_of(self, index: int) -> tuple[int, int, int, int]:
         """Returns the shape (C, D, H, W) of one sample."""
-        extents = self._sample(index).file.extents
+        extents = self.manifest.table.extents_of(self._number(index))
         return self.sample_shape if extents is None else (self.sample_shape[0], *extents)
 
     def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
@@ -303,15 +298,19 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         """Closes all files; later reads open them again."""
         self._files.close()
 
-    def _sample(self, index: int) -> _Sample:
+    def _sample(self, index: int) -> Sample:
+        return self.manifest.table.sample(self._number(index))
+
+    def _number(self, index: int) -> int:
+        """Returns the number of a sample among all of the data set."""
         if not 0 <= index < len(self._samples):
             raise IndexError(f"sample {index} of {len(self._samples)} in the split {self.split!r}")
-        return self._samples[index]
+        return int(self._samples[index])
 
     def _read_samples(
         self,
         index: int,
-        sample: _Sample,
+        sample: Sample,
         lo: Sequence[int],
         hi: Sequence[int],
         out: npt.NDArray[Any] | None = None,
@@ -365,7 +364,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
     def _refuse(
         self,
         index: int,
-        sample: _Sample,
+        sample: Sample,
         stored: npt.NDArray[Any],
         values: npt.NDArray[Any],
         lo: tuple[int, ...],
@@ -406,12 +405,3 @@ def _room(
 
 def _window(offset: Sequence[int], lo: Sequence[int], hi: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(o + a, o + b) for o, a, b in zip(offset, lo, hi, strict=True))
-
-
-def _samples_of(manifest: Manifest, split: str) -> list[_Sample]:
-    return [
-        _Sample(file, offset, mean)
-        for file in manifest.files
-        if file.split == split
-        for offset, mean in zip(file.offsets, file.means or (1.0,) * len(file.offsets), strict=True)
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pydist.data.data_file import kind_of
 from pydist.data.each_file import Progress, for_each
 from pydist.data.formats import StoredFile
 from pydist.data.indexed import FileTask, Indexed, index_file
@@ -170,7 +172,7 @@ def verify_dataset(
         workers: threads that read files.
 
     Returns:
-        One line for each file that is missing or differs; empty if there is none.
+        One line for each file that is missing, differs or is listed twice; empty if there is none.
 
     Raises:
         DataError: the manifest itself is missing or damaged.
@@ -181,7 +183,8 @@ def verify_dataset(
     FORMATS.get(manifest.file_format)
     if workers < 1:
         raise UsageError(f"workers={workers}: at least 1")
-    faults = []
+    often = Counter(entry.path for entry in manifest.files)
+    faults = [f"{folder / path}: listed {n} times" for path, n in often.items() if n > 1]
     with lock_if_writable(folder), ThreadPoolExecutor(workers, "verify") as pool:
         try:
             found = pool.map(lambda entry: fault_of(folder, entry), manifest.files)
@@ -198,7 +201,8 @@ def verify_dataset(
 def fault_of(folder: Path, entry: DataFile) -> str | None:
     """Compares a file with its entry in the manifest; returns one line if it differs."""
     path = folder / entry.path
-    if path.is_dir() and not entry.crc32:
+    kind = kind_of(entry.checksum)
+    if path.is_dir() and not kind:
         return None
     try:
         size, checksum = checksum_of_file(path)
@@ -208,8 +212,8 @@ def fault_of(folder: Path, entry: DataFile) -> str | None:
         return f"{path}: {error.strerror}"
     if size != entry.bytes:
         return f"{path}: {size} bytes, the manifest says {entry.bytes}"
-    if entry.crc32 and checksum != entry.crc32:
-        return f"{path}: checksum {checksum}, the manifest says {entry.crc32}"
+    if kind and checksum != entry.checksum:
+        return f"{path}: checksum {checksum}, the manifest says {entry.checksum}"
     return None
 
 

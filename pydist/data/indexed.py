@@ -111,7 +111,7 @@ class Indexed:
                 tuple(kind["target_names"]),
             ),
             DataFile(
-                file["path"], file["split"], file["bytes"], file["crc32"],
+                file["path"], file["split"], file["bytes"], file["checksum"],
                 tuple(zip(depth, height, width, strict=True)), tuple(file["means"]),
             ),
             record["voxels"],

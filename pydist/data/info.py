@@ -166,7 +166,7 @@ def outline(root: str | Path) -> dict[str, Any]:
         file.extents or manifest.sample_shape[1:] for file in manifest.files for _ in file.offsets
     )
     can = ["none", "log1p", "window"]
-    can += ["mean"] if all(file.means for file in manifest.files) else []
+    can += ["mean"] if manifest.table.has_means else []
     can += ["standardize"] if manifest.log1p_std and min(manifest.log1p_std) > 0 else []
     can += ["ct"] if manifest.intensity else []
     return {
@@ -174,7 +174,7 @@ def outline(root: str | Path) -> dict[str, Any]:
         "format": manifest.file_format,
         "files": len(manifest.files),
         "bytes": sum(file.bytes for file in manifest.files),
-        "checksums": sum(bool(file.crc32) for file in manifest.files),
+        "checksums": sum(bool(file.checksum) for file in manifest.files),
         "samples": manifest.splits,
         "channels": manifest.sample_shape[0],
         "shapes": {" × ".join(map(str, shape)): count for shape, count in sorted(shapes.items())},
@@ -233,7 +233,7 @@ def _state(root: Path, manifest: Manifest, entry: DataFile) -> list[Any] | None:
     except OSError:
         return None
     arrays = [manifest.dataset, manifest.target, manifest.label, manifest.axes, manifest.dtype]
-    said = [*arrays, manifest.sample_shape, entry.crc32, entry.offsets, entry.extents]
+    said = [*arrays, manifest.sample_shape, entry.checksum, entry.offsets, entry.extents]
     return [*state, json.loads(json.dumps(said))]
 
 

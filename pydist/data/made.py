@@ -9,14 +9,21 @@ file without a recorded checksum, or with a different one, is made again.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
+from pydist._loader import native
+from pydist.data.data_file import kind_of
 from pydist.data.journal import Journal
 from pydist.data.manifest import Manifest
 from pydist.data.publish import publish
 from pydist.data.regular import Stamp, require_regular
 
 JOURNAL = ".made.jsonl"
+
+_Update = Callable[[bytes | memoryview, int], int]
+_UPDATES: dict[str, _Update] = {"crc32": zlib.crc32, "crc32c": native.crc32c}
+"""By kind of checksum: continues one with more bytes."""
 
 
 class MadeFiles:
@@ -30,7 +37,7 @@ class MadeFiles:
     def __init__(self, root: Path, manifest: Manifest | None) -> None:
         self._root = root
         self._journal = Journal(root / JOURNAL)
-        self._before = {file.path: file.crc32 for file in manifest.files} if manifest else {}
+        self._before = {file.path: file.checksum for file in manifest.files} if manifest else {}
 
     def publish(self, name: str, content: bytes | memoryview) -> None:
         """Writes a file atomically, and records its checksum.
@@ -50,36 +57,47 @@ class MadeFiles:
             content = (self._root / name).read_bytes()
         except OSError:
             return None
-        return content if checksum_of(content) == noted else None
+        return content if checksum_of(content, kind_of(noted)) == noted else None
 
     def complete(self) -> None:
         """Removes the journal: the manifest has the checksums now."""
         self._journal.remove()
 
 
-def checksum_of(content: bytes | memoryview) -> str:
-    """Returns the CRC-32 of a content, in the form of manifests."""
-    return f"{zlib.crc32(content):08x}"
+def checksum_of(content: bytes | memoryview, kind: str = "crc32c") -> str:
+    """Returns the checksum of a content, in the form of manifests.
+
+    Args:
+        content: any bytes.
+        kind: "crc32c", or "crc32" as in manifests of version 1.
+    """
+    return _written(_UPDATES[kind](content, 0), kind)
 
 
-def checksum_of_file(path: Path) -> tuple[int, str]:
-    """Returns a file's size in bytes and its CRC-32.
+def checksum_of_file(path: Path, kind: str = "crc32c") -> tuple[int, str]:
+    """Returns a file's size in bytes and its checksum.
 
-    For a folder: the size of all files in it, and the CRC-32 of their names and contents, in the
+    For a folder: the size of all files in it, and the checksum of their names and contents, in the
     order of the names.
+
+    Args:
+        path: the file or folder.
+        kind: see `checksum_of`.
 
     Raises:
         DataError: it is missing, or it is or holds no regular file.
         OSError: it can't be read.
     """
+    update = _UPDATES[kind]
     if not path.is_dir():
-        return _checksum(path, 0)
+        size, crc = _checksum(path, 0, update)
+        return size, _written(crc, kind)
     size, crc = 0, 0
     for each in sorted(p for p in path.rglob("*") if not p.is_dir()):
-        crc = zlib.crc32(f"{each.relative_to(path).as_posix()}\0".encode(), crc)
-        length, checksum = _checksum(each, crc)
-        size, crc = size + length, int(checksum, 16)
-    return size, f"{crc:08x}"
+        crc = update(f"{each.relative_to(path).as_posix()}\0".encode(), crc)
+        length, crc = _checksum(each, crc, update)
+        size += length
+    return size, _written(crc, kind)
 
 
 def state_of(path: Path) -> list[int]:
@@ -90,12 +108,16 @@ def state_of(path: Path) -> list[int]:
     return [len(stamps), zlib.crc32(repr(stamps).encode())]
 
 
-def _checksum(path: Path, crc: int) -> tuple[int, str]:
-    """Returns a file's size, and the CRC-32 of what precedes it and its content."""
+def _checksum(path: Path, crc: int, update: _Update) -> tuple[int, int]:
+    """Returns a file's size, and the checksum of what precedes it and its content."""
     require_regular(path)
     size = 0
     with path.open("rb") as file:
         while piece := file.read(1 << 24):
             size += len(piece)
-            crc = zlib.crc32(piece, crc)
-    return size, f"{crc:08x}"
+            crc = update(piece, crc)
+    return size, crc
+
+
+def _written(crc: int, kind: str) -> str:
+    return f"crc32c:{crc:08x}" if kind == "crc32c" else f"{crc:08x}"

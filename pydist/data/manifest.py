@@ -4,53 +4,70 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
+import re
+import reprlib
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError
 
+from pydist.data.data_file import DataFile, checked_path
+from pydist.data.file_table import FileTable
 from pydist.data.publish import publish
 from pydist.data.regular import require_regular
 from pydist.errors import DataError
 from pydist.parsing import parse_json
 
+__all__ = ["FILE_NAME", "Axes", "DataFile", "Intensity", "Manifest"]
+
 FILE_NAME = "dataset.json"
 FORMAT = "pydist-dataset"
-VERSION = 1
+VERSION = 2
+_INLINE = 1
+"""Version whose files are objects of the JSON text."""
+_TABLE = re.compile(r"dataset-[0-9a-f]{16}\.index")
+"""Name of the folder with the table of files, by its content."""
 
 HDF5 = "hdf5"
 
 Axes = Literal["CDHW", "DHWC"]
 
 
-@dataclass(frozen=True)
-class DataFile:
-    """File that holds some of the samples.
+def _name(value: Any) -> str:
+    """Returns a checked name of a file, or of an array in one."""
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError("a text without NUL is expected")
+    os.fsencode(value)  # a ValueError where no file can have that name
+    return value
 
-    Attributes:
-        path: relative to the manifest, with forward slashes.
-        split: "train", "val", or another name.
-        bytes: its size.
-        crc32: checksum of all its bytes, 8 hexadecimal digits; empty if none was computed.
-        offsets: start of each sample in the file's array, (depth, height, width) in voxels.
-        means: mean of each sample over all its voxels and channels; empty if not known.
-        extents: voxels of its samples along depth, height and width, if they differ from those of
-            the data set.
-    """
 
-    path: str
-    split: str
-    bytes: int
-    crc32: str
-    offsets: tuple[tuple[int, int, int], ...]
-    means: tuple[float, ...] = ()
-    extents: tuple[int, int, int] | None = None
+def _dtype(value: Any) -> str:
+    try:
+        found = np.dtype(value) if isinstance(value, str) else None
+    except TypeError:
+        found = None
+    if found is None or found.kind not in "biuf" or found.itemsize > 8:
+        raise ValueError("a type of numbers of up to 8 bytes is expected")
+    return str(value)
+
+
+def _ordered(value: Intensity) -> Intensity:
+    if value.lower > value.upper:
+        raise ValueError("lower is above upper")
+    return value
+
+
+_Name = Annotated[str, PlainValidator(_name)]
+_Extent = Annotated[int, Field(strict=True, ge=1, lt=1 << 31)]
+_Offset = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -66,10 +83,36 @@ class Intensity:
         std: standard deviation.
     """
 
-    lower: float
-    upper: float
-    mean: float
-    std: float
+    lower: _Finite
+    upper: _Finite
+    mean: _Finite
+    std: _Finite
+
+
+@dataclass(frozen=True)
+class _InlineFile:
+    """A file as a manifest of version 1 describes it."""
+
+    path: Annotated[_Name, AfterValidator(checked_path)]
+    split: str
+    bytes: Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
+    crc32: str
+    offsets: tuple[tuple[_Offset, _Offset, _Offset], ...]
+    means: tuple[_Finite, ...]
+    extents: tuple[_Extent, _Extent, _Extent] | None = None
+
+
+def _table(value: Any) -> FileTable:
+    """Returns the table of the files, which version 1 lists."""
+    if isinstance(value, FileTable):
+        return value
+    records = _inline().validate_python(value)
+    paths = Counter(record.path for record in records)
+    if len(paths) < len(records):
+        raise ValueError(f"file {paths.most_common(1)[0][0]!r} is listed more than once")
+    return FileTable.of(
+        DataFile(r.path, r.split, r.bytes, r.crc32, r.offsets, r.means, r.extents) for r in records
+    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +123,7 @@ class Manifest:
         sample_shape: (C, D, H, W) of one sample; the largest extents, where samples differ.
         axes: order of the axes in the files: "CDHW" channel first, "DHWC" channel last.
         dtype: NumPy's name of the stored type.
-        files: the files, in the order that counts the samples.
+        files: the files, in the order that counts the samples; kept as a `FileTable`.
         dataset: name of the array in a file with the samples.
         target: name of the array in a file with the values to predict, if there are any.
         target_names: names of these values.
@@ -94,51 +137,69 @@ class Manifest:
         file_format: of the files, a name in `pydist.registry.FORMATS`.
     """
 
-    sample_shape: tuple[int, int, int, int]
+    sample_shape: tuple[_Extent, _Extent, _Extent, _Extent]
     axes: Axes
-    dtype: str
-    files: tuple[DataFile, ...]
-    dataset: str = "full"
-    target: str = "unitPar"
+    dtype: Annotated[str, PlainValidator(_dtype)]
+    files: Annotated[Sequence[DataFile], PlainValidator(_table)]
+    dataset: _Name = "full"
+    target: _Name = "unitPar"
     target_names: tuple[str, ...] = ()
-    label: str = ""
+    label: _Name = ""
     class_names: tuple[str, ...] = ()
     channel_names: tuple[str, ...] = ()
-    log1p_mean: tuple[float, ...] = ()
-    log1p_std: tuple[float, ...] = ()
-    intensity: tuple[Intensity, ...] = ()
+    log1p_mean: tuple[_Finite, ...] = ()
+    log1p_std: tuple[_Finite, ...] = ()
+    intensity: tuple[Annotated[Intensity, AfterValidator(_ordered)], ...] = ()
     origin: Mapping[str, Any] = field(default_factory=dict)
-    file_format: str = HDF5
+    file_format: _Name = HDF5
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.files, FileTable):
+            object.__setattr__(self, "files", FileTable.of(self.files))
+
+    @property
+    def table(self) -> FileTable:
+        """The files, as columns."""
+        assert isinstance(self.files, FileTable)
+        return self.files
 
     @property
     def splits(self) -> dict[str, int]:
         """Number of samples that each split has."""
-        counts: dict[str, int] = {}
-        for file in self.files:
-            counts[file.split] = counts.get(file.split, 0) + len(file.offsets)
-        return counts
+        return self.table.splits
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the manifest: equal on two ranks if they see the same data set."""
-        return hashlib.sha256(self.dumps().encode()).hexdigest()
-
-    @property
-    def digest_of_files(self) -> str:
-        """SHA-256 that covers the files' samples and checksums."""
-        said = [(f.path, f.split, f.bytes, f.crc32, f.offsets, f.extents) for f in self.files]
-        return hashlib.sha256(repr(said).encode()).hexdigest()
+        return hashlib.sha256(f"{self.dumps()}{self.table.digest}".encode()).hexdigest()
 
     def save(self, root: str | Path) -> None:
-        """Writes `dataset.json` into `root`, atomically."""
-        publish(Path(root) / FILE_NAME, self.dumps().encode())
+        """Writes `dataset.json` and the table of files beside it into `root`, atomically.
+
+        The table is a folder whose name is part of `dataset.json`: a reader sees the old manifest
+        with the old table, or the new one with the new table. Older tables are removed then.
+
+        Raises:
+            DiskError: the disk is full, or the folder can't be written.
+        """
+        folder = Path(root)
+        name = f"dataset-{self.table.digest[:16]}.index"
+        self.table.save(folder / name)
+        record = {**self._record(), "version": VERSION, "splits": self.splits, "files": name}
+        publish(folder / FILE_NAME, _text(record).encode())
+        for other in folder.glob("dataset-*.index"):
+            if other.name != name and _TABLE.fullmatch(other.name):
+                shutil.rmtree(other, ignore_errors=True)
 
     def dumps(self) -> str:
-        """Returns the content of `dataset.json`, for `loads`."""
-        record = {
+        """Returns the description without its files, for `loads`."""
+        return _text({**self._record(), "version": _INLINE, "splits": {}, "files": []})
+
+    def _record(self) -> dict[str, Any]:
+        return {
             "format": FORMAT,
-            "version": VERSION,
-            # HDF5 is left out, to keep the digests of data sets that have no such key.
+            "version": 0,
+            # HDF5 is left out, as in older descriptions, with which checkpoints compare theirs.
             **({} if self.file_format == HDF5 else {"file_format": self.file_format}),
             "sample_shape": self.sample_shape,
             "axes": self.axes,
@@ -149,18 +210,19 @@ class Manifest:
             "label": self.label,
             "class_names": self.class_names,
             "channel_names": self.channel_names,
-            "splits": self.splits,
+            "splits": {},
             "log1p_mean": self.log1p_mean,
             "log1p_std": self.log1p_std,
-            "intensity": [vars(channel) for channel in self.intensity],
+            "intensity": [asdict(channel) for channel in self.intensity],
             "origin": self.origin,
-            "files": [vars(file) for file in self.files],
         }
-        return json.dumps(record, indent=1) + "\n"
 
     @classmethod
     def load(cls, root: Path) -> Manifest:
         """Reads and checks the manifest in the folder `root`.
+
+        The table of files is mapped: all processes of a machine share its memory, and it is read
+        from the folder once.
 
         Raises:
             DataError: it is missing, no manifest, of a later version, or inconsistent.
@@ -176,52 +238,77 @@ class Manifest:
             raise DataError(f"{path}: {error.strerror}") from error
         except ValueError as error:
             raise DataError(f"{path}: not JSON: {error}") from error
-        return cls.loads(text, str(path))
+        return cls.loads(text, str(path), root)
 
     @classmethod
-    def loads(cls, text: str, source: str) -> Manifest:
-        """Reads and checks the text of `dumps`; `source` names it in errors (see `load`)."""
+    def loads(cls, text: str, source: str, root: Path | None = None) -> Manifest:
+        """Reads and checks the text of a manifest.
+
+        Args:
+            text: of `dumps`, or of `dataset.json`.
+            source: names it in errors.
+            root: folder with the table of files, if the text names one.
+
+        Raises:
+            DataError: see `load`.
+        """
         try:
             record = parse_json(text)
         except ValueError as error:
             raise DataError(f"{source}: not JSON: {error}") from error
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise DataError(f'{source}: not a data set manifest ("format": "{FORMAT}" expected)')
-        if record.get("version") != VERSION:
+        version = record.get("version")
+        if version not in (_INLINE, VERSION):
             raise DataError(
-                f"{source}: version {record.get('version')!r}; this pydist reads version {VERSION}"
+                f"{source}: version {version!r}; this pydist reads versions {_INLINE} and {VERSION}"
             )
+        if version == VERSION:
+            record = {**record, "files": _opened(record, source, root)}
         try:
-            return cls._from_record(record)
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            raise DataError(f"{source}: damaged: {type(error).__name__} {error}") from error
+            return _checked().validate_python(record)
+        except ValidationError as error:
+            raise DataError(f"{source}: damaged: {_in_one_line(error)}") from None
+        except ValueError as error:
+            raise DataError(f"{source}: damaged: {error}") from error
 
-    @classmethod
-    def _from_record(cls, record: Mapping[str, Any]) -> Manifest:
-        channels, depth, height, width = (_positive(n) for n in record["sample_shape"])
-        if record["axes"] not in get_args(Axes):
-            raise ValueError(f"axes {record['axes']!r}")
-        files = tuple(_data_file(entry) for entry in record["files"])
-        paths = Counter(file.path for file in files)
-        if len(paths) < len(files):
-            raise ValueError(f"file {paths.most_common(1)[0][0]!r} is listed more than once")
-        return cls(
-            sample_shape=(channels, depth, height, width),
-            axes=record["axes"],
-            dtype=_dtype(record["dtype"]),
-            files=files,
-            dataset=_name(record["dataset"]),
-            target=_name(record["target"]),
-            target_names=_names(record["target_names"]),
-            label=_name(record.get("label", "")),
-            class_names=_names(record.get("class_names", ())),
-            channel_names=_names(record["channel_names"]),
-            log1p_mean=_numbers(record["log1p_mean"]),
-            log1p_std=_numbers(record["log1p_std"]),
-            intensity=tuple(_intensity(**entry) for entry in record.get("intensity", ())),
-            origin=dict(record["origin"]),
-            file_format=_name(record.get("file_format", HDF5)),
+
+def _opened(record: Mapping[str, Any], source: str, root: Path | None) -> FileTable:
+    """Opens the table of files that a manifest names."""
+    name, splits = record.get("files"), record.get("splits")
+    if root is None or not (isinstance(name, str) and _TABLE.fullmatch(name)):
+        raise DataError(
+            f"{source}: damaged: files = {name!r}: a folder dataset-....index beside it"
         )
+    if not isinstance(splits, dict):
+        raise DataError(f"{source}: damaged: splits = {splits!r}: samples of each split")
+    return FileTable.open(root / name, list(splits))
+
+
+# Made at the first use: validators take time to be built, and not every process reads a manifest.
+@cache
+def _checked() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
+
+
+@cache
+def _inline() -> TypeAdapter[list[_InlineFile]]:
+    return TypeAdapter(list[_InlineFile])
+
+
+def _in_one_line(error: ValidationError) -> str:
+    """Describes the first fault: where it is, what it is, and what is possible."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    given = first["input"]
+    if first["type"] == "missing":
+        return f"no entry {place!r}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{place} = {reprlib.repr(given)}: {message[:1].lower()}{message[1:]}"
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, indent=1) + "\n"
 
 
 def _missing(root: Path) -> str:
@@ -232,76 +319,3 @@ def _missing(root: Path) -> str:
         )
     found = sorted(p.name for p in root.iterdir())[:5]
     return f"{root}: no {FILE_NAME} in it; it has {', '.join(found) or 'nothing'}"
-
-
-def _data_file(entry: Mapping[str, Any]) -> DataFile:
-    path = PurePosixPath(_name(entry["path"]))
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"path {entry['path']!r} leads out of the data set's folder")
-    offsets = tuple(_offset(o) for o in entry["offsets"])
-    means = _numbers(entry["means"])
-    if means and len(means) != len(offsets):
-        raise ValueError(f"{path}: {len(means)} means for {len(offsets)} samples")
-    extents = None
-    if entry.get("extents") is not None:
-        depth, height, width = (_positive(n) for n in entry["extents"])
-        extents = depth, height, width
-    return DataFile(
-        str(path),
-        str(entry["split"]),
-        _integer("bytes", entry["bytes"], 0, 1 << 63),
-        str(entry["crc32"]),
-        offsets,
-        means,
-        extents,
-    )
-
-
-def _intensity(**values: Any) -> Intensity:
-    found = Intensity(**{name: float(value) for name, value in values.items()})
-    if not all(map(math.isfinite, vars(found).values())) or found.lower > found.upper:
-        raise ValueError(f"statistics {found}")
-    return found
-
-
-def _offset(values: Sequence[Any]) -> tuple[int, int, int]:
-    depth, height, width = (_integer("offset", v, 0, 1 << 31) for v in values)
-    return depth, height, width
-
-
-def _positive(value: Any) -> int:
-    return _integer("extent", value, 1, 1 << 31)
-
-
-def _integer(what: str, value: Any, least: int, end: int) -> int:
-    if type(value) is not int or not least <= value < end:  # True is an int too
-        raise ValueError(f"{what} {value!r}")
-    return value
-
-
-def _name(value: Any) -> str:
-    """Returns a checked name of a file, or of an array in one."""
-    if not isinstance(value, str) or "\0" in value:
-        raise ValueError(f"name {value!r}")
-    os.fsencode(value)  # a ValueError where no file can have that name
-    return value
-
-
-def _dtype(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"dtype {value!r}")
-    found = np.dtype(value)
-    if found.kind not in "biuf" or found.itemsize > 8:
-        raise ValueError(f"dtype {value!r}")
-    return value
-
-
-def _names(values: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(str(v) for v in values)
-
-
-def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
-    numbers = tuple(float(v) for v in values)
-    if not all(map(math.isfinite, numbers)):
-        raise ValueError(f"statistics {numbers}")
-    return numbers

@@ -73,7 +73,7 @@ class Normalizer:
             self._shift, self._scale = self._lower, self._upper - self._lower
         elif kind == "ct":
             self._ct_scheme(manifest)
-        if kind == "mean" and not all(file.means for file in manifest.files):
+        if kind == "mean" and not manifest.table.has_means:
             raise DataError('normalize="mean": the manifest has no means of the samples')
         self._constants: dict[tuple[_Kind, torch.device | None], Block] = {}
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.data_file import kind_of
 from pydist.data.formats import Readable, StoredArray, StoredFile
 from pydist.data.isolated import MEMORY, ReadingProcess
 from pydist.data.made import checksum_of_file
@@ -135,10 +136,8 @@ class OpenFiles:
     def _require_same(self, entry: DataFile, change: str) -> None:
         """Raises `DataError` unless a changed file has the checksum of the manifest."""
         with suppress(OSError):
-            if entry.crc32 and checksum_of_file(self.root / entry.path) == (
-                entry.bytes,
-                entry.crc32,
-            ):
+            path, kind = self.root / entry.path, kind_of(entry.checksum)
+            if kind and checksum_of_file(path, kind) == (entry.bytes, entry.checksum):
                 return
         raise DataError(change)
 

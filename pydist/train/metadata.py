@@ -66,11 +66,12 @@ class CheckpointMetadata:
     def dump(self) -> dict[str, str]:
         """Encodes the description as texts, for a checkpoint."""
         places = {"path": Path("data"), **vars(StoreOptions())}
+        files = self.manifest.table.digest_of_content
         kept = Config(model=self.config.model, data=replace(self.config.data, **places))
         return {
             "config": config_io.dumps(kept),
-            "manifest": replace(self.manifest, files=()).dumps(),
-            "files": json.dumps({"files (SHA-256)": self.manifest.digest_of_files}),
+            "manifest": self.manifest.dumps(),
+            "files": json.dumps({"samples and checksums (SHA-256)": files}),
             "optimizer": json.dumps(_effective(self.config.optimizer)),
             "train": json.dumps(_objective(self.config)),
         }

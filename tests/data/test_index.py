@@ -35,7 +35,7 @@ def test_indexed_files_read_as_those_generated(foreign: Path, public_universes: 
     made = Manifest.load(public_universes)
     assert manifest.splits == made.splits
     assert manifest.target_names == made.target_names
-    assert [f.crc32 for f in manifest.files] == [f.crc32 for f in made.files]
+    assert [f.checksum for f in manifest.files] == [f.checksum for f in made.files]
     np.testing.assert_allclose(manifest.log1p_std, made.log1p_std, rtol=1e-9)
     for normalize in ("mean", "standardize"):
         ours = ShardDataset(foreign, "val", normalize=normalize)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("zarr")
 
-from pydist.data import BadSample, CTOptions, ShardDataset, generate_ct, open_files
+from pydist.data import BadSample, CTOptions, Manifest, ShardDataset, generate_ct, open_files
 from pydist.data.convert import ConvertOptions, convert_dataset
 from pydist.data.isolated import ReadingProcess
 from pydist.errors import DataError, UsageError
@@ -125,7 +126,7 @@ def test_memory_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_refusals_are_those_of_the_format(volumes: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "dataset.json").write_text((volumes["hdf5"] / "dataset.json").read_text())
+    Manifest.load(volumes["hdf5"]).save(tmp_path)
     data = ShardDataset(tmp_path, untrusted=True)
     with pytest.raises(DataError, match=r"ct_0000\.hdf5: No such file"):
         data.read_block(0)
@@ -139,9 +140,7 @@ def test_refusals_are_those_of_the_format(volumes: dict[str, Path], tmp_path: Pa
 
 
 def test_a_file_that_changes(volumes: dict[str, Path], tmp_path: Path) -> None:
-    for path in volumes["hdf5"].iterdir():
-        if path.is_file():
-            (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(volumes["hdf5"], tmp_path, dirs_exist_ok=True)
     data = ShardDataset(tmp_path, untrusted=True)
     expected = data.read_block(0)
     path = tmp_path / "ct_0000.hdf5"

@@ -27,7 +27,8 @@ SMALL = UniverseOptions(count=2, width=8, seed=3)
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted(root.iterdir())}
+    files = (p for p in sorted(root.rglob("*")) if p.is_file())
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in files}
 
 
 def test_each_channel_counts_all_particles_of_the_same_phases() -> None:
@@ -199,7 +200,9 @@ def test_other_data_is_not_overwritten_unasked(tmp_path: Path) -> None:
         generate_universes(tmp_path, UniverseOptions(count=2, width=8, seed=4))
     other = UniverseOptions(count=1, width=8, seed=4, layout="cosmoflow", overwrite=True)
     generate_universes(tmp_path, other)
-    assert sorted(contents(tmp_path)) == ["dataset.json", "univ_000000.hdf5"]
+    index, *others = sorted(contents(tmp_path))[:1] + sorted(p.name for p in tmp_path.iterdir())
+    assert index.startswith("dataset-")
+    assert others == [index.partition("/")[0], "dataset.json", "univ_000000.hdf5"]
 
 
 def test_full_disk_leaves_nothing_under_a_final_name(
@@ -272,4 +275,4 @@ def test_universes_need_no_torch() -> None:
 
 def test_manifest_is_json_with_a_version(universes: Path) -> None:
     record = json.loads((universes / "dataset.json").read_text())
-    assert (record["format"], record["version"]) == ("pydist-dataset", 1)
+    assert (record["format"], record["version"]) == ("pydist-dataset", 2)
