@@ -291,6 +291,11 @@ class ShardedTensor(torch.Tensor):
         set_axes_of_copies(self._shard, tuple(a for a in AXES if a not in self._layout.used_axes))
         return self
 
+    def __copy__(self) -> ShardedTensor:
+        # As in torch: a leaf that shares memory.
+        local = local_of(self).detach().requires_grad_(self._shard.requires_grad)
+        return view_of(self, local, self._layout)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         copied = wrap(self._local.__deepcopy__(memo), self._layout, self)
         return copied.as_parameter() if is_sharded_weight(self) else copied

@@ -146,10 +146,10 @@ def test_checkpoints_are_examined():
             return checkpoint(super().forward, y, use_reentrant=False)
 
     assert check(lambda: Net(norm=Again(4)), SAMPLE).ok
-    report = check(lambda: Net(checkpointed(lambda y: torch.fft.fftn(y).abs())), SAMPLE)
+    report = check(lambda: Net(checkpointed(lambda y: torch.tril(y))), SAMPLE)
     assert not report.failures
     (refusal,) = report.refusals
-    assert "torch.fft.fftn" in refusal
+    assert "torch.tril" in refusal
 
 
 def test_nested_checkpoints_are_refused_by_name():
