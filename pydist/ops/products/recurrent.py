@@ -57,7 +57,12 @@ def _recurrent(
     for state in results[1:]:
         shape = (state.shape[0], input.shape[of_batch], state.shape[2])
         layout = Layout(work.mesh, shape, (None, split, None))
-        last.append(wrap(without_added(state, layout.local_shape), layout, input))
+        last.append(
+            redistribute(
+                wrap(without_added(state, layout.local_shape), layout, input),
+                Layout(work.mesh, shape, (None, input._layout.splits[of_batch], None)),
+            )
+        )
     return first, *last
 
 
