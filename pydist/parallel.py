@@ -417,8 +417,6 @@ def obstacle(tensor: Tensor) -> str | None:
         return "is a sharded weight of another model: parallelize a model without its slices"
     if tensor.layout != torch.strided:
         return f"has the layout {tensor.layout}; dense is possible"
-    if tensor.is_complex():
-        return f"holds {tensor.dtype}; keep the parts of complex numbers apart (torch.view_as_real)"
     return None
 
 

@@ -106,7 +106,8 @@ class Leaf:
     def _measure(self, parameter: Tensor) -> None:
         self.kind = GradientKind.of(parameter)
         self.numel, self.dense = parameter.numel(), is_dense(parameter)
-        self.has_parts = self.dense and parameter.dtype == self.kind.dtype
+        is_real = not parameter.is_complex()
+        self.has_parts = self.dense and is_real and parameter.dtype == self.kind.dtype
 
     def attach(
         self,

@@ -166,10 +166,10 @@ class Members:
         known = leaf_of(tensor)
         if known is not None and known.reducer() is self.reducer:
             return
-        if tensor.is_complex() or tensor.layout != torch.strided:
+        if tensor.layout != torch.strided:
             raise NotSupported(
-                f"a parameter of {tensor.dtype} and layout {tensor.layout} with sharded tensors: "
-                "its gradient can't be reduced; real and dense ones can"
+                f"a parameter of layout {tensor.layout} with sharded tensors: its gradient can't "
+                "be reduced; a dense one can"
             )
         name = f"of shape {list(tensor.shape)}" if known is None else known.name
         self.newcomers[id(tensor)] = Leaf(tensor, name, self.reducer)

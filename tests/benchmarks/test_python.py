@@ -274,3 +274,10 @@ def test_attention(tmp_path):
         check_times(row["step"])
         if row["form"] == "chosen":
             assert row["chosen"] in ("ring", "gather")
+
+
+def test_transposition(tmp_path):
+    rows = run("transposition", tmp_path)["rows"]
+    assert [row["form"] for row in rows] == ["split", "gathered", "one rank"] * 4
+    for row in rows:
+        check_times(row["step"])
