@@ -83,6 +83,15 @@ def test_whole_numbers_have_the_bits_of_an_all_reduce(settings, hosts):
         assert torch.equal(mine, sum(terms) / ranks)
 
 
+@pytest.mark.parametrize("settings", ["torus", "hierarchical", "bf16", "powersgd", "dgc"])
+def test_a_bucket_without_elements(settings):
+    """The first rank is alone on its host, and the others are not."""
+    shapes = ((0, 3), (0,))
+    with on_hosts([1, 3]):
+        found = reduced(settings, random_gradients(shapes), groups=4, steps=2, shapes=shapes)
+    assert [[tuple(g.shape) for g in step] for step in found] == [list(shapes)] * 2
+
+
 def test_the_grid_of_a_torus():
     two_hosts = [[0, 2], [1, 3]]
     assert rows_of(two_hosts, None) == [[0, 2], [1, 3]]  # a row is a host
