@@ -60,10 +60,17 @@ void translate_pack_error(std::exception_ptr error) {
 }
 
 Codec codec_of(const std::string& name) {
-  for (const Codec codec : {Codec::kRaw, Codec::kZstd, Codec::kLz4}) {
+  for (const Codec codec : {Codec::kRaw, Codec::kZstd, Codec::kLz4, Codec::kBlosc}) {
     if (name == packs::name_of(codec)) return codec;
   }
-  throw UsageError("codec " + name + ": choose raw, zstd or lz4");
+  throw UsageError("codec " + name + ": choose raw, zstd, lz4 or blosc");
+}
+
+packs::Compression compression(const std::string& codec, int item_size) {
+  if (item_size < 1 || item_size > 255) {
+    throw UsageError("item_size=" + std::to_string(item_size) + ": from 1 to 255 bytes");
+  }
+  return {codec_of(codec), static_cast<std::uint8_t>(item_size)};
 }
 
 PackId pack_id(const std::string& bytes) {
@@ -132,11 +139,12 @@ void read_into(const Folder& folder, std::uint32_t entry, py::handle buffer) {
   folder.read(entry, out);
 }
 
-Stored append_bytes(PartitionWriter& writer, py::handle buffer, const std::string& codec) {
+Stored append_bytes(PartitionWriter& writer, py::handle buffer, const std::string& codec,
+                    int item_size) {
   const Borrowed borrowed = borrow(buffer, "buffer", Access::kRead);
   const std::span<const std::byte> bytes = host_bytes(borrowed);
   const py::gil_scoped_release release;
-  return writer.append(bytes, codec_of(codec));
+  return writer.append(bytes, compression(codec, item_size));
 }
 
 void read_appended(const PartitionWriter& writer, const Stored& stored, py::handle buffer) {
@@ -238,7 +246,7 @@ void bind_pack_writing(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   module.def(
       "require_codec", [](const std::string& codec) { packs::require(codec_of(codec)); }, "codec"_a,
-      "Opens the library of a codec: raw (none), zstd or lz4.");
+      "Opens the library of a codec: raw (none), zstd, lz4 or blosc.");
   module.def("partition_name", &packs::partition_name, "number"_a,
              "The name of a partition's file.");
   module.attr("PACK_INDEX") = packs::kIndexName;
@@ -251,11 +259,14 @@ void bind_pack_writing(py::module_& module) {
            "file"_a, "number"_a, "id"_a)
       .def(
           "append",
-          [](PartitionWriter& writer, int source, std::uint64_t size, const std::string& codec) {
-            return writer.append(source, size, codec_of(codec));
+          [](PartitionWriter& writer, int source, std::uint64_t size, const std::string& codec,
+             int item_size) {
+            return writer.append(source, size, compression(codec, item_size));
           },
-          "source"_a, "size"_a, "codec"_a, NoGil(), "Appends the content of an open file.")
-      .def("append_bytes", &append_bytes, "buffer"_a, "codec"_a, "Appends the bytes of a buffer.")
+          "source"_a, "size"_a, "codec"_a, "item_size"_a = 1, NoGil(),
+          "Appends the content of an open file.")
+      .def("append_bytes", &append_bytes, "buffer"_a, "codec"_a, "item_size"_a = 1,
+           "Appends the bytes of a buffer.")
       .def("read", &read_appended, "stored"_a, "buffer"_a,
            "Reads what was appended into a buffer, and compares it with its checksum.")
       .def("finish", &PartitionWriter::finish, NoGil(), "Completes the file; returns its size.");

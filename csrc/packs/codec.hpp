@@ -1,4 +1,4 @@
-// Compression of files by zstd and lz4, whose libraries are opened at run time.
+// Compression of files by zstd, lz4 and blosc, whose libraries are opened at run time.
 #pragma once
 
 #include <cstddef>
@@ -14,14 +14,22 @@ namespace pydist::packs {
 // Larger files are stored raw: a compressed file is read whole, into memory.
 inline constexpr std::uint64_t kLargestCompressed = std::uint64_t{1} << 30;
 
-// The name of a codec: raw, zstd or lz4.
+// How files are compressed. Blosc sorts the bits of values by their weight before it compresses them
+// by zstd, which needs the size of a value; what it stores names that size, so that no entry has to.
+struct Compression {
+  Compression(Codec codec, std::uint8_t item_size = 1) : codec(codec), item_size(item_size) {}
+  Codec codec;
+  std::uint8_t item_size;  // bytes of a value, at least 1; others than blosc ignore it
+};
+
+// The name of a codec: raw, zstd, lz4 or blosc.
 const char* name_of(Codec codec);
 
 // Opens the library of a codec; comm::LibraryMissing says which one is missing. Raw needs none.
 void require(Codec codec);
 
 // Compresses bytes, of at most kLargestCompressed. The result can be larger than they are.
-std::vector<std::byte> compress(Codec codec, std::span<const std::byte> raw);
+std::vector<std::byte> compress(Compression how, std::span<const std::byte> raw);
 
 // Decompresses bytes that have exactly the size of `raw`; writes no more than that. Throws
 // PackError if they do not have it, or are damaged.

@@ -28,7 +28,7 @@ class PackError : public std::runtime_error {
 };
 
 enum class Kind : std::uint8_t { kFile = 0, kDirectory = 1 };
-enum class Codec : std::uint8_t { kRaw = 0, kZstd = 1, kLz4 = 2 };
+enum class Codec : std::uint8_t { kRaw = 0, kZstd = 1, kLz4 = 2, kBlosc = 3 };
 
 using Magic = std::array<char, 8>;
 using PackId = std::array<std::byte, 16>;  // random, equal in all files of a pack

@@ -35,6 +35,10 @@ bool is_possible_name(std::string_view name) {
 
 Index Index::open(const std::string& file) {
   const Descriptor descriptor(::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (descriptor.get() < 0 && errno == ENOENT) {
+    throw PackError(file + ": No such file or directory. The folder of a pack has this index; " +
+                    "`pydist data pack SOURCE -o FOLDER` makes one");
+  }
   if (descriptor.get() < 0) throw_system(file);
   struct stat status{};
   if (::fstat(descriptor.get(), &status) != 0) throw_system(file);

@@ -20,7 +20,7 @@ std::string fault_of(const Entry& entry) {
     return zeros ? "" : "is a directory with the fields of a file";
   }
   if (entry.kind != Kind::kFile) return "is neither a file nor a directory";
-  if (entry.codec > Codec::kLz4) return "has an unknown codec";
+  if (entry.codec > Codec::kBlosc) return "has an unknown codec";
   if (entry.offset % kAlignment != 0 || entry.offset < sizeof(PartitionHeader)) {
     return "has an offset that is not aligned";
   }

@@ -71,13 +71,13 @@ Stored PartitionWriter::placed(std::uint64_t size) const {
 }
 
 // Writes bytes whose raw checksum is known, compressed if that makes them smaller.
-void PartitionWriter::store(Stored& stored, std::span<const std::byte> bytes, Codec codec) {
+void PartitionWriter::store(Stored& stored, std::span<const std::byte> bytes, Compression how) {
   std::vector<std::byte> compressed;
-  if (codec != Codec::kRaw && bytes.size() <= kLargestCompressed) {
-    compressed = compress(codec, bytes);
+  if (how.codec != Codec::kRaw && bytes.size() <= kLargestCompressed) {
+    compressed = compress(how, bytes);
     if (compressed.size() < bytes.size()) {
       bytes = compressed;
-      stored.codec = codec;
+      stored.codec = how.codec;
       stored.stored_size = bytes.size();
       stored.stored_crc = io::crc32c(bytes.data(), bytes.size());
     }
@@ -85,9 +85,9 @@ void PartitionWriter::store(Stored& stored, std::span<const std::byte> bytes, Co
   write(bytes.data(), bytes.size(), stored.offset);
 }
 
-Stored PartitionWriter::append(int source, std::uint64_t size, Codec codec) {
+Stored PartitionWriter::append(int source, std::uint64_t size, Compression how) {
   Stored stored = placed(size);
-  const bool whole = codec != Codec::kRaw && size <= kLargestCompressed;
+  const bool whole = how.codec != Codec::kRaw && size <= kLargestCompressed;
   // One byte more than it should have shows that a file has grown.
   std::vector<std::byte> piece(whole ? size + 1 : std::min<std::uint64_t>(kPiece, size + 1));
   for (std::uint64_t done = 0;;) {
@@ -101,15 +101,15 @@ Stored PartitionWriter::append(int source, std::uint64_t size, Codec codec) {
     if (got < piece.size()) break;
   }
   stored.stored_crc = stored.raw_crc;
-  if (whole) store(stored, {piece.data(), size}, codec);
+  if (whole) store(stored, {piece.data(), size}, how);
   if (size > 0) end_ = stored.offset + stored.stored_size;
   return stored;
 }
 
-Stored PartitionWriter::append(std::span<const std::byte> bytes, Codec codec) {
+Stored PartitionWriter::append(std::span<const std::byte> bytes, Compression how) {
   Stored stored = placed(bytes.size());
   stored.raw_crc = stored.stored_crc = io::crc32c(bytes.data(), bytes.size());
-  store(stored, bytes, codec);
+  store(stored, bytes, how);
   if (!bytes.empty()) end_ = stored.offset + stored.stored_size;
   return stored;
 }

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "packs/codec.hpp"
 #include "packs/format.hpp"
 #include "packs/stored.hpp"
 #include "packs/system.hpp"
@@ -30,10 +31,10 @@ class PartitionWriter {
 
   // Appends the bytes that an open file has from its start to its end, compressed if that makes
   // them smaller. Throws PackError if it has not `size` bytes: it is changing.
-  Stored append(int source, std::uint64_t size, Codec codec);
+  Stored append(int source, std::uint64_t size, Compression how);
 
   // Appends bytes in memory, by the same rules. After an error the partition is as it was before.
-  Stored append(std::span<const std::byte> bytes, Codec codec);
+  Stored append(std::span<const std::byte> bytes, Compression how);
 
   // Reads what was appended, before or after `finish`, and compares it with its checksums. Throws
   // PackError.
@@ -45,7 +46,7 @@ class PartitionWriter {
  private:
   void write(const void* bytes, std::size_t size, std::uint64_t offset);
   Stored placed(std::uint64_t size) const;
-  void store(Stored& stored, std::span<const std::byte> bytes, Codec codec);
+  void store(Stored& stored, std::span<const std::byte> bytes, Compression how);
 
   std::string file_;
   Descriptor descriptor_;

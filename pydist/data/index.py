@@ -40,6 +40,8 @@ class IndexOptions:
             called train, val, validation or test always belong to that split.
         statistics: read all data once, for normalize="mean" and "standardize".
         checksums: read all files once, for `verify_dataset`.
+        class_names: names of the classes, in the order of their numbers, if the target is one
+            value, the number of the sample's class.
         format: "hdf5", "zarr", "numpy", "tfrecord" or that of a package; "auto" is the first of
             which there are files.
     """
@@ -50,6 +52,7 @@ class IndexOptions:
     validation: float = 0.1
     statistics: bool = True
     checksums: bool = True
+    class_names: tuple[str, ...] = ()
     format: str = "auto"
 
 
@@ -82,12 +85,15 @@ def index_folder(
             f"validation={options.validation}, width={options.width}: a fraction in [0, 1) and at "
             "least one voxel"
         )
+    if len(options.class_names) == 1 or len(set(options.class_names)) < len(options.class_names):
+        names = ", ".join(options.class_names)
+        raise UsageError(f"class_names={names}: at least two, and each name once")
     folder = Path(root)
     file_format, paths = _files(folder, options.format)
     tasks = [
         FileTask(
             folder, path, file_format, split, options.width, options.dataset, options.target,
-            options.statistics, options.checksums,
+            options.statistics, options.checksums, len(options.class_names),
         )
         for path, split in zip(paths, _splits(folder, paths, options.validation), strict=True)
     ]  # fmt: skip
@@ -108,9 +114,13 @@ def index_folder(
         dataset=options.dataset,
         target=options.target,
         target_names=kind.target_names,
+        class_names=options.class_names,
         log1p_mean=mean,
         log1p_std=std,
-        origin={"kind": _ORIGIN, "options": asdict(options)},
+        origin={
+            "kind": _ORIGIN,
+            "options": {**asdict(options), "class_names": list(options.class_names)},
+        },
         file_format=file_format,
     )
 
@@ -205,7 +215,7 @@ def fault_of(folder: Path, entry: DataFile) -> str | None:
     if path.is_dir() and not kind:
         return None
     try:
-        size, checksum = checksum_of_file(path)
+        size, checksum = checksum_of_file(path, kind or "crc32c")
     except DataError as error:
         return str(error)
     except OSError as error:

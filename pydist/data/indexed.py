@@ -40,6 +40,7 @@ class FileTask:
         target: name of the targets' array.
         statistics: whether all voxels are read, for means and sums.
         checksums: whether all bytes are read, for a checksum.
+        classes: number of classes, if the target is the number of one; else 0.
     """
 
     root: Path
@@ -51,6 +52,7 @@ class FileTask:
     target: str
     statistics: bool
     checksums: bool
+    classes: int = 0
 
     @property
     def name(self) -> str:
@@ -223,10 +225,23 @@ def _kind(task: FileTask, file: StoredFile, array: StoredArray) -> tuple[Kind, t
     count = target.shape[0]
     public = task.target in _COSMOFLOW_NAMES and count == len(COSMOFLOW_TARGETS)
     names = COSMOFLOW_TARGETS if public else tuple(f"target {i}" for i in range(count))
+    if task.classes:
+        _check_class(task, file.read(target, ()))
+        names = ("class",)
     kind = Kind(
         "DHWC" if last else "CDHW", array.dtype.name, (channels, depth, height, breadth), names
     )
     return kind, extents
+
+
+def _check_class(task: FileTask, values: npt.NDArray[Any]) -> None:
+    """Raises `DataError` unless a target is the number of a class."""
+    found = values.tolist()
+    if len(found) != 1 or found[0] not in range(task.classes):
+        raise DataError(
+            f"{task.path}: {task.target!r} is {found}; with class_names it is one number from 0 to "
+            f"{task.classes - 1}"
+        )
 
 
 def _corners(extents: Sequence[int], sample: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -128,7 +128,7 @@ class Loader:
             rest is read from files in each epoch. By default there is no limit.
         store_disk: bytes of blocks that it may write to disk beyond that, before compression.
         store_folder: folder for them, on a disk of this machine.
-        store_codec: "zstd" or "lz4" compress each block on disk that gets smaller by it.
+        store_codec: "zstd", "lz4" or "blosc" compress each block on disk that gets smaller by it.
         store_reuse: whether the blocks on disk stay there, also those in memory as far as
             `store_disk` allows, so that the next run reads no file.
         store_preload: whether to read all samples of the epoch before its first batch.

@@ -26,6 +26,8 @@ from pydist.parsing import byte_count, parse_json
 
 MOST_PARTITIONS = 4096
 """A reader may have all of them open."""
+LARGEST_ITEM = 255
+"""Bytes of a value that blosc can sort."""
 
 Progress = Callable[[int, int, str], None]
 """Called with (bytes done, bytes in total, the latest file), from one thread at a time."""
@@ -41,6 +43,7 @@ class PackOptions:
         partitions: their number, instead of their size.
         codec: compresses each file that gets smaller by it. Parts of a compressed file can't be
             read without the rest. Files over 1 GiB stay raw.
+        item_size: bytes of one value in the files, such as 2 for int16, by which "blosc" sorts.
         order: of the files in the partitions. Where files of one class are in one folder, sorted
             partitions have few classes each.
         seed: of the shuffled order.
@@ -48,7 +51,8 @@ class PackOptions:
 
     partition_bytes: int | str = "1GB"
     partitions: int | None = None
-    codec: Literal["raw", "zstd", "lz4"] = "raw"
+    codec: Literal["raw", "zstd", "lz4", "blosc"] = "raw"
+    item_size: int = 1
     order: Literal["shuffled", "sorted"] = "shuffled"
     seed: int = 0
 
@@ -97,7 +101,7 @@ def pack(
         )
     make_folder(root)
     with FolderLock(root) as lock:
-        recipe = {"options": asdict(options), "tree": tree.digest()}
+        recipe = {"options": _recorded(options), "tree": tree.digest()}
         origin = _earlier(root, recipe)
         if origin is not None:
             return origin
@@ -115,6 +119,14 @@ def record_of(folder: native.PackFolder) -> dict[str, Any]:
     return {}
 
 
+def _recorded(options: PackOptions) -> dict[str, Any]:
+    """Returns the options that determine a pack; others are not recorded, as in older packs."""
+    kept = asdict(options)
+    if options.codec != "blosc":
+        del kept["item_size"]
+    return kept
+
+
 def _checked(options: PackOptions) -> int:
     """Returns the bytes of a partition; raises an error for impossible options."""
     if options.order not in ("shuffled", "sorted"):
@@ -123,6 +135,10 @@ def _checked(options: PackOptions) -> int:
         raise UsageError(f"seed={options.seed}: a number from 0 to 2^64 - 1")
     if options.partitions is not None and not 1 <= options.partitions <= MOST_PARTITIONS:
         raise UsageError(f"partitions={options.partitions}: from 1 to {MOST_PARTITIONS}")
+    if not 1 <= options.item_size <= LARGEST_ITEM:
+        raise UsageError(f"item_size={options.item_size}: from 1 to {LARGEST_ITEM} bytes")
+    if options.item_size > 1 and options.codec != "blosc":
+        raise UsageError(f"item_size={options.item_size} with codec={options.codec!r}: for blosc")
     native.require_codec(options.codec)
     given = options.partition_bytes
     try:
@@ -256,7 +272,7 @@ class _Packing:
             with _in_words(path), _opened(path) as source:
                 self._require_unchanged(number, source)
                 size = self._tree.nodes[number].size
-                stored = writer.append(source, size, self._options.codec)
+                stored = writer.append(source, size, self._options.codec, self._options.item_size)
                 self._require_unchanged(number, source)
             with self._reporting:
                 self._stored[number] = stored

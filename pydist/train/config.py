@@ -228,7 +228,7 @@ class DataConfig(Table):
     """Bytes of samples that each rank writes to disk beyond its memory, before compression."""
     store_folder: Path | None = None
     """Folder for samples on disk, on a disk of each machine."""
-    store_codec: Literal["raw", "zstd", "lz4"] = "raw"
+    store_codec: Literal["raw", "zstd", "lz4", "blosc"] = "raw"
     """Compression of the samples on disk, of each block that gets smaller by it."""
     store_reuse: Flag = False
     """Whether samples stay on disk, those in memory as well, so that the next run reads no file."""

@@ -113,6 +113,8 @@ def test_index_convert_info(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr()
     assert "damaged    b/univ_000001_3.zarr: " in shown.out
     assert "b has damaged or missing files (1)" in shown.err
+    assert main(["data", "index", "a", "--width", "8", "--class-names", "x", "y"]) == 65
+    assert "with class_names it is one number from 0 to 1" in capsys.readouterr().err
 
 
 def test_labels_in_info(tmp_path, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -204,3 +205,27 @@ def test_values_without_logarithms_have_no_statistics(tmp_path: Path) -> None:
 def test_a_damaged_journal_is_ignored(foreign: Path, text: str) -> None:
     (foreign / ".indexed.jsonl").write_text(text)
     assert index_dataset(foreign).splits == {"train": 4}
+
+
+def test_names_of_classes(tmp_path: Path) -> None:
+    for number in range(4):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file["full"] = np.full((1, 2, 2, 2), number, np.int16)
+            file["unitPar"] = np.array([number % 3], np.float32)
+    options = IndexOptions(class_names=("cat", "dog", "fox"))
+    manifest = index_dataset(tmp_path, options)
+    assert (manifest.class_names, manifest.target_names) == (("cat", "dog", "fox"), ("class",))
+    assert Manifest.load(tmp_path) == manifest
+    with pytest.raises(DataError, match=r"2\.h5: 'unitPar' is \[2\.0\]; .* from 0 to 1"):
+        index_dataset(tmp_path, IndexOptions(class_names=("cat", "dog")))
+    for names in (("cat",), ("cat", "cat")):
+        with pytest.raises(UsageError, match=r"at least two, and each name once"):
+            index_folder(tmp_path, IndexOptions(class_names=names))
+
+
+def test_a_file_that_is_listed_twice(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["full"], file["unitPar"] = np.zeros((1, 2, 2, 2)), np.zeros(1)
+    manifest = index_folder(tmp_path)
+    dataclasses.replace(manifest, files=manifest.files[:] * 2).save(tmp_path)
+    assert verify_dataset(tmp_path) == [f"{tmp_path / 'a.h5'}: listed 2 times"]

@@ -14,6 +14,8 @@
 #include <string_view>
 #include <vector>
 
+#include "comm/driver/dynamic_library.hpp"
+#include "packs/codec.hpp"
 #include "packs/folder.hpp"
 #include "packs/writer.hpp"
 
@@ -35,6 +37,16 @@ class TemporaryFolder {
  private:
   std::string path_;
 };
+
+// Whether the library of a codec can be opened.
+inline bool is_installed(Codec codec) {
+  try {
+    require(codec);
+    return true;
+  } catch (const comm::LibraryMissing&) {
+    return false;
+  }
+}
 
 inline void write_file(const std::string& file, std::string_view bytes) {
   std::ofstream(file, std::ios::binary).write(bytes.data(), static_cast<long>(bytes.size()));

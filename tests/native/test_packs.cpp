@@ -282,7 +282,8 @@ TEST(PackWriter, RefusesAnotherOrder) {
 
 TEST(PackCodec, LimitsWhatIsDecompressed) {
   const std::vector<std::byte> raw(1 << 20);
-  for (const Codec codec : {Codec::kZstd, Codec::kLz4}) {
+  for (const Codec codec : {Codec::kZstd, Codec::kLz4, Codec::kBlosc}) {
+    if (!is_installed(codec)) continue;
     const std::vector<std::byte> stored = compress(codec, raw);
     std::vector<std::byte> out(raw.size());
     decompress(codec, stored, out);
@@ -298,6 +299,27 @@ TEST(PackCodec, LimitsWhatIsDecompressed) {
     EXPECT_EQ(fault_of_sizes(entry), "");
     entry.stored_size = 16;  // of a bomb
     EXPECT_NE(fault_of_sizes(entry), "");
+  }
+}
+
+// Small counts of two bytes: most bits are 0, and blosc brings them together.
+TEST(PackCodec, BloscSortsTheBitsOfValues) {
+  if (!is_installed(Codec::kBlosc)) GTEST_SKIP() << "no blosc library";
+  std::vector<std::byte> raw(1 << 18);
+  std::uint32_t state = 1;
+  for (std::size_t i = 0; i < raw.size(); i += 2) {
+    state = state * 1664525u + 1013904223u;
+    raw[i] = static_cast<std::byte>(state >> 29 & state >> 26 & 7u);
+  }
+  const auto counts = compress({Codec::kBlosc, 2}, raw);
+  EXPECT_LT(counts.size(), compress(Codec::kBlosc, raw).size());
+  EXPECT_LT(counts.size(), compress(Codec::kZstd, raw).size());
+  std::vector<std::byte> out(raw.size());
+  decompress(Codec::kBlosc, counts, out);
+  EXPECT_EQ(out, raw);
+  for (const std::uint8_t item_size : {1, 3, 7, 255}) {  // also where it is not that of the values
+    decompress(Codec::kBlosc, compress({Codec::kBlosc, item_size}, raw), out);
+    EXPECT_EQ(out, raw) << int{item_size};
   }
 }
 

@@ -136,6 +136,7 @@ TEST(MutatedPacks, FilesAreReadOrRefused) {
         content_of(pack, entry);
         ++read;
       } catch (const PackError&) {
+      } catch (const comm::LibraryMissing&) {  // of another codec
       }
     }
   }
@@ -159,6 +160,30 @@ TEST(MutatedPacks, PartitionsAreReadOrRefused) {
       } catch (const PackError&) {
         ++refused;
       }
+    }
+  }
+  EXPECT_GT(refused, 1'000u);
+}
+
+// Chunks whose checksums are right, so that nothing but the codec stands before the library.
+TEST(MutatedPacks, ChunksOfBloscAreDecompressedOrRefused) {
+  if (!is_installed(Codec::kBlosc)) GTEST_SKIP() << "no blosc library";
+  std::vector<std::byte> raw(5000);
+  for (std::size_t i = 0; i < raw.size(); ++i) raw[i] = static_cast<std::byte>(i * i % 7);
+  const std::vector<std::byte> chunk = compress({Codec::kBlosc, 2}, raw);
+  const std::string good(reinterpret_cast<const char*>(chunk.data()), chunk.size());
+  Random random(5);
+  std::size_t refused = 0;
+  for (int i = 0; i < 20'000; ++i) {
+    std::string bad = good;
+    mutate(bad, 0, random);
+    if (random() % 16 == 0) bad.resize(random() % bad.size());
+    const std::vector<std::byte> stored = bytes_of(bad);
+    std::vector<std::byte> out(raw.size());
+    try {
+      decompress(Codec::kBlosc, stored, out);
+    } catch (const PackError&) {
+      ++refused;
     }
   }
   EXPECT_GT(refused, 1'000u);

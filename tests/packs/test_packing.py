@@ -90,13 +90,15 @@ def test_a_file_that_cannot_be_read_is_named(source: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (PackOptions(codec="gzip"), "codec gzip: choose raw, zstd or lz4"),  # type: ignore[arg-type]
+        (PackOptions(codec="gzip"), "codec gzip: choose raw, zstd, lz4 or blosc"),  # type: ignore[arg-type]
         (PackOptions(order="random"), "order='random': shuffled or sorted"),  # type: ignore[arg-type]
         (PackOptions(partitions=0), "partitions=0: from 1 to 4096"),
         (PackOptions(partitions=5000), "partitions=5000: from 1 to 4096"),
         (PackOptions(partition_bytes="1 parsec"), "partition_bytes='1 parsec': a size is expected"),
         (PackOptions(partition_bytes=0), "partition_bytes=0: at least 1"),
         (PackOptions(partition_bytes=10), "at most 4096; choose partition_bytes of"),
+        (PackOptions(item_size=2), "item_size=2 with codec='raw': for blosc"),
+        (PackOptions(codec="blosc", item_size=256), "item_size=256: from 1 to 255 bytes"),
         (PackOptions(seed=-1), "seed=-1: a number from 0"),
     ],
 )

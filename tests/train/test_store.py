@@ -135,7 +135,7 @@ def test_samples_on_disk_are_read_by_the_next_run_too(config, tmp_path):
             'store = "memory"\nstore_disk = "4GB"',
             "data.store_disk = '4GB' without data.store_folder, a folder on a disk",
         ),
-        ('store_codec = "gzip"', "data.store_codec = 'gzip': input should be 'raw', 'zstd' or"),
+        ('store_codec = "gzip"', "data.store_codec = 'gzip': input should be 'raw', 'zstd', "),
         ('stores = "memory"', 'data.stores is not a setting; did you mean "store"?'),
     ],
 )

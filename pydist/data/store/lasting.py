@@ -36,6 +36,7 @@ class LastingSpill(Spill):
     Args:
         folder: an existing folder, in which this spill makes one of its own.
         codec: compresses each block that gets smaller by it.
+        item_size: bytes of one value, see `Spill`.
         facts: what must be the same in both runs, as JSON values.
         size_of: returns the bytes of a sample's block.
         limit: bytes of blocks; a spill of an earlier run that has more is removed.
@@ -52,12 +53,13 @@ class LastingSpill(Spill):
         self,
         folder: Path,
         codec: str,
+        item_size: int,
         facts: dict[str, Any],
         size_of: Callable[[int], int],
         limit: int,
         warn: Warn,
     ) -> None:
-        super().__init__(folder, codec)
+        super().__init__(folder, codec, item_size)
         self._facts = json.loads(json.dumps(facts))
         self._sizes: list[int] = []
         self._temporary: Path | None = None
@@ -179,6 +181,7 @@ class LastingSpill(Spill):
 
 def open_spill(
     options: StoreOptions,
+    item_size: int,
     facts: Callable[[], dict[str, Any]],
     size_of: Callable[[int], int],
     warn: Warn,
@@ -187,6 +190,7 @@ def open_spill(
 
     Args:
         options: of the store, with a disk.
+        item_size: bytes of one value, see `Spill`.
         facts: returns what must be the same in both runs, see `LastingSpill`.
         size_of: returns the bytes of a sample's block.
         warn: is called with one line if no blocks can be taken from an earlier run, or left to the
@@ -203,11 +207,13 @@ def open_spill(
         for left in (folder, *folder.glob(f"{_PREFIX}*")):
             owner.remove_temporaries(left)  # of runs that were killed
         if options.store_reuse:
-            return LastingSpill(folder, options.store_codec, facts(), size_of, options.disk, warn)
+            return LastingSpill(
+                folder, options.store_codec, item_size, facts(), size_of, options.disk, warn
+            )
     except PydistError as error:  # without reuse, the first write says the same
         if options.store_reuse:
             warn(f"{error}; no blocks stay for the next run")
-    return Spill(folder, options.store_codec)
+    return Spill(folder, options.store_codec, item_size)
 
 
 def _parsed(text: bytes) -> Any:

@@ -297,7 +297,8 @@ class MemoryStore:
         def size_of(sample: int) -> int:
             return self.form.of(sample).nbytes
 
-        return Disk(open_spill(options, facts, size_of, warn), self.form.of, options.disk, warn)
+        spill = open_spill(options, self.form.dtype.itemsize, facts, size_of, warn)
+        return Disk(spill, self.form.of, options.disk, warn)
 
     def _adopt(self) -> None:
         """Takes over what earlier runs have left on the ranks' disks. Collective."""

@@ -10,7 +10,7 @@ from pydist.parsing import byte_count
 
 KINDS = ("off", "memory")
 """Possible values of `store`."""
-CODECS = ("raw", "zstd", "lz4")
+CODECS = ("raw", "zstd", "lz4", "blosc")
 """Possible values of `store_codec`."""
 
 LARGEST = 2**63 - 1

@@ -23,6 +23,7 @@ class Spill:
     Args:
         folder: an existing folder.
         codec: compresses each block that gets smaller by it.
+        item_size: bytes of one value, by which "blosc" sorts them.
 
     Attributes:
         nbytes: bytes of the blocks.
@@ -32,8 +33,8 @@ class Spill:
 
     lasts = False
 
-    def __init__(self, folder: Path, codec: str) -> None:
-        self.folder, self.codec = folder, codec
+    def __init__(self, folder: Path, codec: str, item_size: int) -> None:
+        self.folder, self.codec, self.item_size = folder, codec, item_size
         self.nbytes = self.stored_bytes = 0
         self._id = os.urandom(16)
         self._partition = 0
@@ -54,7 +55,7 @@ class Spill:
         """Writes a block, a vector of uint8; raises `DiskError`."""
         if self._writer is None:
             self._writer = self._open()
-        stored = self._writer.append_bytes(block, self.codec)
+        stored = self._writer.append_bytes(block, self.codec, self.item_size)
         self._enter(sample, stored, partial(self._writer.read, stored))
 
     def read(self, sample: int, out: Tensor) -> int:

@@ -140,7 +140,7 @@ def test_preload_reads_all_before_the_first_batch(tmp_path: Path) -> None:
         ({"store": "memory", "store_folder": "/x"}, "store_folder = '/x' without store_disk"),
         ({"store": "memory", "store_reuse": True}, "store_reuse = True without store_disk"),
         ({"store": "memory", "store_codec": "zstd"}, "store_codec = 'zstd' without store_disk"),
-        ({"store": "memory", "store_codec": "gzip"}, "'gzip': possible are raw, zstd, lz4"),
+        ({"store": "memory", "store_codec": "gzip"}, "'gzip': possible are raw, zstd, lz4, blosc"),
         (
             {"store": "memory", "store_disk": "4GB", "store_folder": "/x"},
             "store_disk = '4GB' without store_memory: all blocks would stay in memory",
