@@ -327,7 +327,7 @@ class StepOnMesh:
         small = sum(n for n in parameters if n < ALONE_BYTES)
         messages = [n for n in parameters if n >= ALONE_BYTES]
         buckets = math.ceil(small / BUCKET_BYTES)
-        messages += [small / max(1, buckets)] * buckets
+        messages += [small // max(1, buckets)] * buckets
         whole = sum(self._messages.all_reduce(axes, n) for n in messages)
         hidden = self._hardware.overlap
         self._seconds["gradients"] = max(whole - self._backward, (1 - hidden) * whole)
