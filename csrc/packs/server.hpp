@@ -25,9 +25,9 @@ enum class Step;
 // waits for a reader: what a socket does not take is sent when it does. Linux alone.
 class Server {
  public:
-  // Serves from now on, until it is destroyed by the process that made it. address: see sockets.hpp.
+  // Serves from now on, until the process that made it destroys it. address: see sockets.hpp.
   // Throws PackError if the folder has none of its partitions, or one that is damaged, or if the
-  // address can't be used, or not so many threads be started.
+  // address can't be used, or not so many threads can be started.
   Server(std::shared_ptr<const Folder> folder, const std::string& address, const Secret& secret,
          int threads);
   ~Server();

@@ -110,7 +110,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def identity(self) -> str:
-        """Text that identifies the content: manifest, split, normalization, dtype, ignored label."""
+        """Text that identifies the content: manifest, split, normalization, dtype, ignore label."""
         normalizer = self._normalizer
         chosen = [self.manifest.digest, self.split, normalizer.kind, str(self.dtype)]
         chosen += [str(normalizer.window)] if normalizer.window else []
