@@ -14,9 +14,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pydist import check, data, inference, models, optim, profile, slices, stages, tensor
+    from pydist import check, data, inference, models, optim, plan, profile, slices, stages, tensor
     from pydist.comm import run_local
-    from pydist.global_loss import sum_over_groups
+    from pydist.global_loss import gather_over_groups, sum_over_groups
     from pydist.layout import Layout, Split, layout_for_sample
     from pydist.mesh import Mesh
     from pydist.parallel import parallelize
@@ -42,6 +42,7 @@ _HOMES = {
     "pipeline": "pydist.stages.pipelines",
     "run_local": "pydist.comm",
     "sum_over_groups": "pydist.global_loss",
+    "gather_over_groups": "pydist.global_loss",
 }
 _MODULES = (
     "check",
@@ -49,6 +50,7 @@ _MODULES = (
     "inference",
     "models",
     "optim",
+    "plan",
     "profile",
     "slices",
     "stages",
@@ -57,9 +59,10 @@ _MODULES = (
 
 __all__ = [  # noqa: RUF022  the order of use
     "init", "Mesh", "parallelize", "distribute_tensor", "ShardedTensor", "sum_over_groups",
+    "gather_over_groups",
     "init_stages", "pipeline",
     "Layout", "Split", "Partition", "layout_for_sample", "run_local", "data", "models",
-    "optim", "slices", "inference", "profile", "check", "stages", "tensor",
+    "optim", "slices", "inference", "plan", "profile", "check", "stages", "tensor",
 ]  # fmt: skip
 
 

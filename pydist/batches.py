@@ -13,7 +13,7 @@ from pydist.arguments import leaves
 from pydist.errors import NotSupported
 from pydist.gradients.engine import led_out
 from pydist.gradients.graph import register_hook
-from pydist.gradients.members import use_as_parameter
+from pydist.gradients.registration import use_as_parameter
 from pydist.group_sizes import GroupSizes, mark_batch, weights_of
 from pydist.tensor import ShardedTensor
 from pydist.tensor.stage import StageTensor

@@ -1,7 +1,8 @@
-"""Sums losses over the sample groups of a global batch, and compares optimizers' closures."""
+"""Sums tensors over the sample groups of a batch, gathers them, and compares closures."""
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -54,6 +55,38 @@ def sum_over_groups(x: Tensor, mesh: Mesh) -> Tensor:
     if sizes is not None and total.requires_grad:
         total.register_hook(lambda _: weights_of(mesh).reached(sizes))
     return wrap(total, x.layout, x) if isinstance(x, ShardedTensor) else total
+
+
+def gather_over_groups(x: Tensor, mesh: Mesh) -> list[Tensor]:
+    """Gathers a tensor of every sample group on all ranks, outside autograd's graph.
+
+    Metrics that form sums over processes need it, as all ranks of a group hold the same batch:
+    torchmetrics takes `dist_sync_fn=lambda x, group: pydist.gather_over_groups(x, mesh)`.
+    Collective over all ranks.
+
+    Args:
+        x: plain or sharded, equal on all ranks of a group; groups may have other shapes.
+        mesh: the mesh.
+
+    Returns:
+        One plain tensor per sample group, in their order, of the shape that it has there.
+
+    Raises:
+        UsageError: the groups' tensors have different dtypes or numbers of dims.
+    """
+    x = (x.full_tensor() if isinstance(x, ShardedTensor) else x).detach()
+    kinds = mesh.data.all_gather_bytes(repr((str(x.dtype), x.dim())).encode())
+    if len(set(kinds)) > 1:
+        given = ", ".join(kind.decode() for kind in kinds)
+        raise UsageError(f"gather_over_groups of dtype and dims {given}; equal ones are possible")
+    shapes = mesh.data.all_gather(torch.tensor(x.shape, dtype=torch.int64)).tolist()
+    counts = [math.prod(shape) for shape in shapes]
+    row = x.new_zeros(max(counts))
+    row[: x.numel()] = x.flatten()
+    rows = mesh.data.all_gather(row)
+    return [
+        row[:count].reshape(shape) for row, count, shape in zip(rows, counts, shapes, strict=True)
+    ]
 
 
 _models: list[tuple[weakref.ref[nn.Module], Mesh]] = []

@@ -24,6 +24,12 @@ class Split:
     axes: tuple[str, ...]
     partition: Partition
 
+    def scaled(self, extent: int) -> Split:
+        """Returns the split of another extent, in the same proportions."""
+        old = max(1, self.partition.extent)
+        points = [(2 * p * extent + old) // (2 * old) for p in self.partition.points]
+        return Split(self.axes, Partition([*points[:-1], extent]))
+
 
 class Layout:
     """Layout that distributes a global tensor's elements over the ranks of a sample group.

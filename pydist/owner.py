@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import sys
 import time
 import uuid
@@ -111,6 +112,18 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+def make_private_folder(path: Path) -> None:
+    """Makes a folder unless it exists, in which other users can't put or replace anything.
+
+    Raises:
+        PermissionError: it exists, and is not a folder of this user alone.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise PermissionError(f"{path} is not a folder of this user alone")
 
 
 def _abandoned(path: Path, owner: str | None) -> bool:

@@ -27,8 +27,8 @@ from pydist.global_loss import agree_on_closures_of
 from pydist.gradients.forms.form import Form
 from pydist.gradients.forms.settings import Dense, Gradients, check_groups, settings_of
 from pydist.gradients.lane import Lane
-from pydist.gradients.members import reducer_of
 from pydist.gradients.reducer import Reducer
+from pydist.gradients.registration import reducer_of
 from pydist.group_sizes import GroupSizes
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
@@ -252,14 +252,14 @@ class EntryHook:
             _ = self.reducer  # installs its checks before the hooks of sharded weights
             if sharded_weights:
                 shard_weights(module, self.mesh, self.statistics)
-            self._lanes = self.reducer.add_lanes(module.named_parameters(), gradients)
+            self._lanes = self.reducer.members.add_lanes(module.named_parameters(), gradients)
             consistency_of(self.mesh).parameters.hold(module, self.mesh.session.forwards)
 
     def release(self, parameters: Iterable[Tensor]) -> None:
         """Takes parameters out of the reducer that no call on this mesh uses. Collective."""
         released = list(parameters)
         for lane in self._lanes:
-            self.reducer.release(lane, released)
+            self.reducer.members.release(lane, released)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -417,8 +417,6 @@ def obstacle(tensor: Tensor) -> str | None:
         return "is a sharded weight of another model: parallelize a model without its slices"
     if tensor.layout != torch.strided:
         return f"has the layout {tensor.layout}; dense is possible"
-    if tensor.is_complex():
-        return f"holds {tensor.dtype}; keep the parts of complex numbers apart (torch.view_as_real)"
     return None
 
 

@@ -9,7 +9,7 @@ the boxes that every rank owns, and so finds every message of an exchange.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from pydist._loader import native
 from pydist.errors import UsageError
@@ -30,6 +30,7 @@ __all__ = [
     "in_units",
     "plan_exchange",
     "split_extent",
+    "subdivide",
     "subtract",
     "units_of",
 ]
@@ -105,3 +106,11 @@ def in_units(parts: Sequence[int], extent: int, multiple: int) -> Partition:
     sizes = [part * multiple for part in parts]
     sizes[sizes.index(max(sizes))] += extent % multiple
     return Partition([0, *accumulate(sizes)])
+
+
+def subdivide(points: Sequence[int], parts: int) -> Partition:
+    """Divides each interval between consecutive points evenly into parts."""
+    found = [points[0]]
+    for lo, hi in pairwise(points):
+        found += [lo + p for p in Partition.even(hi - lo, parts).points[1:]]
+    return Partition(found)

@@ -334,7 +334,6 @@ with warnings.catch_warnings():
 UNSENDABLE = {
     "'weight' of this LazyConv3d has no shape yet: call": lambda: nn.LazyConv3d(2, 3),
     "'weight' of this Linear has no values": lambda: nn.Linear(2, 2, device="meta"),
-    "'0' of this ParameterList holds torch.complex": lambda: nn.ParameterList([torch.ones(1) * 1j]),
     "'sparse' of this Identity has the layout torch.sparse_coo": lambda: with_sparse(nn.Identity()),
 }
 

@@ -147,7 +147,7 @@ class Pydist(Plain):
     def exposed(self) -> float:
         """Returns gradients and parameters that a step waits for, as bytes of an all-reduce."""
         reducer = entry_hook_of(self._model).reducer
-        (lane,) = reducer.lanes
+        (lane,) = reducer.members.lanes
         assert isinstance(lane.form, DenseForm)
         users: list[Messages | PartitionedBucket] = [lane.form.messages, *lane.partitioned]
         transport, noting = lane.transport, Noting(lane.transport)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,6 +40,8 @@ class Job:
         mpi: "auto", "openmpi", "mpich" or "gloo" (no MPI); "threads" if the script starts its ranks
             itself, as threads.
         threads: threads per rank.
+        python: interpreter that runs the ranks.
+        variables: further environment variables.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class Job:
         arguments: Sequence[str] = (),
         mpi: str = "auto",
         threads: int = 1,
+        python: str = sys.executable,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.ranks = ranks
         self._connections: list[Connection] = []
@@ -58,8 +62,9 @@ class Job:
         self._listener.bind(str(path))
         self._listener.listen(ranks)
         self._listener.settimeout(0.2)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), _VARIABLE: str(path)}
-        launcher = [sys.executable]
+        environment = {**os.environ, **(variables or {})}
+        environment |= {"OMP_NUM_THREADS": str(threads), _VARIABLE: str(path)}
+        launcher = [python]
         if mpi != "threads":
             launcher += ["-m", "pydist.launch", str(ranks), mpi]
         self._process = subprocess.Popen(

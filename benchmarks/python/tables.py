@@ -5,13 +5,13 @@ python benchmarks/python/tables.py > docs/performance.md
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+from device_tables import device_parts
+from formatting import ratio_text, result_of, table, three_digits
+
 SPLITS = ("depth", "height", "width")
 
 INTRODUCTION = """\
@@ -73,54 +73,27 @@ skips. Spatial: the image is cut. Composed: two stages, and each cuts the image 
 the ranks.
 """
 
-DEVICE = """\
-## One GPU
+FORMS = """\
+## Channels on two ranks
 
-On one {device} (driver {driver}, CUDA {cuda}, cuDNN {cudnn}, torch {torch}), by the scripts
-that [`tools/gpu_check.sh`](../tools/gpu_check.sh) runs. Contestants of a run took turns; medians of
-times by the device's events. Nothing has been measured on two GPUs.
-
-A training step at 128³: forward, backward and a fused optimizer, on a mesh of one rank, against
-plain torch. "Graph": the whole step as one CUDA graph. MLPerf's CosmoFlow in bf16 trains
-{samples:.0f} samples/s with its inputs in device memory. (The best published figure, 207 samples/s
-per H100, is of whole runs of a large system, with input and all-reduces.)
+Milliseconds of a training step of four convolutions with norms and ReLUs, whose channels are cut,
+by the form of their exchanges: all-reduced sums, scattered sums, gathered inputs; the form that
+pydist chooses for each layer; and the same layers cut along depth.
 """
 
-UNETS = """\
-U-Nets in a loop as users write it, without a graph, batch 1. pydist's host work per call is several
-times torch's: where the device is faster than the host, as for MONAI's UNet of many small layers,
-the step takes as long as the host needs.
+ATTENTION = """\
+## Attention between voxels
+
+Forward and backward of attention with 64 channels in 4 heads on 2 ranks: speedup over plain torch
+on one rank with one thread. "No exchange": the same queries, with keys that are there already.
 """
 
-BOUNDARY = """\
-The contribution of a halo slab to its neighbor's boundary planes, which cuDNN computes as a
-convolution of the slab and an addition. Ratio: cuDNN's time divided by that of pydist's choice,
-which may be cuDNN; geometric mean, and the range, over {count} layers and passes of CosmoFlow and
-the U-Net, as far as time allowed.
-"""
+REVISIONS = """\
+## Steps of two revisions
 
-PACKING = """\
-Packing faces of 8.4 MB of a tensor of 32 × 256³ floats, from memory: bytes read and written per
-second, divided by those of a contiguous copy of the same size; in brackets, torch's strided copy of
-the face takes that many times as long. A width face of a contiguous tensor has one float in each 64
-bytes, which the device reads together.
-"""
-
-OVERLAP = """\
-A step of the paper's CosmoFlow at 256³ as one of {ranks} ranks, with neighbors that streams
-simulate at the bandwidth of a link. "Awaited": each halo is awaited as soon as it is posted;
-"silent": without messages. Exposed is the overlapped step minus the silent one, in brackets as part
-of what is exposed without overlap.
-"""
-
-EXCHANGES = """\
-Exchanges of a face between two processes that share the GPU by MPS, with packing and Python, in µs,
-one after the other. The link is the GPU's own memory, so the times are mostly start-up times.
-"""
-
-WHOLE = """\
-One sample whole, in plain torch, and cut over two processes that share the GPU (in turns, so two
-can't be faster), in float32. The error is taken over all gradients together.
+Steps before and after the change to named axes and one form of each mechanism (from commit
+{before}). Ranks of both revisions took turns: the median over rounds of the time after divided by
+the time before, with its quartiles.
 """
 
 
@@ -132,27 +105,28 @@ def main() -> None:
 def page() -> str:
     """Returns the page, as Markdown."""
     parts = [INTRODUCTION, STEP, _steps(), STACK, _stack(), HALO, _halo(), MEMORY, _memory()]
-    return "\n".join([*parts, ACTIVATIONS, _activations(), *_frontier(), *_device()])
+    parts += [ACTIVATIONS, _activations(), *_frontier(), FORMS, _forms(), ATTENTION, _attention()]
+    return "\n".join([*parts, *_revisions(), *device_parts()])
 
 
 def _steps() -> str:
     names = ("cosmoflow_step_64", "cosmoflow_step_128", "unet_step_monai_96", "unet_step_paper_64")
     titles = ("CosmoFlow, 64³", "CosmoFlow, 128³", "MONAI UNet, 96³", "the paper's U-Net, 64³")
     head = ["", "torch, 2 threads", "pydist, 1 rank", *(f"2 ranks, {s}" for s in SPLITS)]
-    return _table(
+    return table(
         [*head, "of the bound"],
-        [[title, *_step_row(_result(name))] for title, name in zip(titles, names, strict=True)],
+        [[title, *_step_row(result_of(name))] for title, name in zip(titles, names, strict=True)],
     )
 
 
 def _step_row(result: Mapping[str, Any]) -> Iterator[str]:
     rows = {row["name"]: row for row in result["rows"]}
     torch = rows["plain torch, 2 threads"]["median"]
-    yield _seconds(torch)
+    yield three_digits(torch)
     ours = ["pydist, 1 rank", *(f"pydist, 2 ranks, {split}" for split in SPLITS)]
     for name in ours:
         seconds = rows[name]["median"]
-        yield f"{_seconds(seconds)} ({torch / seconds:.2f}×)"
+        yield f"{three_digits(seconds)} ({torch / seconds:.2f}×)"
     costs = {cost["name"]: 1 / cost["halo_and_statistics"] for cost in result.get("costs", ())
              if cost["halo_and_statistics"]}  # fmt: skip
     bounds = costs or {name: rows[name]["of_bound"] for name in ours}
@@ -160,60 +134,66 @@ def _step_row(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _stack() -> str:
-    results = [_result(f"conv_stack_{width}") for width in (48, 64, 128)]
+    results = [result_of(f"conv_stack_{width}") for width in (48, 64, 128)]
     columns = [{row["name"]: row["over_pydist"] for row in each["rows"]} for each in results]
     rows = [[name, *(f"{column[name]:.2f}" for column in columns)] for name in columns[0]]
-    table = _table(["", "48³", "64³", "128³"], rows)
+    shown = table(["", "48³", "64³", "128³"], rows)
     absent = {each["name"]: each["reason"] for each in results[0]["not_run"]}
     absences = [f"{name} ({reason})" for name, reason in absent.items() if "+" not in name]
-    return table + ("\nNot run: " + "; ".join(absences) + ".\n" if absences else "")
+    return shown + ("\nNot run: " + "; ".join(absences) + ".\n" if absences else "")
 
 
 def _halo() -> str:
-    rows = _result("halo_exchange")["rows"]
+    rows = result_of("halo_exchange")["rows"]
     sizes = sorted({row["bytes"] for row in rows})
     kinds = list(dict.fromkeys((row["face"], row["layout"]) for row in rows))
     ratios = {(row["face"], row["layout"], row["bytes"]): row["over_bare"] for row in rows}
-    return _table(
+    return table(
         ["face", *(f"{size >> 10} KiB" for size in sizes)],
         [
-            [", ".join(kind), *(_ratio(ratios.get((*kind, size))) for size in sizes)]
+            [", ".join(kind), *(ratio_text(ratios.get((*kind, size))) for size in sizes)]
             for kind in kinds
         ],
     )
 
 
 def _memory() -> str:
-    return _table(
+    return table(
         ["", "ranks", "allocator", "MB per rank", "of one rank"],
         [
-            [r["name"], str(r["ranks"]), r["malloc"], f"{r['step_mb']:.0f}", _ratio(r["ratio"])]
-            for r in _result("memory_128")["rows"]
+            [r["name"], str(r["ranks"]), r["malloc"], f"{r['step_mb']:.0f}", ratio_text(r["ratio"])]
+            for r in result_of("memory_128")["rows"]
         ],
     )
 
 
 def _activations() -> str:
     named = {"MONAI UNet, 96³": "monai_96", "the paper's U-Net, 64³": "paper_64"}
-    return _table(
+    return table(
         ["network", "", "ranks", "MB per rank", "of one rank"],
         [
-            [title, row["name"], str(row["ranks"]), f"{row['peak_mb']:.0f}", _ratio(row["ratio"])]
+            [
+                title,
+                row["name"],
+                str(row["ranks"]),
+                f"{row['peak_mb']:.0f}",
+                ratio_text(row["ratio"]),
+            ]
             for title, name in named.items()
-            for row in _result(f"activations_{name}")["rows"]
+            for row in result_of(f"activations_{name}")["rows"]
         ],
     )
 
 
 def _frontier() -> Iterator[str]:
-    result = _result("memory_frontier")
+    result = result_of("memory_frontier")
     yield FRONTIER.format(limit=result["limit_mib"])
     edges: dict[tuple[int, int], dict[tuple[int, str], int]] = {}
     for row in result["rows"]:
         of_network = edges.setdefault((row["features"], row["levels"]), {})
         of_network[row["ranks"], row["division"]] = row["edge"]
     divisions = ("naive", "model-aware", "spatial", "composed")
-    yield _table(
+    yield table(
         ["channels, levels", "ranks", "one rank", *divisions],
         [
             [", ".join(map(str, network)), str(ranks)]
@@ -225,129 +205,45 @@ def _frontier() -> Iterator[str]:
     )
 
 
-def _device() -> Iterator[str]:
-    steps = _result("gpu_step")
-    samples = steps["mlperf_samples_per_s"]
-    yield DEVICE.format(samples=samples, **_machine(steps))
-    names = ("torch", "pydist", "torch, graph", "pydist, graph")
-    yield _table(
-        ["CosmoFlow", "precision", "batch", *(f"{n}, ms" for n in names), "torch / pydist, graphs"],
+def _forms() -> str:
+    rows = result_of("channel_forms")["rows"]
+    forms = list(dict.fromkeys(row["form"] for row in rows))
+    times = {(row["layers"], row["form"]): row["step"]["median"] * 1e3 for row in rows}
+    return table(
+        ["", *forms],
         [
-            [row["network"], row["precision"], str(row["batch"])]
-            + [_seconds(row["steps"][name]["median"] * 1e3) for name in names]
-            + [_ratio(1 / row["ratio_graph"])]
-            for row in steps["rows"]
-        ],
-    )
-    yield UNETS
-    kinds = ("torch", "torch, compiled", "pydist")
-    rows = _result("gpu_unet")["rows"]
-    yield _table(
-        ["U-Net", "precision", *(f"{kind}, ms" for kind in kinds)],
-        [
-            [row["network"], row["precision"]]
-            + [
-                _seconds(row["steps"][k]["median"] * 1e3) if k in row["steps"] else ""
-                for k in kinds
-            ]
-            for row in rows
-        ],
-    )
-    boundary = _result("gpu_boundary")
-    yield BOUNDARY.format(count=len({(r["layer"], r["role"]) for r in boundary["rows"]}))
-    precisions = list(boundary["gains"])
-    gains = {
-        kind: [row["gain"] for row in boundary["rows"] if row["precision"] == kind]
-        for kind in precisions
-    }
-    cells = [
-        f"{boundary['gains'][kind]:.2f} ({min(gains[kind]):.2f} – {max(gains[kind]):.1f})"
-        for kind in precisions
-    ]
-    counts = [str(len(gains[kind])) for kind in precisions]
-    yield _table(["", *precisions], [["cuDNN / pydist", *cells], ["measured", *counts]])
-    yield PACKING
-    packed = [row for row in _result("gpu_pack")["rows"] if row["face"]]
-    kernels = list(dict.fromkeys(row["kernel"] for row in packed))
-    faces = list(dict.fromkeys((row["face"], row["format"]) for row in packed))
-    shares = {
-        (row["kernel"], (row["face"], row["format"])): (
-            f"{row['memory']['of_copy']:.2f} ({row['memory']['of_torch']:.2f})"
-        )
-        for row in packed
-    }
-    yield _table(
-        ["face", *kernels],
-        [[", ".join(face), *(shares[kernel, face] for kernel in kernels)] for face in faces],
-    )
-    yield from _exchanges()
-
-
-def _exchanges() -> Iterator[str]:
-    """Returns what was measured of messages on one GPU, and of two ranks that share it."""
-    rows = [row for row in _result("gpu_overlap")["rows"] if "streams" in row["neighbors"]]
-    yield OVERLAP.format(ranks=rows[0]["ranks"])
-    ways = ("overlapped", "awaited", "silent")
-    yield _table(
-        ["link", "precision", *(f"{way}, ms" for way in ways), "exposed, ms"],
-        [
-            [row["neighbors"].removeprefix("streams, "), row["precision"]]
-            + [_seconds(row[way]["median"] * 1e3) for way in ways]
-            + [f"{row['exposed'] * 1e3:.3f} ({row['ratio']:.0%})"]
-            for row in rows
-        ],
-    )
-    transports = _result("gpu_transports")["rows"]
-    names = list(transports[0]["seconds"])
-    yield EXCHANGES
-    yield _table(
-        ["", "bytes", *names],
-        [
-            [row["what"], f"{row['bytes']:,}"]
-            + [f"{row['seconds'][name]['median'] * 1e6:.0f}" for name in names]
-            for row in transports
-        ],
-    )
-    yield WHOLE
-    yield _table(
-        ["", "whole, s", "GiB", "2 ranks, s", "GiB a rank", "error"],
-        [
-            [row["what"]]
-            + [
-                f"{value:.3g}"
-                for ranks in ("1", "2")
-                for value in (min(row[ranks]["seconds"]), row[ranks]["peak_gib"])
-            ]
-            + [f"{row['gradient_error']:.1e}"]
-            for row in _result("gpu_whole")["rows"]
-            if "gradient_error" in row
+            [layers, *(f"{times[layers, form]:.1f}" for form in forms)]
+            for layers in dict.fromkeys(row["layers"] for row in rows)
         ],
     )
 
 
-def _machine(result: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what a result says of its device."""
-    found = {name: str(value) for name, value in result["machine"].items()}
-    found["driver"] = found.get("driver_version", found.get("driver", ""))
-    return found
+def _attention() -> str:
+    rows = result_of("attention")["rows"]
+    forms = [f for f in dict.fromkeys(row["form"] for row in rows) if f != "one rank"]
+    found = {(row["tokens"], row["form"]): row["speedup"] for row in rows}
+    return table(
+        ["", *forms],
+        [
+            [tokens, *(ratio_text(found.get((tokens, form))) for form in forms)]
+            for tokens in dict.fromkeys(row["tokens"] for row in rows)
+        ],
+    )
 
 
-def _result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def _revisions() -> Iterator[str]:
+    result = result_of("revisions")
+    yield REVISIONS.format(before=result["before"])
+    yield table(
+        ["", "ranks", "before, s", "after, s", "after / before"],
+        [
+            [row["step"].removesuffix(", 1 rank"), str(row["ranks"])]
+            + [three_digits(row[when]["median"]) for when in ("before", "after")]
+            + ["{:.2f} ({:.2f} – {:.2f})".format(ratio["median"], *ratio["quartiles"])]
+            for row in result["rows"]
+            for ratio in [row["after_over_before"]]
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """A training step of a 3D U-Net (forward, backward, Adam) on 1 rank and split over 2.
 
-MONAI's UNet (residual units, instance norm, PReLU, transposed convolutions of stride 2), or the
-U-Net of the paper, unmodified. The references are plain torch, and the no-exchange bound: the same
-shards, kernels and optimizer on both ranks, with silent transports. Cross-entropy over three
-classes; one thread per rank; fresh data each step; loss and gradients of all contestants that
-exchange are first compared with torch in double precision.
+MONAI's UNet (residual units, instance norm, PReLU, transposed convolutions of stride 2), the U-Net
+of the paper, or a transformer of MONAI (SwinUNETR, UNETR; split over depth), all unmodified. The
+references are plain torch, and the no-exchange bound: the same shards, kernels and optimizer on
+both ranks, with silent transports. Cross-entropy over three classes; one thread per rank; fresh
+data each step; loss and gradients of all contestants that exchange are first compared with torch in
+double precision.
 
     python benchmarks/python/unet_step.py --network monai --width 96
     python benchmarks/python/unet_step.py --network paper --width 64
+    python benchmarks/python/unet_step.py --network swin_unetr
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ CLASSES = 3
 TOLERANCE = 2e-2
 BOUND = ", nothing exchanged"
 SPLITS = {"depth": (2, 1, 1), "height": (1, 2, 1), "width": (1, 1, 2)}
+WIDTHS = {"monai": 96, "paper": 64, "swin_unetr": 96, "unetr": 96}
+"""Edge of the cube, by network."""
+TRANSFORMERS = ("swin_unetr", "unetr")
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,14 @@ class Entry:
         return not self.silent
 
 
-def entries(quick: bool) -> list[Entry]:
-    """Returns all contestants; in a quick run one of each kind."""
+def entries(depth_only: bool) -> list[Entry]:
+    """Returns all contestants, with all splits or with one."""
     made = [
         Entry("plain", "plain torch, 2 threads", 2),
         Entry("plain-malloc", "plain torch, 2 threads + malloc", 2),
         Entry("one", "pydist, 1 rank", spatial=(1, 1, 1)),
     ]
-    for name, spatial in list(SPLITS.items())[: 1 if quick else None]:
+    for name, spatial in list(SPLITS.items())[: 1 if depth_only else None]:
         title = f"pydist, 2 ranks, {name}"
         made.append(Entry("two", title, spatial=spatial))
         made.append(Entry("two", title + BOUND, spatial=spatial, silent=True))
@@ -60,24 +65,24 @@ def entries(quick: bool) -> list[Entry]:
 
 def main() -> None:
     parser = common.parser(__doc__, rounds=4)
-    parser.add_argument("--network", choices=("monai", "paper"), default="monai")
-    parser.add_argument("--width", type=int, help="edge of the cube (monai 96, paper 64)")
+    parser.add_argument("--network", choices=list(WIDTHS), default="monai")
+    parser.add_argument("--width", type=int, help=f"edge of the cube {WIDTHS}")
     parser.add_argument("--mpi", default="auto", help="openmpi, mpich or auto")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(**json.loads(options.worker))
         return
-    width, rounds = options.width or {"monai": 96, "paper": 64}[options.network], options.rounds
+    width, rounds = options.width or WIDTHS[options.network], options.rounds
     if options.quick:
-        width, rounds = 16, 2
+        width, rounds = 64 if options.network in TRANSFORMERS else 16, 2
     setting = {"network": options.network, "width": width}
 
     def start(ranks: int, threads: int, malloc: bool) -> Any:
         text = json.dumps({**setting, "malloc": malloc})
         return lambda: jobs.Job(__file__, ranks, ["--worker", text], options.mpi, threads)
 
-    all_of_them = entries(options.quick)
+    all_of_them = entries(options.quick or options.network in TRANSFORMERS)
     with jobs.running(
         **{
             "plain": start(1, 2, False), "plain-malloc": start(1, 2, True),
@@ -105,7 +110,7 @@ def main() -> None:
         exact = e.spatial in SPLITS.values() and not e.silent
         row["of_bound"] = median[e.title + BOUND] / median[e.title] if exact else None
         rows.append(row)
-    print(f"{options.network} U-Net, {width}³, batch 1, seconds a step, {rounds} rounds")
+    print(f"{options.network}, {width}³, batch 1, seconds a step, {rounds} rounds")
     columns = ("median", "min", "over_torch", "of_bound", "error")
     head = ("", "median", "min", "torch 2 threads / it", "bound / it", "error")
     common.show(head, [(r["name"], *(r[c] for c in columns)) for r in rows])
@@ -147,7 +152,7 @@ def work(network: str, width: int, malloc: bool) -> None:
 
 
 def make_network(network: str, width: int) -> Any:
-    """Creates a U-Net with the same weights at every call: "monai" or "paper"."""
+    """Creates a network with the same weights at every call."""
     import torch
 
     torch.manual_seed(0)
@@ -155,6 +160,14 @@ def make_network(network: str, width: int) -> Any:
         from pydist.models import UNet3d
 
         return UNet3d(classes=CLASSES)
+    if network == "swin_unetr":
+        from monai.networks.nets.swin_unetr import SwinUNETR
+
+        return SwinUNETR(1, CLASSES, feature_size=12)
+    if network == "unetr":
+        from monai.networks.nets.unetr import UNETR
+
+        return UNETR(1, CLASSES, (width,) * 3, hidden_size=384, mlp_dim=1536)
     from monai.networks.nets.unet import UNet
 
     channels = (16, 32, 64) if width < 32 else (16, 32, 64, 128, 256)

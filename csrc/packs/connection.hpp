@@ -10,7 +10,6 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <mutex>
@@ -21,13 +20,6 @@
 #include "packs/system.hpp"
 
 namespace pydist::packs {
-
-// Steady seconds.
-inline std::int64_t now() {
-  return std::chrono::duration_cast<std::chrono::seconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 // What a connection does next: go on, wait until it can receive or send, or end.
 enum class Step { kNext, kReceive, kSend, kEnd };

@@ -1,20 +1,13 @@
 // Connections to servers, and which of them has which partition.
 #include "packs/remote.hpp"
 
-#include <chrono>
-
 #include "packs/sockets.hpp"
 
 namespace pydist::packs {
 namespace {
 
-constexpr std::int64_t kRestSeconds = 5;  // a server that failed is asked last for so long
-
-std::int64_t now() {
-  return std::chrono::duration_cast<std::chrono::seconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
+// A server that failed is asked last for so long: much longer than an attempt that stalls takes.
+constexpr std::int64_t kRestSeconds = 10 * kStallSeconds;
 
 std::uint64_t this_process() { return static_cast<std::uint64_t>(::getpid()) << 32; }
 
@@ -161,6 +154,8 @@ void Remote::read(const Request& request, std::uint32_t partition, std::span<std
         return;
       } catch (const PackError& error) {
         peer.failed_at.store(now());
+        // If its node is lost, each connection that was kept would stall as well.
+        while (take(peer).get() >= 0) continue;
         reasons += (reasons.empty() ? "" : "; ") + std::string(error.what());
       }
     }

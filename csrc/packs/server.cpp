@@ -45,10 +45,26 @@ Server::Server(std::shared_ptr<const Folder> folder, const std::string& address,
   if (epoll_.get() < 0 || wake_.get() < 0) throw_system(address_);
   arm(listening_.get(), EPOLLIN | EPOLLONESHOT, false);
   arm(wake_.get(), EPOLLIN, false);  // stays readable, for every thread
-  for (int i = 0; i < std::max(threads, 1); ++i) threads_.emplace_back([this] { work(); });
+  try {
+    for (int i = 0; i < std::max(threads, 1); ++i) threads_.emplace_back([this] { work(); });
+  } catch (const std::exception& error) {
+    const std::string started = std::to_string(threads_.size());
+    stop();
+    throw PackError(address_ + ": " + started + " of " + std::to_string(threads) +
+                    " threads could be started: " + error.what());
+  }
 }
 
 Server::~Server() {
+  if (::getpid() == process_) {
+    stop();
+  } else {
+    // The child of a fork has none of the threads, which can't be joined or detached there.
+    [[maybe_unused]] const auto* left = new std::vector<std::thread>(std::move(threads_));
+  }
+}
+
+void Server::stop() {
   stopped_.store(true);
   const std::uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof(one));
@@ -107,19 +123,26 @@ void Server::accept_all() {
     const int on = 1;  // neither is needed by a Unix socket
     ::setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
     ::setsockopt(socket.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
-    auto connection = std::make_unique<Connection>();
-    connection->nonce = random_nonce();
-    connection->send_later(Challenge{kServerMagic, kVersion, 0, connection->nonce});
-    const int descriptor = socket.get();
-    connection->socket = std::move(socket);
-    {
-      const std::lock_guard lock(mutex_);
-      if (connections_.size() >= kMostConnections) continue;
-      connections_[descriptor] = std::move(connection);
+    try {
+      admit(std::move(socket));
+    } catch (const std::exception&) {  // such as no memory: this reader's problem alone
     }
-    arm(descriptor, EPOLLOUT | EPOLLONESHOT, false);
   }
   arm(listening_.get(), EPOLLIN | EPOLLONESHOT, true);
+}
+
+void Server::admit(Descriptor socket) {
+  auto connection = std::make_unique<Connection>();
+  connection->nonce = random_nonce();
+  connection->send_later(Challenge{kServerMagic, kVersion, 0, connection->nonce});
+  const int descriptor = socket.get();
+  connection->socket = std::move(socket);
+  {
+    const std::lock_guard lock(mutex_);
+    if (connections_.size() >= kMostConnections) return;
+    connections_[descriptor] = std::move(connection);
+  }
+  arm(descriptor, EPOLLOUT | EPOLLONESHOT, false);
 }
 
 void Server::serve(Connection& connection) {

@@ -25,8 +25,9 @@ enum class Step;
 // waits for a reader: what a socket does not take is sent when it does. Linux alone.
 class Server {
  public:
-  // Serves from now on, until it is destroyed. address: see sockets.hpp. Throws PackError if the
-  // folder has none of its partitions, or one that is damaged, or if the address can't be used.
+  // Serves from now on, until the process that made it destroys it. address: see sockets.hpp.
+  // Throws PackError if the folder has none of its partitions, or one that is damaged, or if the
+  // address can't be used, or not so many threads can be started.
   Server(std::shared_ptr<const Folder> folder, const std::string& address, const Secret& secret,
          int threads);
   ~Server();
@@ -39,8 +40,10 @@ class Server {
   std::uint64_t bytes() const { return bytes_.load(); }
 
  private:
+  void stop();
   void work();
   void accept_all();
+  void admit(Descriptor socket);
   void serve(Connection& connection);
   Step turn(Connection& connection);
   void welcome(Connection& connection, const Hello& hello);
@@ -58,6 +61,7 @@ class Server {
   std::atomic<bool> stopped_{false};
   std::atomic<std::int64_t> swept_{0};  // steady seconds
   Descriptor listening_, epoll_, wake_;
+  const pid_t process_ = ::getpid();
   std::mutex mutex_;  // of the connections
   std::unordered_map<int, std::unique_ptr<Connection>> connections_;
   std::vector<std::thread> threads_;

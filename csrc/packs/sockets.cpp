@@ -87,13 +87,22 @@ void set(int socket, int level, int option, int value) {
   ::setsockopt(socket, level, option, &value, sizeof(value));  // at worst slower
 }
 
+// Whether a call failed since a signal came, and is to be made again: signals that come again and
+// again must not make it wait for ever.
+bool was_interrupted(std::int64_t since, int seconds) {
+  if (errno != EINTR) return false;
+  errno = EAGAIN;
+  return now() - since <= seconds;
+}
+
 bool wait_for(int socket, short events, int seconds) {
   pollfd waited{socket, events, 0};
+  const std::int64_t since = now();
   int ready;
   do {
     ready = ::poll(&waited, 1, seconds * 1000);
-  } while (ready < 0 && errno == EINTR);
-  if (ready == 0) errno = ETIMEDOUT;
+  } while (ready < 0 && was_interrupted(since, seconds));
+  if (ready == 0 || (ready < 0 && errno == EAGAIN)) errno = ETIMEDOUT;
   return ready > 0;
 }
 
@@ -183,22 +192,26 @@ Descriptor connect_to(const std::string& address) {
 }
 
 bool send_all(int socket, std::span<const std::byte> bytes) {
+  std::int64_t moved = now();
   while (!bytes.empty()) {
     const ssize_t sent = ::send(socket, bytes.data(), bytes.size(), kNoSignal);
-    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0 && was_interrupted(moved, kStallSeconds)) continue;
     if (sent <= 0) return false;
     bytes = bytes.subspan(static_cast<std::size_t>(sent));
+    moved = now();
   }
   return true;
 }
 
 bool receive_all(int socket, std::span<std::byte> bytes) {
+  std::int64_t moved = now();
   while (!bytes.empty()) {
     const ssize_t got = ::recv(socket, bytes.data(), bytes.size(), 0);
-    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && was_interrupted(moved, kStallSeconds)) continue;
     if (got == 0) errno = 0;
     if (got <= 0) return false;
     bytes = bytes.subspan(static_cast<std::size_t>(got));
+    moved = now();
   }
   return true;
 }

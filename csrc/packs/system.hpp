@@ -1,9 +1,11 @@
-// Descriptors of open files, and failed calls of the system as one line.
+// Descriptors of open files, failed calls of the system as one line, and a clock.
 #pragma once
 
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
+#include <cstdint>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -34,6 +36,13 @@ class Descriptor {
 // Throws PackError with the reason in errno.
 [[noreturn]] inline void throw_system(const std::string& file) {
   throw PackError(file + ": " + std::generic_category().message(errno));
+}
+
+// Steady seconds.
+inline std::int64_t now() {
+  return std::chrono::duration_cast<std::chrono::seconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 }  // namespace pydist::packs

@@ -35,19 +35,10 @@ int access_of(const Target& target, int wanted) {
   if ((wanted & X_OK) != 0) permissions |= kExecute;
   const bool search = S_ISDIR(status.st_mode) && (permissions & kExecute) != 0;
   if (search) permissions &= ~kExecute;
-  if ((wanted & W_OK) != 0) {
-    errno = EROFS;
-  } else if (!permits(status.st_mode, permissions) || (search && !permits_search(status.st_mode))) {
-    errno = EACCES;
-  } else {
-    return 0;
-  }
-  return -1;
-}
-
-int say(int error) {
-  errno = error;
-  return -1;
+  if ((wanted & W_OK) != 0) return fail(EROFS);
+  const bool may =
+      permits(status.st_mode, permissions) && (!search || permits_search(status.st_mode));
+  return may ? 0 : fail(EACCES);
 }
 
 bool is_packed(int descriptor) { return !Inside::active() && identify(descriptor).is_packed(); }
@@ -108,7 +99,7 @@ PYDIST_HOOK(int, faccessat, int directory, const char* path, int wanted, int fla
 PYDIST_HOOK(ssize_t, readlinkat, int directory, const char* path, char* text, std::size_t size) {
   const Target target(directory, path);
   Call call(Kind::kAccess, target.counted);
-  if (target.is_entry()) return call(say(EINVAL));
+  if (target.is_entry()) return call(fail(EINVAL));
   if (target.in_pack()) return call(target.fail());
   const ssize_t read = real_readlinkat(target.directory, target.path, text, size);
   return call(visible_link(target.path, text, size, read));
@@ -164,7 +155,7 @@ PYDIST_HOOK(long, pathconf, const char* path, int name) {
 #define PYDIST_ATTRIBUTE_HOOKS(get, list)                                                     \
   PYDIST_HOOK(ssize_t, get, const char* path, const char* name, void* value, std::size_t n) { \
     const Target target(AT_FDCWD, path);                                                      \
-    if (target.is_entry()) return say(ENODATA);                                               \
+    if (target.is_entry()) return fail(ENODATA);                                              \
     return target.in_pack() ? target.fail() : real_##get(target.path, name, value, n);        \
   }                                                                                           \
   PYDIST_HOOK(ssize_t, list, const char* path, char* names, std::size_t n) {                  \
@@ -176,7 +167,7 @@ PYDIST_ATTRIBUTE_HOOKS(getxattr, listxattr)
 PYDIST_ATTRIBUTE_HOOKS(lgetxattr, llistxattr)
 
 PYDIST_HOOK(ssize_t, fgetxattr, int descriptor, const char* name, void* value, std::size_t size) {
-  return is_packed(descriptor) ? say(ENODATA) : real_fgetxattr(descriptor, name, value, size);
+  return is_packed(descriptor) ? fail(ENODATA) : real_fgetxattr(descriptor, name, value, size);
 }
 
 PYDIST_HOOK(ssize_t, flistxattr, int descriptor, char* names, std::size_t size) {

@@ -18,11 +18,6 @@
 namespace pydist::preload {
 namespace {
 
-int fail(int error) {
-  errno = error;
-  return -1;
-}
-
 // Calls change(directory, path) unless the path is packed.
 template <class Function>
 int change(int directory, const char* path, Function change_it) {

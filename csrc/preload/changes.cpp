@@ -18,11 +18,6 @@ namespace {
 
 constinit Real<int(int, const char*, int, int)> real_faccessat{"faccessat"};
 
-int fail(int error) {
-  errno = error;
-  return -1;
-}
-
 using Place = Target::Place;
 
 // The kernel's answers on a read-only file system, in its order of checks.

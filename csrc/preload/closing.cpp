@@ -54,10 +54,7 @@ PYDIST_ALIAS(pwritev64, pwritev);
 
 PYDIST_HOOK(int, close, int descriptor) {
   if (is_own(descriptor)) [[unlikely]] {
-    if (!Inside::active()) {
-      errno = EBADF;
-      return -1;
-    }
+    if (!Inside::active()) return fail(EBADF);
     release_own(descriptor);
   }
   const bool counted = tracked(descriptor);
@@ -95,20 +92,14 @@ PYDIST_HOOK(int, dup, int descriptor) {
 }
 
 PYDIST_HOOK(int, dup2, int descriptor, int wanted) {
-  if (is_own(wanted)) {
-    errno = EBUSY;
-    return -1;
-  }
+  if (is_own(wanted)) return fail(EBUSY);
   const int made = real_dup2(descriptor, wanted);
   track(made, tracked(descriptor));
   return made;
 }
 
 PYDIST_HOOK(int, dup3, int descriptor, int wanted, int flags) {
-  if (is_own(wanted)) {
-    errno = EBUSY;
-    return -1;
-  }
+  if (is_own(wanted)) return fail(EBUSY);
   const int made = real_dup3(descriptor, wanted, flags);
   track(made, tracked(descriptor));
   return made;

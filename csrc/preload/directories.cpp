@@ -96,10 +96,8 @@ PYDIST_HOOK(int, chdir, const char* path) {
   if (!target.is_entry()) return target.fail();
   struct stat status;
   if (!fill_status(target.entry, status)) return -1;
-  if (!S_ISDIR(status.st_mode) || !permits_search(status.st_mode)) {
-    errno = S_ISDIR(status.st_mode) ? EACCES : ENOTDIR;
-    return -1;
-  }
+  if (!S_ISDIR(status.st_mode)) return fail(ENOTDIR);
+  if (!permits_search(status.st_mode)) return fail(EACCES);
   char folder[kPathSize];
   return make_folder(target.entry, folder) ? real_chdir(folder) : -1;
 }

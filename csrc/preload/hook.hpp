@@ -66,6 +66,12 @@ class Real<Result(Parameters..., ...)> : RealBase<Result> {
   }
 };
 
+// What a call returns that fails with an error.
+inline int fail(int error) {
+  errno = error;
+  return -1;
+}
+
 }  // namespace pydist::preload
 
 #define PYDIST_EXPORT __attribute__((visibility("default")))

@@ -62,16 +62,16 @@ void set(dirent& to, ino_t inode, unsigned char type, std::string_view name, lon
 dirent* Listing::next() {
   return attempt(static_cast<dirent*>(nullptr), [&]() -> dirent* {
     const packs::Index& index = pack()->index();
-    const packs::Index::Range range = index.children(entry);
+    if (!children) children = index.children(entry);
     const long at = position - 2;
     if (at < 0) {
       const std::uint32_t shown = position == 0 ? entry : index.entry(entry).parent;
       set(current, inode_of(shown), DT_DIR, position == 0 ? "." : "..", position + 1);
-    } else if (at < static_cast<long>(range.count)) {
-      const std::uint32_t child = range.first + static_cast<std::uint32_t>(at);
+    } else if (at < static_cast<long>(children->count)) {
+      const std::uint32_t child = children->first + static_cast<std::uint32_t>(at);
       const bool directory = index.entry(child).kind == packs::Kind::kDirectory;
       set(current, inode_of(child), directory ? DT_DIR : DT_REG, index.name(child), position + 1);
-    } else if (at == static_cast<long>(range.count) && entry == 0 && !mount().output.empty()) {
+    } else if (at == static_cast<long>(children->count) && entry == 0 && !mount().output.empty()) {
       struct stat status{};
       ::stat(mount().output_target.c_str(), &status);
       set(current, status.st_ino, DT_DIR, mount().output, position + 1);

@@ -4,6 +4,9 @@
 #include <dirent.h>
 
 #include <cstdint>
+#include <optional>
+
+#include "packs/index.hpp"
 
 namespace pydist::preload {
 
@@ -16,6 +19,7 @@ struct Listing {
   int descriptor = -1;  // made when it is asked for
   std::uint32_t entry = 0;
   long position = 0;
+  std::optional<packs::Index::Range> children;  // found once, as that checks them all
   dirent current{};
 
   // The entry at the position, which is advanced; nullptr at the end, or with errno.

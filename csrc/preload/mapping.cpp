@@ -36,10 +36,7 @@ template <class Function>
 ssize_t move_range(Descriptor known, off_t offset, std::size_t size, Function move) {
   Range range;
   if (!find_range(known, range)) return -1;
-  if (offset < 0 || range.partition < 0) {
-    errno = EINVAL;  // then programs read and write
-    return -1;
-  }
+  if (offset < 0 || range.partition < 0) return fail(EINVAL);  // then programs read and write
   const auto from = static_cast<std::uint64_t>(offset);
   if (from >= range.size) return 0;
   auto position = static_cast<off64_t>(range.start + from);

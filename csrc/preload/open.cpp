@@ -18,11 +18,6 @@
 namespace pydist::preload {
 namespace {
 
-int fail(int error) {
-  errno = error;
-  return -1;
-}
-
 bool writes(int flags) { return (flags & O_ACCMODE) != O_RDONLY || (flags & O_TRUNC) != 0; }
 
 // Why a packed file or directory can't be opened, or 0.

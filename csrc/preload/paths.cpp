@@ -61,6 +61,11 @@ Target::Target(int directory_given, const char* path_given)
     const std::string_view base = base_of(directory, text);
     if (!base.empty()) resolve(base, path);
   }
+  // Not by recursion: a path can do so hundreds of times, in a thread with a small stack.
+  while (has_left_) {
+    has_left_ = false;
+    resolve("/", path);
+  }
   errno = error_before;
 }
 
@@ -146,7 +151,7 @@ void Target::walk(std::string_view rest) {
 void Target::leave(std::string_view rest) {
   const std::string& point = mount().path;
   rewrite(std::string_view(point).substr(0, point.rfind('/')), rest.empty() ? "/" : rest);
-  if (place == Place::kElsewhere) resolve("/", path);
+  has_left_ = place == Place::kElsewhere;
 }
 
 // The C library gets another path. The rest can be in text_.

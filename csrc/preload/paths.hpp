@@ -53,7 +53,8 @@ class Target {
   void rewrite(std::string_view start, std::string_view rest);
   void failed(int reason);
 
-  char text_[kPathSize];  // of a path that differs from the one given
+  bool has_left_ = false;  // the mount point: `path` is to be resolved anew
+  char text_[kPathSize];   // of a path that differs from the one given
 };
 
 // The base of a relative path: the real path of a directory, or of the current one. Empty if there

@@ -107,10 +107,7 @@ PYDIST_HOOK(off_t, lseek, int descriptor, off_t offset, int from) {
       const off_t size = attempt(
           off_t{-1}, [&] { return static_cast<off_t>(pack()->file(known.entry).raw_size); });
       if (size < 0) return call(off_t{-1});
-      if (offset < 0 || offset >= size) {
-        errno = ENXIO;
-        return call(off_t{-1});
-      }
+      if (offset < 0 || offset >= size) return call(off_t{fail(ENXIO)});
       return call(real_lseek(descriptor, from == SEEK_DATA ? offset : size, SEEK_SET));
     }
   }

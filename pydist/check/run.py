@@ -250,7 +250,10 @@ def _check_network(model: nn.Module) -> None:
             " tensor, where it is made"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if (why := obstacle(tensor)) is not None:
+        why = obstacle(tensor)
+        if why is None and tensor.is_complex():
+            why = f"holds {tensor.dtype}, which the check does not round; real ones are possible"
+        if why is not None:
             raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
 
 

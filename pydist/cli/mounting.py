@@ -41,7 +41,8 @@ def mounted(
         counters: the file in which calls are counted (see `pydist.cli.store_profile`).
 
     Raises:
-        UsageError: not Linux, the library was not built, or a setting that is not possible.
+        UsageError: not Linux, the library was not built, a setting that is not possible, or another
+            user has taken the name of the folder for directories.
         DataError: the pack can't be read.
     """
     library = _library()
@@ -133,7 +134,10 @@ def _folder() -> Iterator[Path]:
     """Makes a folder for the directories that programs open; removes what killed runs left."""
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK | os.X_OK) else None
     parent = (base or Path(tempfile.gettempdir())) / f"pydist-mounts-{os.getuid()}"
-    parent.mkdir(mode=0o700, exist_ok=True)
+    try:  # programs are started with the library that it links to, if need be
+        owner.make_private_folder(parent)
+    except OSError as error:
+        raise UsageError(str(error)) from error
     owner.remove_temporaries(parent)
     folder = owner.temporary(parent / "mount").resolve()
     folder.mkdir(mode=0o700)

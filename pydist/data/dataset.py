@@ -110,10 +110,12 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def identity(self) -> str:
-        """Text that identifies the content: manifest, split, normalization and dtype."""
+        """Text that identifies the content: manifest, split, normalization, dtype, ignore label."""
         normalizer = self._normalizer
-        chosen = (self.manifest.digest, self.split, normalizer.kind, str(self.dtype))
-        return " ".join(chosen) + (f" {normalizer.window}" if normalizer.window else "")
+        chosen = [self.manifest.digest, self.split, normalizer.kind, str(self.dtype)]
+        chosen += [str(normalizer.window)] if normalizer.window else []
+        chosen += [] if self.ignore_label is None else [f"ignores {self.ignore_label}"]
+        return " ".join(chosen)
 
     def shape_of(self, index: int) -> tuple[int, int, int, int]:
         """Returns the shape (C, D, H, W) of one sample."""

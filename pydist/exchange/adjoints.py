@@ -366,6 +366,12 @@ def gather_box(
         weight: rep(A) / rep(B) of a redistribution from layout A to layout B; 1 for halos.
         part: name under which the time is counted.
     """
+    if local.is_complex():
+        real, imaginary = (
+            gather_box(each, exchanger, mesh, weight=weight, part=part)
+            for each in (local.real, local.imag)
+        )
+        return torch.complex(real, imaginary)
     return _Gather.apply(local, exchanger, weight, mesh, part)
 
 

@@ -79,6 +79,8 @@ class Checksum:
     def __init__(self, tensor: Tensor, lo: int = 0, hi: int | None = None) -> None:
         """Starts the checksum of a tensor, or of its bytes from `lo` to `hi`."""
         self._crc, self._event = 0, None
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.detach().resolve_conj())
         if not tensor.is_cuda:
             if tensor.is_contiguous():
                 self._crc = native.crc32c(tensor, 0, lo, hi)

@@ -8,7 +8,8 @@ start a backward pass, enter a running hash of the group (`Ledger.history`), whi
 at the end of each backward pass.
 
 A rank may make additional calls, for example to inspect a value: their results enter no hash of the
-group. Sample groups may differ too, as with different augmentations.
+group. Sample groups may differ too, as with different augmentations. Where no mesh has a sample
+group of several ranks, nothing is hashed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from torch.nn import Parameter
 from torch.overrides import resolve_name
 
 from pydist._loader import native
-from pydist.comm.interface.ledger import CAUSE, DIFFERENT, calling_module
+from pydist.comm.interface.ledger import (
+    CAUSE,
+    DIFFERENT,
+    SAMPLE_GROUPS,
+    calling_module,
+)
 from pydist.errors import UsageError
 
 _SAME = frozenset(
@@ -83,6 +89,8 @@ _recent = _Recent()
 
 def history_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Returns the hash of a program's call on sharded tensors, which is never 0."""
+    if not SAMPLE_GROUPS:
+        return NO_HISTORY
     code = _codes.get(func)
     if code is None:
         code = _codes[func] = _code_of(func)

@@ -102,7 +102,7 @@ class _Engine(_engine):  # type: ignore[misc]
         if reducers:
             _refuse_batched(seeds)
             for tensor in leaves:
-                reducers[0].register(tensor)
+                reducers[0].members.register(tensor)
         for reducer in reducers:
             reducer.enter(roots, sizes, accumulates=accumulates, create_graph=create_graph)
         keeps = accumulates and not is_nested

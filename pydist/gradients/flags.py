@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,50 +127,54 @@ def own_flags(
     return flags + frozen, proposals
 
 
-def read_flags(
-    lanes: Sequence[Lane], anywhere: Sequence[int]
-) -> tuple[bool, list[int], dict[Leaf, int]]:
-    """Splits the flags of all ranks into those for news, for lanes and for members."""
-    count = len(lanes)
-    members = chain.from_iterable(lane.leaves for lane in lanes)
-    flags = dict(zip(members, anywhere[1 + count :], strict=False))
-    return bool(anywhere[0]), list(anywhere[1 : 1 + count]), flags
+class Agreement(NamedTuple):
+    """What all ranks know of the gradients of a backward pass, from the flags of all."""
+
+    news: bool
+    """Whether a rank has a gradient of a parameter without a lane, or other leaves to drop."""
+    used: list[Lane]
+    """The lanes with gradients to reduce."""
+    flags: dict[Leaf, int]
+    """0, `OLD` or `NEW` for each member: the highest of all ranks."""
+    frozen: dict[Leaf, int]
+    """`FROZEN` or `SHOWN` for the members that are frozen on a rank."""
 
 
-def show_unused(
-    mesh: Mesh, lanes: Sequence[Lane], anywhere: Sequence[int], unused: dict[Leaf, Tensor]
-) -> None:
+def read_flags(lanes: Sequence[Lane], anywhere: Sequence[int]) -> Agreement:
+    """Reads the flags of all ranks, which have the order of `own_flags`."""
+    members = [leaf for lane in lanes for leaf in lane.leaves]
+    first = 1 + len(lanes)
+    last = first + len(members)
+    used = [lane for lane, flag in zip(lanes, anywhere[1:first], strict=True) if flag]
+    flags = dict(zip(members, anywhere[first:last], strict=True))
+    frozen = {leaf: f for leaf, f in zip(members, anywhere[last:], strict=True) if f}
+    return Agreement(bool(anywhere[0]), used, flags, frozen)
+
+
+def show_unused(mesh: Mesh, agreed: Agreement, unused: dict[Leaf, Tensor]) -> None:
     """Forms the means that hooks of any rank need. Collective.
 
     Args:
         mesh: the mesh.
-        lanes: all lanes.
-        anywhere: the flags of all ranks.
+        agreed: what all ranks know.
         unused: gradients that arrived at frozen members; replaced by their means.
     """
-    members = [(lane, leaf) for lane in lanes for leaf in lane.leaves]
-    frozen = anywhere[1 + len(lanes) + len(members) :]
-    for (lane, leaf), flag in zip(members, frozen, strict=False):
+    for leaf, flag in agreed.frozen.items():
         if flag == SHOWN:
             arrived = unused.get(leaf)
             if arrived is None:  # at another rank only
                 arrived = leaf.kind.zeros()
-            unused[leaf] = mean_ranks(arrived, mesh, lane.axes, "gradients")
+            unused[leaf] = mean_ranks(arrived, mesh, leaf.axes, "gradients")
 
 
-def refuse_frozen(lanes: Sequence[Lane], anywhere: Sequence[int]) -> None:
+def refuse_frozen(agreed: Agreement) -> None:
     """Raises, on all ranks, for a parameter that some ranks train and others have frozen.
 
     Raises:
         NotSupported: such a parameter exists.
     """
-    members = [leaf for lane in lanes for leaf in lane.leaves]
-    first = 1 + len(lanes)
-    some = anywhere[first + len(members) :]
-    if not any(some):
-        return
-    for leaf, flag, frozen in zip(members, anywhere[first:], some, strict=False):
-        if flag == NEW and frozen:
+    for leaf in agreed.frozen:
+        if agreed.flags[leaf] == NEW:
             raise NotSupported(
                 f"the parameter {leaf.name} is frozen (requires_grad=False) on some ranks and "
                 "trained on others: freeze the same parameters on all"

@@ -1,12 +1,11 @@
-"""Describes parameters as members of the reducer, and sets their hooks."""
+"""Describes parameters as members of the reducer, and attaches its hooks to them."""
 
 from __future__ import annotations
 
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,14 +13,12 @@ from torch import Tensor
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.link import Link
 from pydist.exchange.own_slice import axes_of_copies
+from pydist.gradients.leaf_hooks import OWN, Hook, Hooks, set_hooks
 from pydist.gradients.partitioned import PartitionedGradient
 from pydist.gradients.rows import is_dense
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
-
-_Hook: TypeAlias = "Callable[[Any], Any]"
-_OWN = -1  # the key of the reducer's hook; torch counts users' hooks from 0
 
 
 class GradientKind(NamedTuple):
@@ -109,13 +106,14 @@ class Leaf:
     def _measure(self, parameter: Tensor) -> None:
         self.kind = GradientKind.of(parameter)
         self.numel, self.dense = parameter.numel(), is_dense(parameter)
-        self.has_parts = self.dense and parameter.dtype == self.kind.dtype
+        is_real = not parameter.is_complex()
+        self.has_parts = self.dense and is_real and parameter.dtype == self.kind.dtype
 
     def attach(
         self,
         parameter: Tensor,
-        before: OrderedDict[int, _Hook] | None,
-        after: OrderedDict[int, _Hook] | None,
+        before: OrderedDict[int, Hook] | None,
+        after: OrderedDict[int, Hook] | None,
     ) -> None:
         """Sets the reducer's hooks on the parameter.
 
@@ -125,10 +123,10 @@ class Leaf:
             after: users' hooks for the accumulated gradient.
         """
         self.has_hooks = False
-        self._before, self._after = _Hooks(self, before), _Hooks(self, after)
+        self._before, self._after = Hooks(self, before), Hooks(self, after)
         self._before.set_own(_before_accumulation)
         self._after.set_own(_after_accumulation)
-        _set_hooks(parameter, self._before, self._after)
+        set_hooks(parameter, self._before, self._after)
 
     def renewed(self, parameter: Tensor) -> Leaf:
         """Returns a leaf for the parameter with a new dtype, shape or strides; this one is void.
@@ -276,109 +274,15 @@ def _after_accumulation(leaf: Leaf, parameter: Tensor) -> None:
         reducer.after(leaf, parameter)
 
 
-class _Hooks(OrderedDict[int, _Hook]):
-    """Hooks of one kind that a parameter has: the reducer's first, then those of users.
-
-    It replaces torch's dict, so that users' hooks can wait for the mean. Handles of hooks that were
-    registered before still refer to the earlier dict, which is kept.
-    """
-
-    def __init__(self, leaf: Leaf, earlier: OrderedDict[int, _Hook] | None) -> None:
-        super().__init__()
-        self.leaf = leaf
-        super().__setitem__(_OWN, _nothing)  # first, as the engine calls them in this order
-        for key, hook in (earlier or {}).items():
-            if key != _OWN:
-                leaf.has_hooks = True
-                registered = hook.hook if isinstance(hook, _DeferredHook) else hook
-                super().__setitem__(key, _DeferredHook(self, registered, earlier, key))
-
-    def set_own(self, hook: Callable[[Leaf, Any], Any]) -> None:
-        """Sets the reducer's hook, which keeps neither these hooks nor the parameter alive."""
-        me = weakref.ref(self)
-
-        def call(value: Any) -> Any:
-            hooks = me()
-            return None if hooks is None else hook(hooks.leaf, value)
-
-        super().__setitem__(_OWN, call)
-
-    def __setitem__(self, key: int, hook: _Hook) -> None:
-        super().__setitem__(key, _DeferredHook(self, hook))
-        self.leaf.has_hooks = True
-        if self.leaf.is_partitioned:
-            try:
-                self.leaf.refuse_hooks()
-            except NotSupported:
-                del self[key]
-                raise
-
-    def users(self) -> list[_Hook]:
-        """Returns users' hooks that were not removed, in the order of registration."""
-        return [h.hook for h in self.values() if isinstance(h, _DeferredHook) and h.registered]
-
-
-class _DeferredHook:
-    """Wrapper of a user's hook, which runs when the engine calls it, or later with the mean."""
-
-    def __init__(
-        self,
-        hooks: _Hooks,
-        hook: _Hook,
-        earlier: OrderedDict[int, _Hook] | None = None,
-        key: int = 0,
-    ) -> None:
-        self._hooks, self.hook = weakref.ref(hooks), hook
-        self._earlier, self._key = earlier, key
-
-    @property
-    def registered(self) -> bool:
-        """Whether the hook was not removed."""
-        earlier = self._earlier
-        if earlier is None:
-            return True
-        entry = earlier.get(self._key)
-        return entry is not None and getattr(entry, "registered", True)
-
-    def __call__(self, value: Any) -> Any:
-        hooks = self._hooks()
-        waits = hooks is not None and hooks.leaf.waits
-        return None if waits or not self.registered else self.hook(value)
-
-
-def _nothing(_: Any) -> None:
-    """Reserves the first place for the reducer's hook."""
-
-
-def remove_own(
-    tensor: Tensor, before: OrderedDict[int, _Hook] | None, after: OrderedDict[int, _Hook] | None
-) -> None:
-    """Sets only the users' hooks among these on a tensor that the reducer does not know."""
-    _set_hooks(tensor, _users_of(before), _users_of(after))
-
-
-def _users_of(hooks: OrderedDict[int, _Hook] | None) -> OrderedDict[int, _Hook] | None:
-    if not isinstance(hooks, _Hooks):
-        return hooks
-    # Not None without users' hooks: torch would continue to call the earlier ones.
-    return OrderedDict(enumerate(hooks.users()))
-
-
-def _set_hooks(
-    tensor: Any, before: OrderedDict[int, _Hook] | None, after: OrderedDict[int, _Hook] | None
-) -> None:
-    tensor._backward_hooks = before
-    tensor._post_accumulate_grad_hooks = after
-
-
 def leaf_of(tensor: Tensor) -> Leaf | None:
     """Returns the leaf of a tensor that a reducer knows, or `None`."""
     hooks = tensor._backward_hooks
-    if type(hooks) is not _Hooks:
+    if type(hooks) is not Hooks:
         return None
+    leaf: Leaf = hooks.leaf
     after: Any = tensor
-    complete = _OWN in hooks and after._post_accumulate_grad_hooks is hooks.leaf._after
-    return hooks.leaf if complete else None
+    complete = OWN in hooks and after._post_accumulate_grad_hooks is leaf._after
+    return leaf if complete else None
 
 
 def _stamp_of(grad: Tensor | None) -> tuple[int, int] | None:

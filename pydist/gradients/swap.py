@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from pydist.exchange.link import links_to
-from pydist.gradients.leaf import leaf_of, remove_own
+from pydist.gradients.leaf import leaf_of
+from pydist.gradients.leaf_hooks import remove_own
 
 _function: Any = torch.utils.swap_tensors
 _torchs: Any = getattr(_function, "torchs", None) or FunctionType(

@@ -13,7 +13,6 @@ import math
 import os
 import signal
 import socket
-import stat
 import sys
 import tempfile
 import threading
@@ -127,10 +126,7 @@ def forget_page(who: Identity | None) -> None:
 def _open_board(who: Identity) -> int:
     """Opens the page that the ranks of this machine share."""
     folder = _path(who).parent
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a folder of this user alone")
+    owner.make_private_folder(folder)
     _sweep(folder, _path(who))
     board = os.open(_path(who), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     # Every rank holds a shared lock until it ends. A rank that gets the exclusive lock is the first

@@ -12,11 +12,12 @@ from pydist.ops.convolution import conv, conv_transpose
 from pydist.ops.normalization import batch_norm, channel_norm, instance_norm, layer_norm
 from pydist.ops.pointwise import creation, dropout, elementwise, random
 from pydist.ops.pooling import adaptive, pool, unpool
-from pydist.ops.products import einsum, matmul
-from pydist.ops.reduction import along, extremes, loss, powers, reduce
-from pydist.ops.resampling import pad, periodic, pixel_shuffle, resample
+from pydist.ops.products import distances, einsum, matmul, recurrent
+from pydist.ops.reduction import along, extremes, loss, order, powers, reduce
+from pydist.ops.resampling import columns, grid, pad, periodic, pixel_shuffle, resample
 from pydist.ops.shaping import (
     assignment,
+    gathered,
     indexing,
     joining,
     nonzero,
@@ -25,3 +26,4 @@ from pydist.ops.shaping import (
     shape,
     slicing,
 )
+from pydist.ops.spectral import fft

@@ -207,6 +207,18 @@ def tolist(x: ShardedTensor) -> Any:
     return x.full_tensor().tolist()
 
 
+@implements(torch.Tensor.numpy)
+def numpy(x: ShardedTensor, *, force: bool = False) -> Any:
+    """Returns the full tensor as a NumPy array, which shares no memory with the tensor."""
+    return x.full_tensor().numpy(force=force)
+
+
+@implements(torch.Tensor.__array__)
+def as_array(x: ShardedTensor, dtype: Any = None) -> Any:
+    """Returns the full tensor for `np.asarray`."""
+    return x.full_tensor().__array__(dtype)
+
+
 @implements(torch.Tensor.__format__)
 def format_tensor(x: ShardedTensor, spec: str) -> str:
     """Formats a tensor with one element as its value, other tensors as their repr."""

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.gradients.forms.form import DenseForm
+from pydist.gradients.members import Members
 from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
-from pydist.gradients.partitioned_bucket import ParameterPartition
+from pydist.gradients.partitioned_bucket import ParameterPartition, PartitionedBucket
 from pydist.gradients.reducer import Reducer
 from pydist.gradients.rows import in_memory_order_of, memory_of
 from pydist.mesh import Mesh
@@ -122,7 +123,7 @@ class ShardedOptimizer(Optimizer):
         )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         optimizer.param_groups = self.param_groups
-        self._reducer.scatter(self._parameters())
+        self._reducer.partition(self._parameters())
         self._take(dict(optimizer.state))
 
     def __repr__(self) -> str:
@@ -139,7 +140,7 @@ class ShardedOptimizer(Optimizer):
         before = len(self.param_groups)
         self._inner.add_param_group(param_group)  # to the same list; it may divide the group
         added = self.param_groups[before:]
-        self._reducer.scatter([p for group in added for p in group["params"]])
+        self._reducer.partition([p for group in added for p in group["params"]])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters. Collective.
@@ -154,25 +155,25 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        reducer = self._follow_reducer()
+        members = self._follow_members()
         rest = {id(p): p for p in self._parameters()}
         for parameter in rest.values():
             if isinstance(parameter.grad, PartitionedGradient):
                 refuse_pending(parameter.grad)  # before the first message is sent
         started = []
         failure: Exception | None = None
-        for bucket in reducer.partitioned:
+        for bucket in members.partitioned:
             alive = (p for leaf in bucket.leaves if (p := leaf.parameter()) is not None)
             some = {id(p) for p in alive if rest.pop(id(p), None) is not None}
             if some:
                 failure = self._step_some(some, failure)
                 # The values are in flight while the next bucket is stepped. They are sent after a
                 # failure as well, as other ranks, which may own none of its parts, wait for them.
-                reducer.start_gathering_values(bucket)
+                self._start_gathering_values(bucket)
                 started.append((bucket, some))
         failure = failure or self._step_some(rest.keys(), None, whole=True)
         for bucket, some in started:
-            reducer.finish_gathering_values(bucket, some)
+            self._finish_gathering_values(bucket, some)
         if failure is not None:
             raise failure
         return loss
@@ -207,6 +208,19 @@ class ShardedOptimizer(Optimizer):
             self._record(some, norms)
         return failure
 
+    @torch.no_grad()
+    def _start_gathering_values(self, bucket: PartitionedBucket) -> None:
+        """Starts to gather a bucket's parameters after each rank has changed its part."""
+        with self._mesh.session.timers.measure("gradients"):
+            bucket.start_gathering_values()
+            bucket.transport.progress()
+
+    @torch.no_grad()
+    def _finish_gathering_values(self, bucket: PartitionedBucket, changed: Collection[int]) -> None:
+        """Waits until a bucket's parameters, changed ones given by ids, are complete."""
+        with self._mesh.session.timers.measure("gradients"):
+            bucket.finish_gathering_values(changed)
+
     def _record(self, some: Collection[int], norms: _Norms) -> None:
         """Records norms and ratios of whole parameters, also of those without a part here."""
         inner = self._inner
@@ -236,7 +250,7 @@ class ShardedOptimizer(Optimizer):
         with phase("state_dict(), to be called on all ranks", SPAN):
             if world.size > 1:  # named, for the error if one rank alone calls it
                 world.ledger.note(world, ("state_dict() of a partitioned optimizer",), waits=True)
-            self._follow_reducer()
+            self._follow_members()
             own = self.state
             self.state = defaultdict(dict, self._whole_state())
         try:
@@ -262,16 +276,18 @@ class ShardedOptimizer(Optimizer):
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _follow_reducer(self) -> Reducer:
-        """Returns the reducer, after redistributing the state if its buckets have changed."""
-        if self._reducer.parts is not self._source:
+    def _follow_members(self) -> Members:
+        """Returns the members, after redistributing the state if their buckets have changed."""
+        members = self._reducer.members
+        if members.parts is not self._source:
             self._take(self._whole_state())
-        return self._reducer
+        return members
 
     def _take(self, whole: dict[Tensor, ParameterState]) -> None:
         """Makes this rank's parts, as the reducer assigns them, with their state."""
-        self._source = self._reducer.parts
-        parts = {id(p): self._reducer.part_of(p) for p in self._parameters()}
+        members = self._reducer.members
+        self._source = members.parts
+        parts = {id(p): members.part_of(p) for p in self._parameters()}
         self._layout = {key: part for key, part in parts.items() if part is not None}
         self._parts = {}
         state: defaultdict[Tensor, ParameterState] = defaultdict(dict)

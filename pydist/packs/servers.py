@@ -43,8 +43,8 @@ def serve(folder: str | Path, address: str, threads: int = 8) -> native.PackServ
         threads: how many requests are answered at a time.
 
     Raises:
-        DataError: there is no pack, it has no partition here or a damaged one, or the address
-            can't be used.
+        DataError: there is no pack, it has no partition here or a damaged one, the address can't be
+            used, or not so many threads can be started.
         UsageError: there is no secret, or the number of threads is impossible.
     """
     if not 1 <= threads <= 1024:

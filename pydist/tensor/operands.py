@@ -13,7 +13,7 @@ from pydist.exchange.adjoints import average_grad, scale_grad
 from pydist.exchange.consistency import consistency_of
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.exchange.redistribution import redistributed
-from pydist.gradients.members import follow, reducer_of, use_as_parameter
+from pydist.gradients.registration import follow, reducer_of, use_as_parameter
 from pydist.layout import Layout
 from pydist.mesh import Mesh
 from pydist.tensor.aliasing import detached_part, is_partly_changed

@@ -22,7 +22,7 @@ from pydist.exchange.history import (
 from pydist.exchange.own_slice import is_sharded_weight, set_axes_of_copies
 from pydist.exchange.redistribution import redistributed
 from pydist.gradients.local_uses import scale_leaving_gradients
-from pydist.gradients.members import follow, lead_to
+from pydist.gradients.registration import follow, lead_to
 from pydist.grid import AXES, SAMPLE_AXES
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.interop import ArrayLike, as_tensor
@@ -37,7 +37,7 @@ from pydist.tensor.aliasing import (
     view_at,
 )
 from pydist.tensor.deferred import NOTHING, Deferred
-from pydist.tensor.refusals import misfit, refusal
+from pydist.tensor.refusals import in_checkpoint, misfit, refusal
 from pydist.tensor.stage import StageTensor
 from pydist.tensor.wrapper import (
     GET_DEVICE,
@@ -291,6 +291,11 @@ class ShardedTensor(torch.Tensor):
         set_axes_of_copies(self._shard, tuple(a for a in AXES if a not in self._layout.used_axes))
         return self
 
+    def __copy__(self) -> ShardedTensor:
+        # As in torch: a leaf that shares memory.
+        local = local_of(self).detach().requires_grad_(self._shard.requires_grad)
+        return view_of(self, local, self._layout)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         copied = wrap(self._local.__deepcopy__(memo), self._layout, self)
         return copied.as_parameter() if is_sharded_weight(self) else copied
@@ -349,6 +354,10 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         # Only calls that bypass __torch_function__ get here (torch.func, vmap, torch.tensor(x),
         # code that disabled the override): they would see a tensor without storage.
+        if func is torch.ops.aten.detach.default and in_checkpoint():
+            # What a checkpoint within a checkpoint keeps of the outer one's recomputation. The
+            # shard stays in its graph, so that the inner one records the same calls again.
+            return view_of(args[0], local_of(args[0]), args[0]._layout)
         raise refusal(func, args, kwargs or {})
 
 

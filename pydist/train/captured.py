@@ -114,7 +114,7 @@ def _surroundings(step: TrainStep) -> list[object]:
     """Returns the addresses of the state that a step uses: a graph is valid only for these."""
     state = step.state
     reducer = step.mesh.session.find(Reducer)
-    found: list[object] = [] if reducer is None else [reducer.parts]
+    found: list[object] = [] if reducer is None else [reducer.members.parts]
     for parameter in state.model.parameters():
         found += (own_slice(parameter).data_ptr(), parameter.requires_grad)
     found += [buffer.data_ptr() for buffer in state.model.buffers()]

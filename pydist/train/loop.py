@@ -100,6 +100,7 @@ class Trainer:
         """Global loss of the last step."""
         self._saved_at = state.step
         self._sent = state.network.gradients.sent()
+        self._sent_in_step: dict[str, int] = {}
         self._loaded: dict[str, Any] = {}
         """Bytes read and samples replaced by split, up to the last event."""
         self._told: dict[str, set[int]] = {}
@@ -251,6 +252,9 @@ class Trainer:
         total = self.state.network.gradients.sent()
         found = {kind: count - self._sent.get(kind, 0) for kind, count in total.items()}
         self._sent = total
+        if self._take_step.captured and not any(found.values()):
+            return self._sent_in_step  # nothing counts in a replay, which sends as much as a step
+        self._sent_in_step = found
         return found
 
     def _adapt(self, batch: Batch, figures: SquaredNorms | None) -> None:

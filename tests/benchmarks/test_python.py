@@ -310,3 +310,10 @@ def test_resnet_mix(tmp_path):
     folder, packed = run("resnet_mix", tmp_path)["rows"]
     assert folder["reads"] == packed["reads"]
     assert 1.2 < folder["reads"] / folder["opens"] < 1.9
+
+
+def test_transposition(tmp_path):
+    rows = run("transposition", tmp_path)["rows"]
+    assert [row["form"] for row in rows] == ["split", "gathered", "one rank"] * 4
+    for row in rows:
+        check_times(row["step"])

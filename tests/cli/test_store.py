@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pydist.cli.main import main
+from pydist.errors import UsageError
 from pydist.packs import pack
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -81,6 +83,21 @@ def test_a_library_whose_path_has_a_space(packed: Path, tmp_path: Path) -> None:
     link = tmp_path / mounting.LIBRARY
     assert found["LD_PRELOAD"].split(":")[0] == str(link)
     assert link.read_bytes() == mounting._library().read_bytes()
+
+
+def test_a_folder_that_others_can_change_is_not_used(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pydist.cli import mounting
+
+    monkeypatch.setattr(mounting.os, "access", lambda *_: False)  # no /dev/shm
+    monkeypatch.setattr(mounting.tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / f"pydist-mounts-{os.getuid()}").mkdir(mode=0o755)
+    with (
+        pytest.raises(UsageError, match="not a folder of this user alone"),
+        mounting.mounted("/data", str(packed)),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

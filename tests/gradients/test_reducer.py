@@ -400,7 +400,7 @@ def test_messages_advance_after_each_gradient():
 
     def body(mesh):
         model = parallelize(small(), mesh)
-        transport = mesh.session.find(Reducer).lanes[0].transport
+        transport = mesh.session.find(Reducer).members.lanes[0].transport
         calls = []
         transport.progress = lambda: calls.append(model[0].weight.grad is None)
         loss_of(model, mesh).backward()

@@ -92,6 +92,21 @@ TEST_P(Served, ManyThreadsAndForksReadAtOnce) {
   EXPECT_EQ(status, 0);
 }
 
+// It has a copy of the server, and none of its threads.
+TEST_P(Served, AChildOfAForkLeavesTheServerToItsParent) {
+  auto server = serve(socket_);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(10);
+    server.reset();
+    ::_exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  expect_all(Folder(index_.path(), {socket_}, kSecret));
+}
+
 INSTANTIATE_TEST_SUITE_P(Codecs, Served, testing::Values(Codec::kRaw, Codec::kZstd),
                          [](const auto& tested) { return name_of(tested.param); });
 

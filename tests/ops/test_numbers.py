@@ -63,6 +63,24 @@ torch.numel(x)
 [t.shape for t in x.split(4, 2)]
 x.any(2)
 x.all()
+x.unique()
+torch.unique(x, return_counts=True)
+torch.unique_consecutive(x)
+torch.histc(x, 4)
+torch.equal(x, x)
+torch.allclose(x, x)
+x.median()
+torch.equal(x, x + 1)
+torch.equal(x, x[:1])
+torch.allclose(x, x + 1)
+torch.histc(x, 5, -2, 9)
+x.sort(dim=2, stable=True)
+x.topk(2, 2)[0]
+x.kthvalue(3, 2)[0]
+torch.from_numpy(x.numpy())
+torch.from_numpy(np.asarray(x))
+x[x > 3]
+x.masked_select(x > 3)
 """.strip().splitlines()
 
 REFUSED = """
@@ -71,27 +89,16 @@ x.storage_offset()
 x.data_ptr()
 x.storage()
 x.untyped_storage()
-x.numpy()
-np.asarray(x)
 x.__dlpack__()
 x.nbytes
 x._version
 x._base
-x.unique()
-torch.unique(x, return_counts=True)
-torch.unique_consecutive(x)
-torch.histc(x, 4)
 torch.searchsorted(torch.tensor([1.0, 2.0]), x)
 torch.bucketize(x, torch.tensor([1.0, 2.0]))
 torch.searchsorted(x, torch.tensor([1.0]))
-torch.equal(x, x)
-torch.allclose(x, x)
 torch.is_same_size(x, x)
 torch.nonzero_static(x, size=3)
 x.is_contiguous(memory_format=torch.channels_last_3d)
-x.sort(2)
-x.topk(2, 2)
-x.median()
 torch.multinomial(x[0, :, 0, 0], 1)
 """.strip().splitlines()
 

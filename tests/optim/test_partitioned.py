@@ -414,18 +414,18 @@ def test_a_parameter_with_the_id_of_one_that_is_gone():
         reducer = (
             parallelize(small(), mesh).get_parameter("0.weight")._backward_hooks.leaf.reducer()
         )
-        gone = [leaf for lane in reducer.lanes for leaf in lane.leaves]
+        gone = [leaf for lane in reducer.members.lanes for leaf in lane.leaves]
         model, optimizer = train(mesh, "always", steps=0)
         gc.collect()
         assert all(leaf.parameter() is None for leaf in gone)
-        lane = reducer.lanes[0]
+        lane = reducer.members.lanes[0]
         expected, plain = train(mesh, "never", steps=0)
         for each in (model, expected):
             loss_of(each, mesh).backward()
         for leaf, p in zip(gone, reversed(list(model.parameters())), strict=True):
             leaf.key, leaf.is_partitioned = id(p), True
-        reducer.lanes.insert(0, lane)
-        reducer._plan(lane, gone)
+        reducer.members.lanes.insert(0, lane)
+        reducer.members.plan(lane, gone)
         optimizer.step()
         plain.step()
         for a, b in zip(model.parameters(), expected.parameters(), strict=True):

@@ -131,3 +131,33 @@ def test_what_is_wrong_is_said(
     monkeypatch.delenv("PYDIST_PACKS_SERVERS")
     with pytest.raises(DataError, match=r"part-0000\d.pack: No such file"):
         list(PackFiles(nodes[2]))
+
+
+def test_threads_that_cannot_be_started_are_an_error(nodes: list[Path]) -> None:
+    """The stacks of 1,024 threads need more address space than the process may have."""
+    script = (
+        "import resource, sys\n"
+        "from pydist.errors import DataError\n"
+        "from pydist.packs.servers import serve\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "limit = pages * resource.getpagesize() + (1 << 28)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "try:\n"
+        "    serve(sys.argv[1], sys.argv[1] + '/socket', threads=1024)\n"
+        "except DataError as error:\n"
+        "    print(error)\n"
+    )
+    command = [sys.executable, "-c", script, str(nodes[0])]
+    environment = {**child_environment(), "PYDIST_PACKS_SECRET": SECRET}
+    ended = subprocess.run(
+        command,
+        env=environment,
+        cwd=nodes[0],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    said = r".*/socket: \d+ of 1024 threads could be started: .*\n"
+    assert re.fullmatch(said, ended.stdout), ended
+    assert not (nodes[0] / "socket").exists()

@@ -13,7 +13,7 @@ from pydist.comm.transports.c10d import C10dTransport
 from pydist.gradients import DGC, Hierarchical, Narrow, PowerSGD, Torus
 from pydist.gradients.forms import topology
 from pydist.gradients.forms.levels import Levels
-from pydist.gradients.members import reducer_of
+from pydist.gradients.registration import reducer_of
 from support.training.forms import Parameters, random_gradients
 
 pytestmark = pytest.mark.ranks(4, mpi=("openmpi", "mpich", "gloo"))
@@ -66,7 +66,7 @@ def train(mesh, settings, steps=2, seconds=None, failing=()):
     given = random_gradients(SHAPES, torch.float32)
     model = parallelize(Parameters(SHAPES, torch.float32), mesh, gradients=settings)
     (form,) = model.__dict__["_pydist_entry"].forms
-    lane = next(each for each in reducer_of(mesh).lanes if each.form is form)
+    lane = next(each for each in reducer_of(mesh).members.lanes if each.form is form)
     form.seen, found = [], []
     for step in range(steps):
         pairs = list(zip(model.all, given(mesh.rank, step), strict=True))

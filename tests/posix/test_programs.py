@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from pydist._loader import native
+from pydist.cli.mounting import mounted
 from support.mounts import Case
 
 COMMANDS = {
@@ -50,6 +54,38 @@ COMMANDS = {
 def test_a_shell_command_prints_the_same(case: Case, name: str, large: str | None) -> None:
     command = ["bash", "-c", COMMANDS[name]]
     assert case.packed(*command, large=large) == case.loose(*command)
+
+
+def test_a_path_leaves_the_mount_point_often_in_a_thread_with_a_small_stack(case: Case) -> None:
+    script = """
+import os, pathlib, threading
+path = f"../{pathlib.Path(os.environ['ROOT']).name}/" * 150 + "lines"
+threading.stack_size(1 << 18)
+thread = threading.Thread(target=lambda: print(os.stat(path).st_size))
+thread.start()
+thread.join()
+"""
+    command = [sys.executable, "-c", script]
+    assert case.packed(*command) == case.loose(*command)
+
+
+def test_listing_a_folder_takes_time_in_proportion_to_its_files(tmp_path: Path) -> None:
+    """Not to their square, as when each file that is listed checks all of its folder."""
+    count = 30_000
+    writer = native.PartitionWriter(os.fsencode(tmp_path / native.partition_name(0)), 0, bytes(16))
+    index = native.IndexWriter(0o755, 0)
+    for number in range(count):
+        index.add(0, b"%06d" % number, False, 0o644, 0)
+    content = index.content(bytes(16), [writer.finish()], "{}")
+    (tmp_path / native.PACK_INDEX).write_bytes(content)
+    with mounted("/nowhere/data", str(tmp_path)) as environment:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        listed = subprocess.run(
+            ["ls", "-f", "/nowhere/data"], env=environment, capture_output=True, check=True
+        )
+        seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    assert len(listed.stdout.splitlines()) == count + 2
+    assert seconds < 1
 
 
 def test_whole_trees_are_copied(case: Case, tmp_path: Path) -> None:

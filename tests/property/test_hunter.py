@@ -69,8 +69,8 @@ def verdict(program: Program, *more: str) -> str:
         (("see('y', full(y) * (1.01 if type(y) is not torch.Tensor else 1))",), "wrong"),
         (("see('y', 1.0 if type(y) is not torch.Tensor else 2.0)",), "wrong"),
         (("see('rank', local(y).shape)",), "wrong"),
-        (("torch.fft.fftn(y)",), "refused"),
-        (("if here and type(y) is not torch.Tensor: torch.fft.fftn(y)",), "parted"),
+        (("torch.tril(y)",), "refused"),
+        (("if here and type(y) is not torch.Tensor: torch.tril(y)",), "parted"),
         (("if type(y) is not torch.Tensor: 1 / 0",), "crash"),
         (("y.no_such_call()",), "illegal"),
         (("if type(y) is not torch.Tensor: y.mesh.world.barrier() if here else None",), "crash"),
@@ -223,7 +223,7 @@ def test_a_crash_of_torch_itself_is_no_failure(dies):
 def test_ranks_with_different_data_have_to_raise():
     program = replace(SMALL, differs=True)
     assert verdict(program) == "silent"
-    refused = "if type(y) is not torch.Tensor: torch.fft.fftn(y)"
+    refused = "if type(y) is not torch.Tensor: torch.tril(y)"
     assert verdict(program, refused) == "refused"
     assert verdict(program, "if here: y = y * 2", "y.sum().backward()") == "raised"
     always = "if type(y) is not torch.Tensor: y = y * (1 + y.mesh.rank)"

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import pydist
 from pydist import ShardedTensor
 from pydist.errors import NotSupported, UsageError
-from pydist.gradients.members import reducer_of
+from pydist.gradients.registration import reducer_of
 from support.equivalence import assert_same, error, on_ranks, randn
 from support.networks.sliced import (
     NETWORK,
@@ -208,7 +208,7 @@ def test_hooks_see_the_mean_in_the_global_shape():
 def test_slices_are_reduced_over_the_ranks_that_hold_them():
     def body(mesh):
         model = parallel(mesh)
-        wholes, slices = reducer_of(mesh).lanes
+        wholes, slices = reducer_of(mesh).members.lanes
         return (
             (wholes.transport.size, sum(leaf.numel for leaf in wholes.leaves)),
             (slices.transport.size, sum(leaf.numel for leaf in slices.leaves)),

@@ -85,17 +85,9 @@ REFUSED = {
     "func.vmap": torch.func.vmap(lambda v: v * 2),
     "torch.tensor": torch.tensor,
     "torch.as_tensor": lambda x: torch.as_tensor(x, dtype=torch.float32),
-    "numpy": lambda x: x.detach().numpy(),
     "data_ptr": lambda x: x.data_ptr(),
     "storage": lambda x: x.untyped_storage(),
     "stride": lambda x: x.stride(),
-    "cumsum": lambda x: x.cumsum(2),
-    "sort": lambda x: torch.sort(x, 2),
-    "fft": torch.fft.fftn,
-    "scatter": lambda x: x.scatter(2, torch.zeros(SHAPE, dtype=torch.long), 1.0),
-    "grid_sample": lambda x: F.grid_sample(x, torch.zeros(2, 2, 2, 2, 3).double()),
-    "unfold": lambda x: x.unfold(2, 2, 1),
-    "topk": lambda x: x.topk(2, 2),
     "svd": torch.linalg.svd,
     "set data": lambda x: setattr(x, "data", torch.zeros(SHAPE)),
     "resize_": lambda x: x.detach().resize_(3),
@@ -127,7 +119,7 @@ def test_forward_mode_is_refused():
 def test_a_refusal_names_the_call_the_module_the_shapes_and_a_way_on():
     class Odd(nn.Module):
         def forward(self, x):
-            return torch.cumsum(x, 2)
+            return torch.tril(x)
 
     def body(mesh):
         model = parallelize(nn.Sequential(nn.ReLU(), nn.Sequential(Odd())), mesh)
@@ -136,12 +128,12 @@ def test_a_refusal_names_the_call_the_module_the_shapes_and_a_way_on():
         message = str(caught.value)
         line = Odd.forward.__code__.co_firstlineno + 1
         for part in (
-            "torch.cumsum",
+            "torch.tril",
             "in module 1.0",
             f"{__file__}:{line}",
             "[2, 3, 5, 4, 3]",
             "full_tensor()",
-            "@pydist.tensor.implements(torch.cumsum)",
+            "@pydist.tensor.implements(torch.tril)",
         ):
             assert part in message
 
@@ -219,19 +211,5 @@ def test_tensors_of_two_meshes_do_not_mix():
         other = Mesh(mesh.world, 1, (1, 2, 1))
         with pytest.raises((UsageError, NotSupported), match="mesh"):
             x + shard(randn(*SHAPE), layout_for_sample(other, SHAPE))
-
-    on_shards(body)
-
-
-def test_a_checkpoint_within_a_checkpoint_is_refused_with_the_way_on():
-    def inner(x):
-        return (x * x).tanh()
-
-    def outer(x):
-        return checkpoint(inner, x * 2, use_reentrant=False) * x
-
-    def body(x, mesh):
-        with pytest.raises(NotSupported, match="nested checkpoints"):
-            checkpoint(outer, x, use_reentrant=False).sum().backward()
 
     on_shards(body)

@@ -18,9 +18,9 @@ from pydist import distribute_tensor
 from pydist.comm import LocalTransport, Work, run_local
 from pydist.data.loader import Batch
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost
-from pydist.gradients.members import reducer_of
+from pydist.gradients.registration import reducer_of
 from pydist.mesh import Mesh
-from pydist.train import captured, checkpoint, cuda_graph, loop
+from pydist.train import captured, checkpoint, cuda_graph, log, loop
 from pydist.train.config import TrainConfig
 from pydist.train.network import MeshNetwork
 from pydist.train.step import TrainStep
@@ -104,6 +104,20 @@ def test_on_several_ranks_a_capture_that_fails_ends_the_job(config, refused_capt
     said = f'can\'t be captured: {REFUSAL}; train.cuda_graph = "never" avoids it'
     with pytest.raises(PydistError, match=re.escape(said)):
         run_local(job, 2, config, 1, (2, 1, 1))
+
+
+@pytest.mark.parametrize("form", ["dense", "bf16"])
+def test_the_log_has_the_bytes_of_replayed_steps(config, monkeypatch, computed_capture, form):
+    """Nothing is computed in the replays here, which follow a capture in the second step."""
+    monkeypatch.setattr(Computed, "replay", lambda self: None, raising=False)
+    train = {"batch": 2, "cuda_graph": "always", "validate_every": 0, "gradients": form}
+    config = change(config, train=train, optimizer={"sharded": "never"})
+    run_local(job, 2, config, 2)
+    events = log.read(config.output.folder / "log.jsonl")
+    sent = [event["gradient_bytes"] for event in events if event["event"] == "step"]
+    assert len(sent) == 6
+    assert sent == [sent[0]] * 6
+    assert sum(sent[0].values()) > 0
 
 
 @pytest.mark.parametrize("error", [RankFailed("rank 1: it"), RankLost("rank 1: it")])
@@ -216,7 +230,7 @@ def test_what_a_dead_capture_has_begun_is_forgotten_and_not_waited_for(computed_
     def body(world):
         step, batch = small_step(world)
         reducer = reducer_of(step.mesh)
-        (lane,) = reducer.add_lanes(step.state.model.named_parameters())
+        (lane,) = reducer.members.add_lanes(step.state.model.named_parameters())
         (bucket,) = lane.buckets
 
         def begin(*_):
@@ -243,7 +257,7 @@ def changed_storage(state):
         lambda state: state.model[0].bias.requires_grad_(False),
         lambda state: setattr(state.model[1], "running_mean", torch.zeros(2)),
         lambda state: state.optimizer.load_state_dict(copy.deepcopy(state.optimizer.state_dict())),
-        lambda state: reducer_of(state.mesh).add_lanes(state.model.named_parameters()),
+        lambda state: reducer_of(state.mesh).members.add_lanes(state.model.named_parameters()),
     ],
 )
 def test_a_graph_is_outdated_when_what_it_computes_with_has_moved(computed_capture, change_it):

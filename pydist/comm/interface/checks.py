@@ -46,10 +46,17 @@ def check_like(call: str, given: Tensor, wanted: Tensor) -> None:
         )
 
 
-def check_op(op: str) -> None:
-    """Refuses operations that `ReduceOp` does not name."""
+def check_op(op: str, tensor: Tensor) -> None:
+    """Refuses operations that `ReduceOp` does not name, and the order of complex numbers."""
     if op not in _REDUCE_OPS:
         raise UsageError(f"all_reduce: op '{op}' is none of {', '.join(_REDUCE_OPS)}")
+    if tensor.is_complex() and op != "sum":
+        raise UsageError(f"all_reduce: the {op} of {tensor.dtype}; complex numbers can be summed")
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """Returns the real and imaginary parts of a complex tensor, as a view; others unchanged."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def check_peer(rank: int, size: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from pydist.comm.interface.checks import check_like, check_op, check_peer
+from pydist.comm.interface.checks import check_like, check_op, check_peer, real_view
 from pydist.comm.interface.handles import Work
 from pydist.comm.interface.primitives import Primitives
 from pydist.comm.interface.reduction import ReduceOp, divide_
@@ -29,6 +29,7 @@ class Collectives(Primitives):
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites the tensor on every rank with the tensor of `root`."""
+        tensor = real_view(tensor)
         self._check("broadcast", tensor)
         check_peer(root, self.size)
         if self.size > 1:
@@ -188,11 +189,13 @@ class Collectives(Primitives):
         """Reduces over ranks in place, with bit-identical results on every rank.
 
         Args:
-            tensor: any shape. For bool, "sum" and "max" mean "any", "min" means "all".
+            tensor: any shape. For bool, "sum" and "max" mean "any", "min" means "all". Complex
+                tensors can be summed.
             op: "sum", "max" or "min"; the latter two propagate NaN, as in torch.
         """
+        check_op(op, tensor)
+        tensor = real_view(tensor)
         self._check("all_reduce", tensor)
-        check_op(op)
         if self.size > 1:
             self._tell(tensor)
             self._note("all_reduce", tensor.dtype, tensor.numel(), op)
@@ -203,8 +206,9 @@ class Collectives(Primitives):
 
         All ranks start their collectives in the same order; they may wait in any order.
         """
+        check_op(op, tensor)
+        tensor = real_view(tensor)
         self._check("all_reduce", tensor)
-        check_op(op)
         if self.size == 1:
             return Work()
         self._tell(tensor)

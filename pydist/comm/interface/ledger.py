@@ -58,6 +58,8 @@ class _Cause(threading.local):
 
 
 CAUSE = _Cause()
+SAMPLE_GROUPS: set[int] = set()
+"""Sizes above 1 of this process's sample groups; while there are none, no call needs a history."""
 
 DIFFERENT = "the ranks make different calls"
 

@@ -133,8 +133,10 @@ def _series(folder: Path) -> _Series:
                 float(header.get("RescaleSlope", 1)),
                 float(header.get("RescaleIntercept", 0)),
             )
-            if not (math.isfinite(each.slope) and math.isfinite(each.intercept)):
+            if not (each.slope and math.isfinite(each.slope) and math.isfinite(each.intercept)):
                 raise DataError(f"{path}: its rescale is {each.slope}, {each.intercept}")
+            if "ModalityLUTSequence" in header:
+                raise DataError(f"{path}: its values are given by a table: convert it to NIfTI")
             found.append((each, facts, _directions(path, header)))
         first = first or (path, facts)
         if facts[0] != first[1][0]:

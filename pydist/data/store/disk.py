@@ -138,9 +138,10 @@ class Disk:
         if self._leaving.get(sample) is entry:  # not forgotten meanwhile
             if not self._is_written(sample, entry):
                 self._count_lost()
-            if self._leaving.get(sample) is not entry:
+            if self._leaving.get(sample) is entry:
+                del self._leaving[sample]
+            else:  # forgotten meanwhile; another entry may wait in its place
                 self.spill.forget(sample)
-            self._leaving.pop(sample, None)
         self._room.release()
 
     def _is_written(self, sample: int, entry: Entry) -> bool:

@@ -90,9 +90,8 @@ class LastingSpill(Spill):
             self._partition += 1
             self._writer = None
         index = native.IndexWriter(0o700, 0)
-        for sample in self.samples:
-            number = index.add(0, _name_of(sample), False, 0o600, 0)
-            index.store(number, self._records[sample])
+        for sample, stored in self._stored():
+            index.store(index.add(0, _name_of(sample), False, 0o600, 0), stored)
         self._lock.check()
         origin = json.dumps({"sample store": self._facts})
         publish(self.folder / native.PACK_INDEX, index.content(self._id, self._sizes, origin))

@@ -86,6 +86,11 @@ class Spill:
         path.unlink()
         return writer
 
+    def _stored(self) -> list[tuple[int, native.PackedFile]]:
+        """Returns where all blocks are, by sample; other threads may forget some meanwhile."""
+        with self._changing:
+            return sorted(self._records.items(), key=lambda each: each[0])
+
     def _enter(
         self, sample: int, stored: native.PackedFile, read: Callable[[Tensor], None]
     ) -> None:

@@ -83,8 +83,9 @@ class Levels(Stateless, ABC):
         within = self.within
         if within.size == 1:
             yield from self._await(row, None)
-            self.between.begin()
-            yield from self._exchange(row, leaves)
+            if row.numel():  # as on ranks of larger groups, whose interval may be empty
+                self.between.begin()
+                yield from self._exchange(row, leaves)
             return
         counts = self._counts(row, leaves)
         part = torch.empty(counts[within.rank], dtype=row.dtype, device=row.device)

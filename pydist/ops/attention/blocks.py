@@ -124,7 +124,8 @@ def attend_back(
 def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: KeyBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of queries, keys and values from all keys; differentiable."""
+    """Computes the gradients of queries, keys and values, at least in fp32; differentiable."""
+    grad, q, k, v = (_wide(t) for t in (grad, q, k, v))
     scores = _scores(q, k, block)
     weights = safe_softmax(scores)
     of_weights = grad @ v.mT
@@ -138,8 +139,10 @@ def gradients(
 
 def explicit(q: Tensor, k: Tensor, v: Tensor, block: KeyBlock) -> Tensor:
     """Computes attention to all keys with a tensor of all scores; differentiable."""
+    dtype = q.dtype
+    q, k, v = (_wide(t) for t in (q, k, v))
     weights = safe_softmax(_scores(q, k, block))
-    return (weights if block.kept is None else weights * block.kept()) @ v
+    return ((weights if block.kept is None else weights * block.kept()) @ v).to(dtype)
 
 
 def safe_softmax(scores: Tensor) -> Tensor:
@@ -181,4 +184,5 @@ def _is_fused(q: Tensor, k: Tensor, v: Tensor, block: KeyBlock) -> bool:
 
 
 def _wide(x: Tensor) -> Tensor:
+    """Returns half precision as fp32, in which torch computes attention, too."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -232,7 +232,8 @@ def _general_gradients(
     k, v = _keys_and_values(q, whole, total)
     of_q, of_k, of_v = gradients(grad, q, k, v, rules.all_keys(q, total))
     of_both = torch.cat([of_k, of_v], -1).sum_to_size(whole.shape)
-    return of_q, add_boxes(of_both, ring.gather, ring.mesh)
+    of_own = add_boxes(of_both, ring.gather, ring.mesh)
+    return of_q.to(q.dtype), of_own.to(keys_values.dtype)
 
 
 def _keys_and_values(q: Tensor, joined: Tensor, keys: int) -> tuple[Tensor, Tensor]:

@@ -30,9 +30,13 @@ class Dropout:
     batch: Sequence[int]
 
     def kept(self, queries: int, lo: int, hi: int, like: Tensor) -> Tensor:
-        """Returns the factors, 0 or 1 / (1 - p), for keys lo to hi: [*batch, queries, keys]."""
+        """Returns the factors, 0 or 1 / (1 - p), for keys lo to hi: [*batch, queries, keys].
+
+        They are at least fp32: in half precision all would be too large, or all too small.
+        """
         extents = [*self.batch, queries, hi - lo]
-        kept = (self.draw.uniform([*self.corner[:-1], lo], extents) >= self.p).to(like.dtype)
+        drawn = self.draw.uniform([*self.corner[:-1], lo], extents)
+        kept = (drawn >= self.p).to(torch.promote_types(like.dtype, torch.float32))
         return kept.div_(1 - self.p) if self.p < 1 else kept
 
 
@@ -108,7 +112,8 @@ def _columns(mask: Tensor, lo: int, hi: int) -> Tensor:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a mask that is added to scores."""
+    """Returns a mask that is added to scores; one in fp32 keeps its precision beside less."""
     if mask.dtype != torch.bool:
-        return mask.to(dtype)
+        is_finer = mask.dtype == torch.float32 and dtype.itemsize < torch.float32.itemsize
+        return mask if is_finer else mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)

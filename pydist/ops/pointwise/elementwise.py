@@ -46,8 +46,8 @@ _BINARY = """
 add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power
 maximum minimum fmax fmin atan2 arctan2 hypot copysign nextafter ldexp logaddexp logaddexp2 xlogy
 lerp addcmul addcdiv where masked_fill eq ne lt le gt ge greater greater_equal less less_equal
-not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift
-bitwise_right_shift gcd lcm isclose rsub heaviside
+not_equal complex polar logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
+bitwise_left_shift bitwise_right_shift gcd lcm isclose rsub heaviside
 """.split()
 _BINARY_METHODS = """
 __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__

@@ -1,7 +1,8 @@
-"""Handles calls along one dim: softmax and differences; along unsplit dims scans and sorts."""
+"""Handles calls along one dim: softmax, scans, sorts, and differences."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.ops.dims import canonical, numpy_names
-from pydist.ops.empty import with_elements, without_added
 from pydist.ops.reduction.reduce import is_local
+from pydist.ops.transposition import along_dims
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
 
@@ -67,7 +68,7 @@ def _dtype(given: tuple[Any, ...], dtype: torch.dtype | None) -> torch.dtype | N
     return next((g for g in given if isinstance(g, torch.dtype)), dtype)
 
 
-def _keeps_the_shape(name: str, positional: tuple[str, ...] = ("dim",)) -> None:
+def _mixes_one_dim(name: str, positional: tuple[str, ...] = ("dim",)) -> None:
     """Registers a call along one dim whose results have the input's extents in the other dims."""
     func = getattr(torch, name)
 
@@ -75,30 +76,17 @@ def _keeps_the_shape(name: str, positional: tuple[str, ...] = ("dim",)) -> None:
     @numpy_names
     def handler(input: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(positional, args, strict=False)) | kwargs
-        d = canonical(named.get("dim", -1), input.dim())
-        if not is_local(input, (d,)):
-            raise refusal(func, (input,), {}, f"dim {d} is split")
         if any(isinstance(value, Tensor) for value in named.values()):
             raise refusal(func, (input,), {}, "all arguments but the input must be numbers")
-        local = local_of(input)
-        if input.numel():  # else all shards are empty
-            local = with_elements(local)
-        return _wrapped(func(local, **named), input, d)
-
-
-def _wrapped(result: Any, x: ShardedTensor, d: int) -> Any:
-    if isinstance(result, Tensor):
-        shape = [result.shape[i] if i == d else n for i, n in enumerate(x.shape)]
-        layout = x._layout.replace(shape=shape)
-        return wrap(without_added(result, layout.local_shape), layout, x)
-    return type(result)([_wrapped(part, x, d) for part in result])
+        d = canonical(named.get("dim", -1), input.dim())
+        return along_dims(partial(func, **named), input, (d,))
 
 
 for _name in ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"):
-    _keeps_the_shape(_name)
+    _mixes_one_dim(_name)
 for _name in ("sort", "argsort"):
-    _keeps_the_shape(_name, ("dim", "descending"))
-_keeps_the_shape("topk", ("k", "dim", "largest", "sorted"))
+    _mixes_one_dim(_name, ("dim", "descending"))
+_mixes_one_dim("topk", ("k", "dim", "largest", "sorted"))
 
 
 @implements(torch.diff, torch.Tensor.diff)
@@ -121,3 +109,9 @@ def diff(
         upper, lower = x.narrow(d, x.shape[d] - count, count), x.narrow(d, 0, count)
         x = upper.logical_xor(lower) if x.dtype == torch.bool else upper - lower
     return x if n > 0 else x.clone()
+
+
+@implements(torch.msort, torch.Tensor.msort)
+def msort(input: ShardedTensor) -> Any:
+    """Sorts along the first dim."""
+    return torch.sort(input, dim=0).values

@@ -13,7 +13,7 @@ from pydist.comm.interface.ledger import CAUSE
 from pydist.comm.interface.reduction import WIDER
 from pydist.exchange.adjoints import all_reduce_sum
 from pydist.exchange.function import Function
-from pydist.gradients.members import lead_to
+from pydist.gradients.registration import lead_to
 from pydist.layout import Layout
 from pydist.ops.dims import canonical, canonical_all, numpy_names
 from pydist.ops.dtypes import result_dtype
@@ -270,20 +270,3 @@ def _moment_handlers(both: Callable[..., Any], first: Callable[..., Any]) -> Non
 
 _moment_handlers(torch.var_mean, torch.var)
 _moment_handlers(torch.std_mean, torch.std)
-
-
-def _unsplit_dim_handler(func: Any) -> None:
-    @implements(func, getattr(torch.Tensor, func.__name__))
-    @numpy_names
-    def handler(input: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
-        if dim is None:
-            raise refusal(func, (input,), {}, "only along one dim, which must not be split")
-        d = canonical(dim, input.dim())
-        if not is_local(input, (d,)):
-            raise refusal(func, (input,), {}, f"dim {d} is split")
-        result = func(local_of(input), d, keepdim)
-        return type(result)([result_of(part, input, (d,), keepdim) for part in result])
-
-
-for _func in (torch.median, torch.nanmedian, torch.mode):
-    _unsplit_dim_handler(_func)

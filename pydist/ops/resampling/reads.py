@@ -37,6 +37,7 @@ class Reads:
     Attributes:
         boxes: box that each rank's outputs read, in global indices of the input.
         box: this rank's box, which `gather` returns.
+        stays: whether each rank owns all inputs that it reads.
     """
 
     def __init__(self, layout: Layout, out: Layout, spans: Mapping[int, ReadRange]) -> None:
@@ -44,7 +45,7 @@ class Reads:
         self.boxes = [
             _needs(own, result, spans) for own, result in zip(layout.boxes, out.boxes, strict=True)
         ]
-        self._stays = all(
+        self.stays = all(
             need.empty or own.contains(need)
             for own, need in zip(layout.boxes, self.boxes, strict=True)
         )
@@ -55,7 +56,7 @@ class Reads:
     def gather(self, x: ShardedTensor) -> Tensor:
         """Gathers the inputs in `box`; has no exchange if each rank owns all inputs it reads."""
         local = local_of(x)
-        if not self._stays:
+        if not self.stays:
             return self._gatherer(local, self._is_channels_last(local))
         own = self.layout.box
         if any(extent > has for extent, has in zip(self.box.shape, own.shape, strict=True)):

@@ -111,21 +111,3 @@ def _plan(
             return ResamplePlan(layout, out, sizes, mode, align_corners, like)
 
     return layout.mesh.session.plan(key, make)
-
-
-@implements(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
-def grid_sample(input: Tensor, grid: Tensor, *args: Any, **kw: Any) -> NoReturn:
-    """Raises an error: the inputs read depend on the grid's values, which plans do not know."""
-    raise refusal(F.grid_sample, (input, grid), {}, "any output may read any input")
-
-
-@implements(F.unfold)
-def unfold(input: Tensor, *args: Any, **kw: Any) -> NoReturn:
-    """Raises an error: columns of blocks have no position in the sample."""
-    raise refusal(F.unfold, (input,), {}, "columns of blocks have no place in the sample")
-
-
-@implements(F.fold)
-def fold(input: Tensor, *args: Any, **kw: Any) -> NoReturn:
-    """Raises an error, as `unfold` does."""
-    raise refusal(F.fold, (input,), {}, "columns of blocks have no place in the sample")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,24 @@ from torch import Tensor
 from pydist.layout import Layout, Split
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.pointwise.in_place import in_place_on_plain
-from pydist.ops.shaping.indexing import entries_of
+from pydist.ops.shaping.indexing import (
+    entries_of,
+    layout_of_indices,
+    selected_layout,
+    without_masks,
+)
 from pydist.ops.shaping.slicing import region_of
-from pydist.tensor import ShardedTensor, implements, local_of, refusal, replace_shard_
+from pydist.ops.transposition import whole_along
+from pydist.tensor import (
+    ShardedTensor,
+    implements,
+    local_of,
+    replace_shard_,
+    source_among,
+    wrap,
+)
 from pydist.tensor.aliasing import is_view_at, written_back
-from pydist.tensor.operands import operand_for, refuse_shard_shaped
+from pydist.tensor.operands import operand_for, operand_in, redistribute, refuse_shard_shaped
 
 _SET = torch.Tensor.__setitem__
 
@@ -31,14 +44,17 @@ def setitem(x: Tensor, index: Any, value: Any) -> None:
         elementwise(torch.Tensor.masked_fill_, x, mask, value)
         return
     entries = entries_of(x, index)
-    if any(isinstance(e, Tensor) for e in entries):
-        raise refusal(_SET, (x,), {}, "assigned at a tensor of indices; masks take a number")
+    assign = _assign_at if any(isinstance(e, Tensor) for e in entries) else _assign
     if isinstance(x, ShardedTensor):
-        _assign(_SET, x, entries, value)
-    else:
+        assign(_SET, x, entries, value)
+    elif assign is _assign:
         assert isinstance(value, ShardedTensor)
         layout = _layout_around(value, entries, x)
         in_place_on_plain(_assign, _SET, (x, entries, value), {}, layout)
+    else:
+        mesh = source_among((value, *entries)).mesh
+        whole = Layout(mesh, tuple(x.shape), [None] * x.dim())
+        in_place_on_plain(_assign_at, _SET, (x, entries, value), {}, whole)
 
 
 def _is_number(value: Any) -> bool:
@@ -64,6 +80,49 @@ def _assign(
     if written is not None and written.storage is not None:
         written.born = written.storage.clock
     return x
+
+
+def _assign_at(
+    func: Callable[..., Any], x: ShardedTensor, entries: Sequence[Any], value: Any
+) -> ShardedTensor:
+    """Assigns at tensors of indices; each rank gathers the dims that are not assigned in full."""
+    basic, indices = without_masks(x, entries, x._layout)
+    work = whole_along(x._layout, _partly_assigned(basic, indices))
+    region = region_of(work, basic)
+    left = [d for d in range(len(region.layout.shape)) if d not in region.removed]
+    shape, splits = ([of[d] for d in left] for of in (region.layout.shape, region.layout.splits))
+    common = layout_of_indices(indices.values(), work).whole()
+    selected = selected_layout(Layout(x.mesh, shape, splits), indices, common)
+    own = {
+        d: operand_in(i, Layout(x.mesh, tuple(i.shape), [None] * i.dim()), work)
+        for d, i in indices.items()
+    }
+    if isinstance(value, Tensor):
+        extra = max(0, value.dim() - len(selected.shape))
+        value = value.reshape(value.shape[extra:]) if extra else value
+        value = operand_for(value.to(x.dtype), selected, selected.shape)
+    local = local_of(redistribute(x, work)).clone()
+    local[tuple(basic)][tuple(own.get(d, slice(None)) for d in range(len(shape)))] = value
+    result = redistribute(wrap(local, work, x), x._layout)
+    return elementwise(torch.Tensor.copy_, x, result)
+
+
+def _partly_assigned(basic: Sequence[Any], indices: Mapping[int, Tensor]) -> list[int]:
+    """Returns the dims in which not all elements are assigned, or not in order.
+
+    Args:
+        basic: of the index, with full slices for tensors of indices.
+        indices: by dim of the selection.
+    """
+    found = []
+    dim = at = 0
+    for entry in basic:
+        if entry is not None:
+            if entry != slice(None) or at in indices:
+                found.append(dim)
+            dim += 1
+        at += not isinstance(entry, int)
+    return found
 
 
 def _part_of(value: Tensor, dtype: torch.dtype, layout: Layout, removed: Sequence[int]) -> Tensor:

@@ -1,37 +1,52 @@
-"""Indexes tensors with brackets, and with tensors of indices along unsplit dims."""
+"""Indexes tensors with brackets, and with tensors of indices, split or not."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.layout import Layout
+from pydist.layout import Layout, Split
 from pydist.ops.dims import canonical, numpy_names
+from pydist.ops.pointwise.elementwise import broadcast_layout
 from pydist.ops.shaping.slicing import full_index, sliced
-from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
-from pydist.tensor.operands import operand_in, parameter_for, prove_equal, redistribute
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, source_among, wrap
+from pydist.tensor.operands import layout_of_operand, operand_in, parameter_for, prove_equal
 
 _GET = torch.Tensor.__getitem__
 
 
 @implements(_GET)
-def getitem(x: Tensor, index: Any) -> ShardedTensor:
-    """Indexes with integers, slices, `None`, plain tensors of indices, and plain masks.
+def getitem(x: Tensor, index: Any) -> Tensor:
+    """Indexes with integers, slices, `None`, tensors of indices, and masks.
 
-    Tensors of indices along a split dim gather that dim first.
+    Tensors of indices along a split dim gather that dim first. The number of elements that a
+    sharded mask selects is not known before: the result is plain, and equal on all ranks.
     """
-    if not isinstance(x, ShardedTensor):
-        raise refusal(_GET, (x, index), {}, "the index is sharded; torch.where keeps the shape")
     entries = entries_of(x, index)
-    if not any(isinstance(e, Tensor) for e in entries):
+    if any(isinstance(e, ShardedTensor) and is_mask(e) for e in entries):
+        whole: Tensor = whole_of(x)[tuple(whole_of(e) for e in entries)]
+        return whole
+    if isinstance(x, ShardedTensor) and not any(isinstance(e, Tensor) for e in entries):
         return sliced(x, entries)
-    basic, indices = _without_tensors(x, entries)
-    return _at(sliced(x, basic), indices)
+    like = source_among((x, *entries))
+    basic, indices = without_masks(x, entries, like._layout)
+    selected = sliced(x, basic) if isinstance(x, ShardedTensor) else x[tuple(basic)]
+    return _at(selected, indices, like)
+
+
+def whole_of(value: Any) -> Any:
+    """Returns a sharded tensor as the full, plain one; other values unchanged."""
+    return value.full_tensor() if isinstance(value, ShardedTensor) else value
+
+
+def is_mask(index: Tensor) -> bool:
+    """Returns whether a tensor in an index selects elements by flags."""
+    return index.dtype in (torch.bool, torch.uint8)
 
 
 def entries_of(x: Tensor, index: Any) -> list[Any]:
@@ -51,7 +66,7 @@ def _as_torch(x: Tensor, entry: Any) -> Any:
     """Converts an entry of an index to an integer, a slice, `None`, an Ellipsis or a tensor."""
     if isinstance(entry, bool):
         raise refusal(_GET, (x,), {}, f"an index {entry}")
-    if entry is None or isinstance(entry, (slice, ShardedTensor, type(...))):
+    if entry is None or isinstance(entry, (slice, type(...))):
         return entry
     if isinstance(entry, Tensor):
         is_integer = entry.dim() == 0 and entry.dtype != torch.bool
@@ -62,28 +77,31 @@ def _as_torch(x: Tensor, entry: Any) -> Any:
     return operator.index(entry)
 
 
-def _without_tensors(
-    x: ShardedTensor, entries: Sequence[Any]
+def without_masks(
+    x: Tensor, entries: Sequence[Any], layout: Layout
 ) -> tuple[list[Any], dict[int, Tensor]]:
     """Returns the index with full slices for tensors, and the tensors by dim of the selection.
 
     A mask over several dims becomes as many tensors, with the indices of its ones.
+
+    Args:
+        x: the tensor.
+        entries: of the index, in full.
+        layout: of a sharded tensor among them.
     """
     basic: list[Any] = []
     tensors: dict[int, Tensor] = {}
     at = dim = 0
     for entry in entries:
         given = [entry]
-        if isinstance(entry, ShardedTensor):
-            why = "the index is sharded; torch.where and torch.masked_fill keep the shape"
-            raise refusal(_GET, (x, entry), {}, why)
-        if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8):
+        if isinstance(entry, Tensor) and is_mask(entry):
             if entry.shape != x.shape[dim : dim + entry.dim()]:
                 raise IndexError(
                     f"The shape of the mask {list(entry.shape)} at index {dim} does not match the "
                     f"shape of the indexed tensor {list(x.shape)}"
                 )
-            prove_equal(entry, x._layout)
+            if not isinstance(entry, ShardedTensor):
+                prove_equal(entry, layout)
             given = list(entry.nonzero(as_tuple=True))
         for each in given:
             if isinstance(each, Tensor):
@@ -96,34 +114,68 @@ def _without_tensors(
     return basic, tensors
 
 
-def _at(x: ShardedTensor, indices: dict[int, Tensor]) -> ShardedTensor:
-    """Returns the elements at plain indices along some dims."""
-    x = redistribute(x, x._layout.replace(changes=dict.fromkeys(indices)))
-    for index in indices.values():
-        prove_equal(index, x._layout)
-    shape = torch.broadcast_shapes(*(index.shape for index in indices.values()))
-    dims = sorted(indices)
+def layout_of_indices(indices: Iterable[Tensor], source: Layout) -> Layout:
+    """Returns the layout of broadcast indices, split where they are and axes of `source` are free.
+
+    Args:
+        indices: sharded and plain ones.
+        source: of the tensor from which they select.
+    """
+    indices = list(indices)
+    shape = torch.broadcast_shapes(*(index.shape for index in indices))
+    splits: list[Split | None] = [None] * len(shape)
+    if any(isinstance(index, ShardedTensor) for index in indices):
+        splits = [
+            None if split is None or set(split.axes) & set(source.used_axes) else split
+            for split in broadcast_layout(indices).splits
+        ]
+    return Layout(source.mesh, shape, splits)
+
+
+def selected_layout(source: Layout, dims: Collection[int], index: Layout) -> Layout:
+    """Returns the layout of the elements that indices along some dims select.
+
+    Args:
+        source: of the tensor; these dims are not split.
+        dims: those with indices.
+        index: of the broadcast indices.
+    """
+    first = min(dims)
     # Order of dims as in torch: in place if the indexed dims are adjacent, else in front.
-    first = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
-    rest = [d for d in range(x.dim()) if d not in indices]
-    old = x._layout
-    layout = Layout(
-        x.mesh,
-        (*(old.shape[d] for d in rest[:first]), *shape, *(old.shape[d] for d in rest[first:])),
-        (*(old.splits[d] for d in rest[:first]), *[None] * len(shape),
-         *(old.splits[d] for d in rest[first:])),
-    )  # fmt: skip
-    selected = tuple(indices.get(d, slice(None)) for d in range(x.dim()))
-    return wrap(local_of(x)[selected], layout, x)
+    if max(dims) - first >= len(dims):
+        first = 0
+    rest = [d for d in range(len(source.shape)) if d not in dims]
+    before, after = rest[:first], rest[first:]
+
+    def around(of_source: Sequence[Any], of_index: Sequence[Any]) -> list[Any]:
+        return [*(of_source[d] for d in before), *of_index, *(of_source[d] for d in after)]
+
+    shape = around(source.shape, index.shape)
+    return Layout(source.mesh, shape, around(source.splits, index.splits))
+
+
+def _at(x: Tensor, indices: Mapping[int, Tensor], like: ShardedTensor) -> ShardedTensor:
+    """Returns the elements at indices along some dims."""
+    if isinstance(x, ShardedTensor):
+        source = x._layout.replace(changes=dict.fromkeys(indices))
+    else:
+        source = Layout(like.mesh, tuple(x.shape), [None] * x.dim())
+    common = layout_of_indices(indices.values(), source)
+    out = selected_layout(source, indices, common)
+    own = {
+        d: operand_in(index, layout_of_operand(index, common, common.shape), out)
+        for d, index in indices.items()
+    }
+    selected = tuple(own.get(d, slice(None)) for d in range(x.dim()))
+    return wrap(operand_in(x, source, out)[selected], out, like)
 
 
 @implements(torch.index_select, torch.Tensor.index_select)
 @numpy_names
-def index_select(input: ShardedTensor, dim: int, index: Tensor) -> ShardedTensor:
+def index_select(input: Tensor, dim: int, index: Tensor) -> ShardedTensor:
     """Selects elements along one dim; a split dim is gathered first."""
-    if isinstance(index, ShardedTensor):
-        raise refusal(torch.index_select, (input, index), {}, "the index is sharded")
-    return _at(input, {canonical(dim, input.dim()): index.reshape(-1)})
+    like = source_among((input, index))
+    return _at(input, {canonical(dim, input.dim()): index.reshape(-1)}, like)
 
 
 @implements(torch.gather, torch.Tensor.gather)

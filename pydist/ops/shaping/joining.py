@@ -33,7 +33,8 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
     for tensor in given:
         _check_fits(tensor, like, d)
     total = sum(t.shape[d] for t in given)
-    split = _joined_split(like, d, total)
+    split = like._layout.splits[d]
+    split = None if split is None else split.scaled(total)  # in the same proportions
     starts = itertools.accumulate((t.shape[d] for t in given), initial=0)
     parts = [
         _in_layout(t, _part_of(like, d, start, t.shape[d], split))
@@ -54,16 +55,6 @@ def _check_fits(tensor: Tensor, like: Tensor, d: int) -> None:
             f"Sizes of tensors must match except in dimension {d}: got "
             f"{tuple(tensor.shape)} beside {tuple(like.shape)}"
         )
-
-
-def _joined_split(like: ShardedTensor, d: int, total: int) -> Split | None:
-    """Returns the split of the joined dim, in the same proportions as in `like`."""
-    split = like._layout.splits[d]
-    if split is None:
-        return None
-    extent = max(1, split.partition.extent)
-    points = [(2 * p * total + extent) // (2 * extent) for p in split.partition.points]
-    return Split(split.axes, Partition([*points[:-1], total]))
 
 
 def _resized(layout: Layout, d: int, extent: int, split: Split | None) -> Layout:

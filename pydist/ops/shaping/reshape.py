@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from pydist.grid import SAMPLE_AXES
 from pydist.layout import Layout, Split
 from pydist.ops.dims import canonical, canonical_all, given_as, numpy_names
 from pydist.ops.views import hides_order, in_format, moves
-from pydist.partition import Partition
+from pydist.partition import Partition, subdivide
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, view_of
 from pydist.tensor.aliasing import shares_memory
 from pydist.tensor.operands import redistribute
@@ -208,9 +207,7 @@ def _moved(group: _DimGroup, layout: Layout) -> Split | None:
     blocks = [0, extent] if first is None else list(first.partition.points)
     blocks = [min(extent // unit, (p + unit // 2) // unit) for p in blocks]
     parts = layout.mesh.grid.size(axes) // (len(blocks) - 1)
-    points = [0]
-    for lo, hi in pairwise(blocks):
-        points += [lo + p for p in Partition.even(hi - lo, parts).points[1:]]
+    points = subdivide(blocks, parts).points
     return Split(tuple(axes), Partition([p * unit for p in points]))
 
 

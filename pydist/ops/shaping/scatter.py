@@ -1,4 +1,4 @@
-"""Scatters along unsplit dims, makes one-hot labels, and counts integers."""
+"""Writes to positions along dims, makes one-hot labels, and counts integers."""
 
 from __future__ import annotations
 
@@ -9,60 +9,69 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.layout import Layout
+from pydist.layout import Layout, Split
 from pydist.ops.dims import canonical
-from pydist.ops.pointwise.elementwise import broadcast_layout
+from pydist.ops.pointwise.elementwise import broadcast_layout, elementwise
 from pydist.ops.pointwise.in_place import in_place_on_plain
 from pydist.ops.reduction.extremes import reduce_amax
-from pydist.tensor import ShardedTensor, implements, local_of, refusal, replace_shard_, wrap
-from pydist.tensor.operands import operand_for, operand_in
+from pydist.ops.transposition import whole_along
+from pydist.tensor import (
+    ShardedTensor,
+    implements,
+    local_of,
+    refusal,
+    replace_shard_,
+    source_among,
+    wrap,
+)
+from pydist.tensor.operands import operand_for, operand_in, redistribute
 
 
 def _scatter(
     func: Callable[..., Any], input: Tensor, dim: int, index: Tensor, *src: Any, **kwargs: Any
 ) -> Any:
-    """Runs any scatter call on aligned shards; `dim` must not be split."""
+    """Runs a call that writes to positions along a dim, on shards that have all of this dim."""
     d = canonical(dim, input.dim())
     tensors = [t for t in (input, index, *src, *kwargs.values()) if isinstance(t, Tensor)]
-    like = next(t for t in tensors if isinstance(t, ShardedTensor))
-    layout = _scattered_layout(func, input, like, d)
+    like = source_among(tensors)
+    layout = _layout_of_result(input, like, d)
+    in_place = func.__name__.endswith("_")
+    if in_place and not isinstance(input, ShardedTensor):
+        return in_place_on_plain(_scatter, func, (input, dim, index, *src), kwargs, layout)
+    is_by_row = func.__name__.startswith("index_")
+    written = [t for t in tensors[2 if is_by_row else 1 :] if t.dim() > 0]
+    mixed = {d, *(i for t in written for i, n in enumerate(t.shape) if n != layout.shape[i])}
+    work = whole_along(layout, sorted(mixed))
+    if in_place and work != layout:
+        result = _scatter(getattr(torch.Tensor, func.__name__[:-1]), *(input, d, index, *src), **kwargs)
+        return elementwise(torch.Tensor.copy_, input, result)
 
     def aligned(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
-        for other, (n, m, split) in enumerate(
-            zip(value.shape, layout.shape, layout.splits, strict=True)
-        ):
-            if split is not None and n != m:
-                raise refusal(func, (input, index), kwargs, f"dim {other} is split")
-        target = Layout(layout.mesh, tuple(value.shape), layout.splits)
-        return operand_in(value, target, layout)
+        is_row = is_by_row and value is index
+        splits = [None] * value.dim() if is_row else work.splits
+        return operand_in(value, Layout(layout.mesh, tuple(value.shape), splits), work)
 
-    in_place = func.__name__.endswith("_")
-    if in_place and not isinstance(input, ShardedTensor):
-        args = (input, dim, index, *src)
-        return in_place_on_plain(_scatter, func, args, kwargs, layout)
     own = local_of(input) if in_place else aligned(input)  # type: ignore[arg-type]
     options = {name: aligned(value) for name, value in kwargs.items()}
     result = func(own, d, aligned(index), *(aligned(s) for s in src), **options)
     if in_place:
         assert isinstance(input, ShardedTensor)  # a plain one has returned above
         return replace_shard_(input, result)
-    return wrap(result, layout, like)
+    return redistribute(wrap(result, work, like), layout)
 
 
-def _scattered_layout(
-    func: Callable[..., Any], input: Tensor, like: ShardedTensor, d: int
-) -> Layout:
+def _layout_of_result(input: Tensor, like: ShardedTensor, d: int) -> Layout:
     """Returns the layout of the result: the input's, or that of `like` for a plain input."""
-    layout = input._layout if isinstance(input, ShardedTensor) else like._layout
-    if layout.splits[d] is not None:
-        raise refusal(func, (input, like), {}, f"dim {d} is split")
-    splits = [
-        split if n == m else None
-        for n, m, split in zip(input.shape, layout.shape, layout.splits, strict=True)
-    ]
-    return Layout(layout.mesh, tuple(input.shape), splits)
+    if isinstance(input, ShardedTensor):
+        return input._layout
+    shape = tuple(input.shape)
+    splits: list[Split | None] = [None] * len(shape)
+    if like.dim() == len(shape):
+        pairs = zip(shape, like.shape, like._layout.splits, strict=True)
+        splits = [split if n == m and i != d else None for i, (n, m, split) in enumerate(pairs)]
+    return Layout(like.mesh, shape, splits)
 
 
 def _register(name: str) -> None:
@@ -77,7 +86,10 @@ def _register(name: str) -> None:
             return _scatter(_func, input, dim, index, *src, **kwargs)
 
 
-for _name in ("scatter", "scatter_add", "scatter_reduce"):
+for _name in (
+    "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill",
+    "index_reduce",
+):  # fmt: skip
     _register(_name)
 
 

@@ -170,3 +170,23 @@ def _broadcast(x: ShardedTensor, layout: Layout) -> ShardedTensor:
     local = operand_in(x, needed, layout).expand(layout.local_shape)
     is_expanded = math.prod(layout.shape) > x.numel()
     return view_of(x, local, layout, moves(x, needed), is_expanded=is_expanded)
+
+
+@implements(torch.view_as_real)
+def view_as_real(input: ShardedTensor) -> ShardedTensor:
+    """Shows the real and imaginary parts along a new last dim."""
+    old = input._layout
+    layout = Layout(old.mesh, (*old.shape, 2), (*old.splits, None))
+    return view_of(input, torch.view_as_real(local_of(input)), layout)
+
+
+@implements(torch.view_as_complex)
+def view_as_complex(input: ShardedTensor) -> ShardedTensor:
+    """Shows a last dim of two as real and imaginary parts."""
+    old = input._layout
+    if old.shape[-1:] != (2,):
+        raise RuntimeError(f"view_as_complex: the last dim of {list(old.shape)} must have extent 2")
+    whole = redistribute(input, old.replace(changes={input.dim() - 1: None}))
+    layout = Layout(old.mesh, old.shape[:-1], old.splits[:-1])
+    local = torch.view_as_complex(local_of(whole))
+    return view_of(input, local, layout, moves(input, whole._layout))

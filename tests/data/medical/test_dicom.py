@@ -112,6 +112,15 @@ def tilt(k: int, data: Any) -> None:
     data.ImagePositionPatient = [x, y + 0.1 * k, z]
 
 
+def value_table(k: int, data: Any) -> None:
+    """Replaces slope and intercept by a table, the other form of the Modality LUT module."""
+    table = pydicom.Dataset()
+    table.LUTDescriptor, table.ModalityLUTType = [4, 0, 16], "US"
+    table.LUTData = np.arange(4, dtype="<u2").tobytes()
+    data.ModalityLUTSequence = pydicom.Sequence([table])
+    del data.RescaleSlope, data.RescaleIntercept
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -127,6 +136,8 @@ def tilt(k: int, data: Any) -> None:
         (other(1, ImageOrientationPatient=[1, 0, 0, 1, 0, 0]), "are not orthonormal"),
         (other(1, NumberOfFrames=3), "several frames in one file"),
         (other(1, PhotometricInterpretation="MONOCHROME1"), "pixels of MONOCHROME1"),
+        (other(1, RescaleSlope=0), r"its rescale is 0\.0, -24\.0"),
+        (value_table, "its values are given by a table"),
         (other(1, PixelData=b"ab"), "damaged"),
         (other(1, PixelData=None), "damaged"),
         (other(1, Rows=60_000), r"its pixels are \(60000, 7"),

@@ -90,7 +90,7 @@ def _local(targets: object) -> Tensor:
 
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_messages_travel_while_steps_compute(prefetch: int) -> None:
-    """A message takes 50 ms and a step 70 ms; waiting takes at most 5 % of the time."""
+    """A message takes 50 ms and a step 70 ms: without overlap waiting would take 40 % of the time."""
 
     def job(transport: Transport) -> None:
         mesh = Mesh(transport, 2, seed=1)
@@ -102,7 +102,7 @@ def test_messages_travel_while_steps_compute(prefetch: int) -> None:
                 for _ in loader:
                     waited = waited or loader.waited_s  # nothing can hide the first ones
                     time.sleep(0.07)
-            assert loader.waited_s - waited <= 0.05 * (time.perf_counter() - began)
+            assert loader.waited_s - waited <= 0.2 * (time.perf_counter() - began)
             assert loader.store is not None
             assert loader.store.counted().received_bytes > 0
 
@@ -117,3 +117,9 @@ def test_labels_have_the_smallest_type_that_holds_the_classes(volumes: Path) -> 
         (40_000, torch.int32), (2**40, torch.int64),
     ):  # fmt: skip
         assert ShardDataset(volumes, ignore_label=ignored).label_dtype == dtype
+
+
+def test_labels_that_are_accepted_are_a_part_of_the_identity(volumes: Path) -> None:
+    """Blocks of an earlier run would bring labels that this one refuses."""
+    found = {ShardDataset(volumes, ignore_label=ignored).identity for ignored in (None, 200, 255)}
+    assert len(found) == 3

@@ -83,15 +83,16 @@ def test_full_density_with_masking_is_plain_sgd():
                 assert error(x, y) < 1e-15
 
 
-@of_hypothesis(max_examples=10)
-@drawn(st.floats(0.001, 1.0), st.integers(2, 3), st.integers(1, 40), st.integers(1, 40))
-def test_nothing_is_lost(density, groups, rows, columns):
-    """Without momentum the gradients so far and the mean rest are the means of those given."""
+@of_hypothesis(max_examples=15)
+@drawn(st.floats(0.001, 1.0), st.integers(2, 3), st.integers(1, 40), st.integers(1, 40),
+       st.sampled_from([{"momentum": 0.0}, {"momentum": 0.9}, {"nesterov": True}]))  # fmt: skip
+def test_nothing_is_lost(density, groups, rows, columns, options):
+    """Without masking the gradients so far and the mean rest are the steps of momentum SGD."""
     shapes, steps = ((rows, columns), (columns,)), 3
     given = random_gradients(shapes)
 
     def body(mesh):
-        form = DGC(density=density, momentum=0.0)
+        form = DGC(density=density, masking=False, **options)
         model = parallelize(Parameters(shapes), mesh, gradients=form)
         total = torch.zeros(rows, columns).double()
         for step in range(steps):
@@ -100,8 +101,9 @@ def test_nothing_is_lost(density, groups, rows, columns):
         return total, gradient_state(model)
 
     total, state = on_ranks((1, 1, 1), body, groups)[0]
-    means = [group_means(given, groups, 1, step) for step in range(steps)]
-    expected = sum(torch.stack([g[0] for g in each]).mean(0) for each in means)
+    of_groups = [group_means(given, groups, 1, step) for step in range(steps)]
+    means = [torch.stack([g[0] for g in each]).mean(0) for each in of_groups]
+    expected = sum(momentum_of(means, **options))
     found = total + state["parameters"]["'all.0'"]["rest"].mean(0)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -154,6 +156,27 @@ def test_fewer_bytes():
         return form.sent()["between"]
 
     assert on_ranks((1, 1, 1), body, data=3) == [2 * 100 * (4 + 4)] * 3  # to two groups
+
+
+def test_bytes_of_two_groups_after_the_warm_up():
+    """A thousandth of the elements, positions included, and all of those with one dim."""
+    shapes = ((512, 500), (300,))
+
+    def sent(mesh, settings):
+        model = parallelize(Parameters(shapes, torch.float32), mesh, gradients=settings)
+        (form,) = model.__dict__["_pydist_entry"].forms
+        counts = [0]
+        for step in range(3):
+            model.backward(random_gradients(shapes, torch.float32)(mesh.rank, step))
+            counts.append(sum(form.sent().values()))
+        return counts[-1] - counts[-2]
+
+    form = DGC(0.001, warmup=2, densities=(0.25,))
+    for found, whole in on_ranks((1, 1, 1), lambda m: (sent(m, form), sent(m, "dense")), data=2):
+        of_vectors = 4 * 300
+        assert whole == 4 * 512 * 500 + of_vectors
+        assert found == 8 * 256 + of_vectors
+        assert found - of_vectors <= (whole - of_vectors) / 250
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,24 @@ def test_a_mask_does_not_depend_on_the_number_of_groups():
             assert error(mine, its) < 1e-12
 
 
+@pytest.mark.parametrize("form", ["ring", "gather"])
+def test_factors_are_not_rounded_to_half_precision(form):
+    """1 / 0.9 would be 0.16 % too small in bf16, and so would be the mean of all results."""
+
+    def mean(dtype):
+        shape = (1, 4, 128, 8)
+
+        def body(mesh):
+            x = shard(randn(*shape).to(dtype), layout_at(mesh, shape, [[0, 50, 128], None]))
+            y = F.scaled_dot_product_attention(x, x * 0.1, x + 1, dropout_p=0.1)
+            return y.full_tensor().detach().double().mean().item()
+
+        with forced(form):
+            return on_ranks((2, 1, 1), body)[0]
+
+    assert mean(torch.bfloat16) == pytest.approx(mean(torch.float64), rel=4e-4)
+
+
 def test_dropped_probabilities():
     """With values that are the unit vectors, the result is the matrix of probabilities."""
 

@@ -199,6 +199,25 @@ def test_half_precision(dtype, form):
     assert error(found, x.grad) < 2 ** (-4 if dtype == torch.bfloat16 else -7)
 
 
+def test_a_mask_in_fp32_beside_half_precision_is_not_rounded():
+    bias = torch.linspace(-60, 0, 7).float() + randn(7, 7, seed=6).float()
+    x = randn(*SHAPE).bfloat16()
+    exact = self_attention(x.double(), bias.double())
+    alone = error(self_attention(x, bias).double(), exact)
+
+    def body(mesh):
+        y = shard(x, layout_at(mesh, SHAPE, POINTS["2"]))
+        (found := self_attention(y, bias)).float().square().sum().backward()
+        return found.full_tensor().detach().double(), y.grad.full_tensor().double()
+
+    with forced("ring"):
+        found, grad = on_ranks((2, 1, 1), body)[0]
+    assert error(found, exact) <= 1.2 * alone
+    whole = x.double().requires_grad_()
+    self_attention(whole, bias.double()).square().sum().backward()
+    assert error(grad, whole.grad) < 2**-4
+
+
 def test_autocast():
     def body(mesh):
         x = shard(randn(*SHAPE).float(), layout_at(mesh, SHAPE, POINTS["2"]))

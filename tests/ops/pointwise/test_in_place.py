@@ -203,10 +203,5 @@ def test_the_gradient_of_a_scatter():
     )  # fmt: skip
 
 
-def test_scatter_along_a_split_dim_is_refused():
-    def body(mesh):
-        x = shard(LABELS, layout_at(mesh, LABELS.shape, POINTS))
-        with pytest.raises(NotSupported, match="dim 2 is split"):
-            torch.zeros(2, 1, 5, 4, 3).scatter_(2, x, 1.0)
-
-    on_ranks((2, 2, 2), body)
+def test_scatter_along_a_split_dim_of_a_plain_tensor():
+    check_function(lambda x: torch.zeros(2, 1, 5, 4, 3).scatter_(2, x, 1.0), LABELS, (), POINTS)

@@ -32,6 +32,14 @@ CALLS = {
     "sort": lambda x: torch.sort(x, 1, descending=True)[0] * x.sort(dim=0).values,
     "argsort": lambda x: x.argsort(1) * x,
     "topk": lambda x: x.topk(2, 1).values * torch.topk(x, 1, dim=0, largest=False)[0].sum(),
+    "cumsum over split dims": lambda x: x.cumsum(2) * x.cumsum(-1),
+    "cumprod over split dims": lambda x: x.cumprod(2) * x.cumprod(3),
+    "cummax over split dims": lambda x: x.cummax(2).values * x.cummax(3).indices,
+    "sort over split dims": lambda x: x.sort(2, descending=True)[0] * torch.sort(x, dim=3)[0],
+    "sort of one dim": lambda x: x.transpose(0, 2).reshape(5, -1)[:, 0].sort().values,
+    "argsort over split dims": lambda x: x.argsort(2) * x.argsort(dim=3, stable=True) * x,
+    "msort": lambda x: x.transpose(0, 2).msort(),
+    "topk over split dims": lambda x: x.topk(3, 2)[0].sum((2, 3, 4)) * x.topk(1, 3)[0].sum(2),
     "cumsum of nothing": lambda x: x[:, :0].cumsum(1).sum() + x,
     "diff": lambda x: x.diff(dim=1) * torch.diff(x, 2, 1).sum(),
     "diff over split dims": lambda x: x.diff(dim=2).square().sum() * torch.diff(x, 2, axis=3),
@@ -63,9 +71,7 @@ def test_softmax_of_half_precision_over_a_split_dim():
 
 REFUSED = {
     "without dim": (F.softmax, "give the dim"),
-    "cumsum over a split dim": (lambda x: x.cumsum(2), "dim 2 is split"),
-    "sort over a split dim": (lambda x: x.sort(2), "dim 2 is split"),
-    "topk over the last dim": (lambda x: x.transpose(2, 4).topk(1), "dim 4 is split"),
+    "k in a tensor": (lambda x: x.topk(torch.tensor(1), 1), "must be numbers"),
 }
 
 

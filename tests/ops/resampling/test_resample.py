@@ -283,11 +283,6 @@ REFUSED = {
         lambda x: F.interpolate((x[:, :, 0] > 0).byte(), size=(3, 3), mode="bilinear"),
         NotSupported, "uint8",
     ),
-    "grid_sample": (
-        lambda x: F.grid_sample(x, torch.zeros(1, 2, 2, 2, 3)), NotSupported, "any output",
-    ),
-    "unfold": (lambda x: F.unfold(x[:, :, 0], 2), NotSupported, "columns"),
-    "fold": (lambda x: F.fold(x[:, :, 0, 0], 2, 1), NotSupported, "columns"),
     "size and factor": (lambda x: F.interpolate(x, 2, 2.0), ValueError, "only one of"),
     "neither": (F.interpolate, ValueError, "either size"),
     "another number of dims": (

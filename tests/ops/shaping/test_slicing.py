@@ -172,17 +172,7 @@ def test_assigned_into_a_plain_tensor():
 
 
 REFUSED = {
-    "a sharded mask": (lambda x: x[x > 0], "the index is sharded"),
-    "a plain tensor at sharded indices": (
-        lambda x: randn(3, 2)[x[:, 0].long()], "the index is sharded",
-    ),
-    "index_select by sharded indices": (
-        lambda x: x.index_select(1, x.long()[0, 0, 0, 0, :]), "the index is sharded",
-    ),
     "True": (lambda x: x[True], "an index True"),
-    "assignment at indices": (
-        lambda x: x.detach().__setitem__(torch.tensor([0]), 1.0), "assigned at a tensor of indices",
-    ),
     "an embedding with max_norm": (
         lambda x: F.embedding(x.long(), randn(9, 2), max_norm=1.0), "only padding_idx",
     ),

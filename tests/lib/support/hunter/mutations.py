@@ -25,6 +25,7 @@ from pydist.exchange.history import NO_HISTORY
 from pydist.gradients import replaced
 from pydist.gradients.bucket import Bucket
 from pydist.gradients.leaf import Leaf, leaf_of
+from pydist.gradients.members import Members
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
 from pydist.ops.fusion import norm, prelu
@@ -102,10 +103,10 @@ def _pool_sends_before_the_relu() -> Patches:
 def _ignores_other_dtypes() -> Patches:
     """Does not reduce gradients of parameters whose dtype changed after `parallelize`."""
 
-    def forgotten(self: Reducer, leaf: Leaf, parameter: Tensor) -> Leaf:
+    def forgotten(self: Members, leaf: Leaf, parameter: Tensor) -> Leaf:
         return leaf if leaf.describes(parameter) else leaf.renewed(parameter)
 
-    return [patch.object(Reducer, "_current", forgotten)]
+    return [patch.object(Members, "current", forgotten)]
 
 
 @_mutation("hooks-local", 2, "hooks")
@@ -127,13 +128,13 @@ def _hooks_see_the_local_part() -> Patches:
 @_mutation("outside-unreduced", 2, "outside")
 def _ignores_parameters_outside_of_models() -> Patches:
     """Does not reduce a parameter outside of parallelized models, such as one of a criterion."""
-    register = Reducer.register
+    register = Members.register
 
-    def only_plain(self: Reducer, tensor: Tensor) -> None:
+    def only_plain(self: Members, tensor: Tensor) -> None:
         if not isinstance(tensor, nn.Parameter):
             register(self, tensor)
 
-    return [patch.object(Reducer, "register", only_plain)]
+    return [patch.object(Members, "register", only_plain)]
 
 
 @_mutation("graph-unreduced", 2, "penalty")
@@ -154,9 +155,9 @@ def _leaves_gradients_with_a_graph_alone() -> Patches:
 @_mutation("tied-twice", 2, "tied")
 def _second_model_takes_members_again() -> Patches:
     """Makes a parameter of two parallelized models a member of both, and reduces it in both."""
-    add_lanes = Reducer.add_lanes
+    add_lanes = Members.add_lanes
 
-    def anew(self: Reducer, parameters: Any, gradients: Any = None) -> Any:
+    def anew(self: Members, parameters: Any, gradients: Any = None) -> Any:
         found = list(parameters)
         known = [leaf for _, p in found if (leaf := leaf_of(p)) is not None]
         with ExitStack() as stack:
@@ -164,7 +165,7 @@ def _second_model_takes_members_again() -> Patches:
                 stack.enter_context(patch.object(leaf, "reducer", lambda: None))
             return add_lanes(self, found, gradients)
 
-    return [patch.object(Reducer, "add_lanes", anew)]
+    return [patch.object(Members, "add_lanes", anew)]
 
 
 @_mutation("caught-forgotten", 2, "raise")

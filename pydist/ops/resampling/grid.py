@@ -1,0 +1,167 @@
+"""Samples a tensor at positions that a grid gives, as registration networks do.
+
+Which inputs an output reads depends on the grid's values. Each rank finds the box that its part of
+the grid reads, the ranks tell each other their boxes, and each gathers its box: with bounded
+displacements a halo, in general all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.exchange.adjoints import average_grad, gather_box
+from pydist.exchange.exchanger import Exchanger
+from pydist.layout import Layout, Split
+from pydist.ops.transposition import resized
+from pydist.partition import Box
+from pydist.tensor import ShardedTensor, implements, local_of, source_among, wrap
+from pydist.tensor.operands import operand_in
+
+_MODES = ("bilinear", "nearest", "bicubic")
+_PADDINGS = ("zeros", "border", "reflection")
+_REACH = {"bilinear": 1, "nearest": 1, "bicubic": 2}
+"""Inputs on each side of a position that an output reads."""
+_STEPS = 8
+"""Boxes begin and end at multiples of this fraction of an extent, so that few plans are made."""
+
+
+@implements(F.grid_sample)
+def grid_sample(
+    input: Tensor,
+    grid: Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> ShardedTensor:
+    """Samples the input at the positions of a grid; the result is split like the grid."""
+    if input.dim() not in (4, 5) or grid.dim() != input.dim():
+        raise RuntimeError(
+            f"grid_sample: input of shape {list(input.shape)} and grid of {list(grid.shape)}: "
+            "both with 4 or both with 5 dims are possible"
+        )
+    aligned = bool(align_corners)
+    like = source_among((input, grid))
+    out = _layout_of_result(input, grid, like)
+    positions = operand_in(grid, Layout(out.mesh, grid.shape, (out.splits[0], *out.splits[2:], None)), out)
+    if isinstance(input, ShardedTensor):
+        needed = _needed(positions.detach(), input.shape[2:], mode, padding_mode, aligned)
+        box = _gathered(input, needed, out)
+        positions = _in_box(positions, input.shape[2:], needed, aligned)
+    else:
+        splits = (*out.splits[:2], *(None for _ in input.shape[2:]))
+        box = operand_in(input, Layout(out.mesh, tuple(input.shape), splits), out)
+    return wrap(F.grid_sample(box, positions, mode, padding_mode, aligned), out, like)
+
+
+@implements(torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
+def grid_sampler(
+    input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> ShardedTensor:
+    """Samples like `grid_sample`, with modes by number."""
+    mode, padding = _MODES[interpolation_mode], _PADDINGS[padding_mode]
+    return grid_sample(input, grid, mode, padding, align_corners)
+
+
+@implements(F.affine_grid, torch.affine_grid_generator)
+def affine_grid(
+    theta: ShardedTensor, size: Sequence[int], align_corners: bool | None = None
+) -> ShardedTensor:
+    """Makes the grid of affine maps; each rank makes the grids of its samples in full."""
+    layout = theta._layout
+    batch = layout.splits[0]
+    whole = operand_in(theta, Layout(layout.mesh, layout.shape, (batch, None, None)), layout)
+    local = F.affine_grid(whole, [whole.shape[0], *size[1:]], bool(align_corners))
+    shape = (size[0], *size[2:], len(size) - 2)
+    return wrap(local, Layout(layout.mesh, shape, (batch, *[None] * (len(shape) - 1))), theta)
+
+
+def _layout_of_result(input: Tensor, grid: Tensor, like: ShardedTensor) -> Layout:
+    """Returns the result's layout: space as in the grid, or else in the input, the rest if free."""
+    of_grid = grid._layout.splits if isinstance(grid, ShardedTensor) else (None,) * grid.dim()
+    of_input: Sequence[Split | None] = (None,) * input.dim()
+    space = of_grid[1:-1]
+    if isinstance(input, ShardedTensor):
+        of_input = input._layout.splits
+        if not any(space):
+            shape = (*input.shape[:2], *grid.shape[1:-1])
+            space = resized(input._layout, shape).splits[2:]
+    used = {axis for split in space if split for axis in split.axes}
+
+    def free(split: Split | None) -> Split | None:
+        if split is None or used & set(split.axes):
+            return None
+        used.update(split.axes)
+        return split
+
+    batch = free(of_grid[0]) or free(of_input[0])
+    splits = (batch, free(of_input[1]), *space)
+    return Layout(like.mesh, (grid.shape[0], input.shape[1], *grid.shape[1:-1]), splits)
+
+
+def _needed(
+    grid: Tensor, extents: Sequence[int], mode: str, padding: str, aligned: bool
+) -> list[tuple[int, int]]:
+    """Returns the interval of each spatial dim that this rank's part of the grid reads.
+
+    It is one element longer than necessary on each side, as a position is rounded differently in
+    the box.
+    """
+    found = []
+    for d, extent in enumerate(extents):
+        values = grid[..., len(extents) - 1 - d]  # the last dim comes first
+        if not values.numel():
+            found.append((0, min(2, extent)))
+            continue
+        low, high = (float(end) for end in torch.aminmax(values))
+        ends = [((v + 1) * (extent - aligned) - (not aligned)) / 2 for v in (low, high)]
+        if grid.dtype.itemsize < 4 or not all(map(math.isfinite, ends)):
+            found.append((0, extent))
+            continue
+        step = max(1, extent // _STEPS)
+        lo = (math.floor(ends[0]) - _REACH[mode]) // step * step
+        hi = -(-(math.floor(ends[1]) + _REACH[mode] + 2) // step) * step
+        if padding == "reflection" and (lo < 0 or hi > extent):
+            lo, hi = 0, extent
+        lo, hi = max(0, min(lo, extent - 2)), min(extent, max(hi, 2))
+        found.append((lo, hi))
+    return found
+
+
+def _gathered(x: ShardedTensor, needed: Sequence[tuple[int, int]], out: Layout) -> Tensor:
+    """Gathers this rank's box; the channels and samples are those of its part of the result."""
+    mesh, layout = x.mesh, x._layout
+    with mesh.session.timers.measure("halo"):
+        intervals = mesh.sample.all_gather(torch.tensor(needed, device="cpu")).tolist()
+    boxes = [
+        Box([*own.lo[:2], *(lo for lo, _ in of_rank)], [*own.hi[:2], *(hi for _, hi in of_rank)])
+        for own, of_rank in zip(out.boxes, intervals, strict=True)
+    ]
+
+    def make() -> Exchanger:
+        return Exchanger(mesh.sample, layout.boxes, [[box] for box in boxes], mesh.session.timers)
+
+    key = ("grid sample", layout, tuple((tuple(b.lo), tuple(b.hi)) for b in boxes))
+    exchanger = mesh.session.plan(key, make)
+    held = average_grad(local_of(x), mesh, layout.unused_axes)
+    return gather_box(held, exchanger, mesh, weight=layout.replicas / out.replicas)
+
+
+def _in_box(
+    grid: Tensor, extents: Sequence[int], needed: Sequence[tuple[int, int]], aligned: bool
+) -> Tensor:
+    """Returns the positions relative to the box, from -1 to 1 as torch needs them."""
+    scales, shifts = [], []
+    for extent, (lo, hi) in zip(reversed(extents), reversed(needed), strict=True):
+        whole, part = extent - aligned, hi - lo - aligned
+        is_whole = (lo, hi) == (0, extent)
+        scales.append(1.0 if is_whole else whole / part)
+        shifts.append(0.0 if is_whole else (whole - 2 * lo) / part - 1)
+    if all(scale == 1 and shift == 0 for scale, shift in zip(scales, shifts, strict=True)):
+        return grid
+    return grid * grid.new_tensor(scales) + grid.new_tensor(shifts)

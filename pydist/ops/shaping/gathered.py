@@ -1,0 +1,40 @@
+"""Calls whose result has no position in the sample, and is plain and equal on all ranks.
+
+Each rank gathers the operands and computes all, or the ranks combine their answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from pydist.ops.pointwise.elementwise import elementwise
+from pydist.ops.shaping.indexing import whole_of
+from pydist.tensor import HANDLERS, implements
+
+
+def _gathered(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+
+
+for _name in ("masked_select", "unique", "unique_consecutive", "histogram"):
+    for _owner in (torch, torch.Tensor):
+        _func = getattr(_owner, _name)
+        HANDLERS[_func] = partial(_gathered, _func)
+
+
+@implements(torch.equal, torch.Tensor.equal)
+def equal(input: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors have the same shape and values."""
+    return input.shape == other.shape and bool(elementwise(torch.eq, input, other).all())
+
+
+@implements(torch.allclose, torch.Tensor.allclose)
+def allclose(input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Returns whether all elements of two tensors are close."""
+    return bool(elementwise(torch.isclose, input, other, *args, **kwargs).all())

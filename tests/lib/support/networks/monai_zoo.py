@@ -1,0 +1,331 @@
+"""Every 3-D network of MONAI, unmodified and small: its split step against one device.
+
+    PYTHONPATH=tests/lib python -m support.networks.monai_zoo > docs/monai.md
+
+writes the table of the documentation. Networks that draw random numbers are in evaluation mode.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from monai.networks import nets
+from torch import Tensor, nn
+
+from pydist.errors import NotSupported
+from support.equivalence import Task, check_network, randn, whole_answer
+from support.networks.attention import LONG, NETWORKS, TOKENS
+from support.networks.small import initialized
+from support.networks.vision import declare_missing_operators
+
+SPLITS = ((2, 1, 1), (1, 2, 2))
+BATCH = 2
+BOUND = 1e-10
+"""Largest distance from one device, relative to the largest value of the tensor."""
+NOISE = 1e-3
+"""Relative change under noise of one ulp from which a value is nothing but rounding."""
+
+
+class Summed(nn.Module):
+    """A network of which all floating-point outputs count, in evaluation mode if it is random."""
+
+    def __init__(self, network: nn.Module, *arguments: Any, is_random: bool = False) -> None:
+        super().__init__()
+        self.network, self.arguments = network, arguments
+        if is_random:
+            network.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [y for y in _tensors(self.network(x, *self.arguments)) if y.is_floating_point()]
+        if len(found) == 1:
+            return found[0]
+        return torch.stack([y.square().mean() for y in found])[None].expand(len(x), -1)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    return [] if value is None else [t for each in value for t in _tensors(each)]
+
+
+class Case(NamedTuple):
+    """A network and the extents of a sample; `initial` keeps the parameters that MONAI draws."""
+
+    make: Callable[[], nn.Module]
+    extents: tuple[int, ...]
+    channels: int = 1
+
+
+class Registered(nn.Module):
+    """VoxelMorph on a moving and a fixed volume, which are the channels of the input."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Any:
+        return self.network(x[:, :1], x[:, 1:])
+
+
+class Encoded(nn.Module):
+    """A network that is called by one of its methods."""
+
+    def __init__(self, network: nn.Module, call: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.network, self.call = network, call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self.network, x)
+
+
+def _spade_autoencoder() -> nn.Module:
+    network = nets.SPADEAutoencoderKL(
+        3, 2, channels=(2, 4), num_res_blocks=(1, 1), attention_levels=(False, True),
+        latent_channels=2, norm_num_groups=2, spade_intermediate_channels=2,
+    )  # fmt: skip
+    labels = randn(BATCH, 2, 8, 8, 8)
+    return Encoded(network, lambda own, x: own.decode(sum(own.encode(x)), labels))
+
+
+def _spade_net() -> nn.Module:
+    network = nets.SPADENet(3, 1, 1, 2, [8, 8, 8], [4, 4], 4, spade_intermediate_channels=2)
+    return Encoded(
+        network, lambda own, x: own.decode(torch.cat([x, -x], 1), own.encoder(x)[0])
+    )
+
+
+def _masked_autoencoder() -> nn.Module:
+    """It keeps the same tokens at each call, which MONAI draws from torch's global generator."""
+    network = nets.MaskedAutoEncoderViT(
+        1, (16, 16, 8), 4, num_layers=1, decoder_hidden_size=12, decoder_mlp_dim=8,
+        decoder_num_layers=1, decoder_num_heads=2, **TOKENS,
+    )  # fmt: skip
+    kept = randn(BATCH, 32).argsort(1)[:, :8]
+    rows = torch.arange(BATCH)[:, None]
+
+    def masking(x: Tensor, masking_ratio: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        mask = torch.ones(x.shape[:2], dtype=torch.int)
+        mask[rows, kept] = 0
+        return x[rows, kept], kept, mask
+
+    network._masking = masking
+    return network
+
+
+def _global_net() -> nn.Module:
+    network = nets.GlobalNet([16, 16, 16], 3, 2, 4, 2)
+    network.output_block.grid = network.output_block.grid.double()  # float32 by a constant
+    return network
+
+
+def _dints() -> nn.Module:
+    space = nets.TopologyInstance(channel_mul=0.25, num_blocks=2, num_depths=2, use_downsample=True)
+    return nets.DiNTS(space, 1, 2, use_downsample=True)
+
+
+def _dints_search() -> nn.Module:
+    space = nets.TopologySearch(channel_mul=0.25, num_blocks=2, num_depths=2, use_downsample=True)
+    return nets.DiNTS(space, 1, 2, use_downsample=True)
+
+
+def _vista3d() -> nn.Module:
+    from monai.networks.nets.vista3d import ClassMappingClassify, PointMappingSAM
+
+    encoder = nets.SegResNetDS2(
+        init_filters=8, in_channels=1, out_channels=8, blocks_down=(1, 1), norm="instance"
+    )
+    network = nets.VISTA3D(
+        encoder, ClassMappingClassify(8, 8, use_mlp=True), PointMappingSAM(8, last_supported=4, n_classes=8)
+    )
+    return Encoded(network, lambda own, x: own(x, class_vector=torch.tensor([[1], [2]])))
+
+
+def _netadapter() -> nn.Module:
+    trunk = nets.resnet10(spatial_dims=3, n_input_channels=1, num_classes=3, widen_factor=0.125)
+    return nets.NetAdapter(trunk, num_classes=2, dim=3, pool=("adaptiveavg", {"output_size": 1}))
+
+
+UNET: dict[str, Any] = {"channels": (4, 8, 8), "strides": (2, 2)}
+REGRESSION: dict[str, Any] = {"channels": (4, 8), "strides": (2, 2), "dropout": None}
+SHORT: dict[str, Any] = {"spatial_dims": 3, "in_channels": 1}
+MORPH: dict[str, Any] = {
+    "spatial_dims": 3, "in_channels": 2, "unet_out_channels": 4, "channels": (4, 4, 4, 4, 4, 4),
+    "final_conv_channels": (4, 4),
+}  # fmt: skip
+
+
+def _morph(integration_steps: int, half_res: bool) -> nn.Module:
+    backbone = nets.VoxelMorphUNet(**MORPH)
+    return Registered(nets.VoxelMorph(backbone, integration_steps, half_res, 3))
+
+
+CASES: dict[str, Case] = {
+    "AHNet": Case(lambda: nets.AHNet((1, 1, 1, 1), 3, 1, 2, psp_block_num=2), (64, 32, 32)),
+    "AttentionUnet": Case(lambda: nets.AttentionUnet(3, 1, 2, **UNET), (16, 12, 8)),
+    "AutoEncoder": Case(lambda: nets.AutoEncoder(3, 1, 2, (4, 8), (2, 2)), (16, 12, 8)),
+    "BasicUNet": Case(lambda: nets.BasicUNet(3, 1, 2, (2, 2, 4, 4, 4, 2)), (32, 16, 16)),
+    "BasicUNetPlusPlus": Case(
+        lambda: nets.BasicUNetPlusPlus(3, 1, 2, (2, 2, 2, 4, 4, 2), deep_supervision=True),
+        (16, 16, 32),
+    ),
+    "Classifier": Case(lambda: nets.Classifier((1, 16, 12, 8), 3, **REGRESSION), (16, 12, 8)),
+    "Critic": Case(lambda: nets.Critic((1, 16, 12, 8), **REGRESSION), (16, 12, 8)),
+    "DAF3D": Case(lambda: nets.DAF3D(1, 2), (32, 32, 32)),
+    "DenseNet121": Case(
+        lambda: nets.DenseNet121(3, 1, 3, init_features=4, growth_rate=2), (48, 32, 32)
+    ),
+    "DiNTS, instance": Case(_dints, (32, 32, 32)),
+    "DiNTS, search": Case(_dints_search, (32, 32, 32)),
+    "Discriminator": Case(lambda: nets.Discriminator((1, 16, 12, 8), **REGRESSION), (16, 12, 8)),
+    "DynUNet": Case(
+        lambda: nets.DynUNet(
+            3, 1, 2, [3] * 4, [1, 2, 2, 2], [2] * 3, filters=[4, 4, 8, 8], deep_supervision=True,
+            deep_supr_num=2, res_block=True,
+        ), (16, 16, 16),
+    ),
+    "EfficientNetBN": Case(
+        lambda: nets.EfficientNetBN(
+            "efficientnet-b0", pretrained=False, spatial_dims=3, in_channels=1, num_classes=3
+        ), (64, 32, 32),
+    ),
+    "FlexibleUNet": Case(
+        lambda: nets.FlexibleUNet(
+            1, 2, "resnet10", spatial_dims=3, decoder_channels=(8, 8, 4, 4, 4)
+        ), (32, 32, 32),
+    ),
+    "GlobalNet": Case(_global_net, (16, 16, 16), 2),
+    "HighResNet": Case(
+        lambda: nets.HighResNet(
+            3, 1, 2, layer_params=(
+                {"name": "conv_0", "n_features": 4, "kernel_size": 3},
+                {"name": "res_1", "n_features": 4, "kernels": (3, 3), "repeat": 2},
+                {"name": "res_2", "n_features": 6, "kernels": (3, 3), "repeat": 2},
+                {"name": "conv_1", "n_features": 8, "kernel_size": 1},
+                {"name": "conv_2", "kernel_size": 1},
+            ),
+        ), (9, 8, 7),
+    ),
+    "HyenaNDUNETR": Case(
+        lambda: nets.HyenaNDUNETR(
+            1, 2, (True, True, False, False), 12, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1),
+            window_size=2,
+        ), (64, 32, 32),
+    ),
+    "LocalNet": Case(lambda: nets.LocalNet(3, 2, 4, (0, 1, 2)), (16, 16, 16), 2),
+    "MaskedAutoEncoderViT": Case(_masked_autoencoder, (16, 16, 8)),
+    "MedNeXt": Case(
+        lambda: nets.MedNeXt(
+            3, 4, 1, 2, kernel_size=3, blocks_down=(1, 1, 1, 1), blocks_bottleneck=1,
+            blocks_up=(1, 1, 1, 1), deep_supervision=True, use_residual_connection=True,
+            global_resp_norm=True,
+        ), (32, 16, 16),
+    ),
+    "MultiScalePatchDiscriminator": Case(
+        lambda: nets.MultiScalePatchDiscriminator(2, 1, 3, 4, 1, minimum_size_im=16), (32, 32, 32)
+    ),
+    "NaViT": Case(
+        lambda: Encoded(
+            nets.NaViT((16, 16, 8), 4, num_classes=3, num_layers=1, **TOKENS),
+            lambda own, x: own([[sample] for sample in x]),
+        ), (16, 16, 8),
+    ),
+    "NetAdapter": Case(_netadapter, (32, 32, 32)),
+    "PatchDiscriminator": Case(lambda: nets.PatchDiscriminator(3, 4, 1, num_layers_d=2), (16, 24, 16)),
+    "RegUNet": Case(lambda: nets.RegUNet(3, 2, 4, 2), (16, 16, 16), 2),
+    "Regressor": Case(lambda: nets.Regressor((1, 16, 12, 8), (2, 2), **REGRESSION), (16, 12, 8)),
+    "ResNet10": Case(
+        lambda: nets.resnet10(spatial_dims=3, n_input_channels=1, num_classes=3, widen_factor=0.125),
+        (32, 20, 16),
+    ),
+    "ResNetFeatures": Case(
+        lambda: nets.ResNetFeatures("resnet10", pretrained=False, spatial_dims=3, in_channels=1),
+        (32, 16, 16),
+    ),
+    "SegResNet": Case(lambda: nets.SegResNet(3, 8, 1, 2, blocks_down=(1, 2, 2), blocks_up=(1, 1)), (12, 8, 8)),
+    "SegResNetDS": Case(
+        lambda: nets.SegResNetDS(3, 4, 1, 2, blocks_down=(1, 1, 1), dsdepth=2), (16, 16, 8)
+    ),
+    "SegResNetDS2": Case(
+        lambda: nets.SegResNetDS2(3, 4, 1, 2, blocks_down=(1, 1, 1), dsdepth=2), (16, 16, 8)
+    ),
+    "SegResNetVAE": Case(
+        lambda: nets.SegResNetVAE(
+            (16, 16, 16), vae_nz=4, blocks_down=(1, 1, 1), blocks_up=(1, 1)
+        ), (16, 16, 16),
+    ),
+    "SENet": Case(
+        lambda: nets.SENet(
+            3, 1, block="se_bottleneck", layers=(1, 1, 1, 1), groups=2, reduction=4, inplanes=16,
+            num_classes=3, dropout_prob=None,
+        ), (64, 20, 16),
+    ),
+    "SPADENet": Case(_spade_net, (8, 8, 8)),
+    "SPADEAutoencoderKL": Case(_spade_autoencoder, (8, 8, 8)),
+    "UNet": Case(lambda: nets.UNet(3, 1, 2, num_res_units=2, **UNET), (16, 12, 8)),
+    "VarAutoEncoder": Case(
+        lambda: nets.VarAutoEncoder(3, (1, 16, 16, 8), 1, 2, (4, 8), (2, 2)), (16, 16, 8)
+    ),
+    "VISTA3D": Case(_vista3d, (16, 16, 16)),
+    "VNet": Case(lambda: nets.VNet(3, 1, 2), (16, 16, 16)),
+    "VoxelMorph": Case(lambda: _morph(2, False), (32, 32, 32), 2),
+    "VoxelMorph, half resolution": Case(lambda: _morph(2, True), (32, 32, 32), 2),
+    "VoxelMorphUNet": Case(lambda: nets.VoxelMorphUNet(**MORPH), (32, 32, 32), 2),
+    "VQVAE": Case(
+        lambda: nets.VQVAE(
+            3, 1, 1, (4, 4), 1, (4, 4), ((2, 4, 1, 1),) * 2, ((2, 4, 1, 1, 0),) * 2, 8, 4
+        ), (16, 16, 8),
+    ),
+    **{name: Case(make, extents) for name, (make, extents) in {**NETWORKS, **LONG}.items()},
+}  # fmt: skip
+RANDOM = {"VarAutoEncoder", "SegResNetVAE", "VQVAE", "VNet", "EfficientNetBN"}
+
+
+def task_of(name: str) -> Task:
+    """Returns a task with two samples."""
+    case = CASES[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = initialized(Summed(case.make(), is_random=name in RANDOM))
+    x = randn(BATCH, case.channels, *case.extents)
+    with torch.no_grad():
+        target = randn(*model(x).shape, seed=1)
+    return Task(model, x, target, F.mse_loss)
+
+
+def verdict(name: str) -> str:
+    """Returns "equal", or the call that is refused; raises an error where results differ."""
+    declare_missing_operators()
+    task = task_of(name)
+    answer = whole_answer(task)
+    # As of biases before a norm, whose gradients are zero.
+    exact = {name: math.inf if bound > NOISE else max(BOUND, bound) for name, bound in answer.bounds.items()}
+    answer = answer._replace(bounds=exact)
+    try:
+        for spatial in SPLITS:
+            check_network(task, spatial, answer=answer)
+    except NotSupported as error:
+        return f"refused: {str(error).partition(' on a sharded')[0]}"
+    return "equal"
+
+
+def main(names: Sequence[str]) -> None:
+    for name in names or CASES:
+        try:
+            said = verdict(name)
+        except Exception as error:
+            said = f"ERROR {type(error).__name__}: {str(error)[:600]}"
+        print(f"| {name} | {said} |", flush=True)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    main(sys.argv[1:])

@@ -1,0 +1,96 @@
+"""Sampling at positions of a grid, split against whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pydist import layout_for_sample
+from support.equivalence import Cut, check_function, layout_at, on_ranks, randn, shard
+
+SHAPE = (2, 3, 9, 8, 7)
+POINTS = {
+    "2x1x1": [[0, 4, 9], None, None],
+    "2x2x2, half of them empty": [[0, 2, 9], [0, 3, 8], [0, 0, 7]],
+}
+
+
+def identity(*extents, aligned=False):
+    """Returns the grid at which sampling changes nothing."""
+    theta = torch.eye(len(extents), len(extents) + 1, dtype=torch.float64)[None]
+    return F.affine_grid(theta, (1, 1, *extents), aligned)
+
+
+def displaced(by):
+    """Returns a function of an input and displacements, [N, 3, D, H, W], up to `by`."""
+
+    def call(x, flow, **options):
+        base = identity(*flow.shape[2:], aligned=options.get("align_corners", False))
+        return F.grid_sample(x, base + by * flow.movedim(1, -1).tanh(), **options)
+
+    return call
+
+
+OPTIONS = {
+    "zeros": {"align_corners": False},
+    "aligned, border": {"align_corners": True, "padding_mode": "border"},
+    "reflection": {"align_corners": False, "padding_mode": "reflection"},
+    "nearest": {"align_corners": True, "mode": "nearest"},
+}
+
+
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+@pytest.mark.parametrize("by", [0.1, 1.5])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_displacements(options, by, points):
+    flow = randn(2, 3, *SHAPE[2:], seed=1)
+    check_function(
+        lambda x, f: displaced(by)(x, f, **options),
+        randn(*SHAPE), (), points, beside=[Cut(flow, points)], second_order=True,
+    )  # fmt: skip
+
+
+def test_of_images_by_cubes():
+    flow = randn(2, 2, 8, 7, seed=1)
+    check_function(
+        lambda x, f: displaced(0.2)(x, f, mode="bicubic", align_corners=False),
+        randn(2, 3, 8, 7), (), [[0, 3, 8], [0, 6, 7]],
+        beside=[Cut(flow, [[0, 4, 8], None])], second_order=True,
+    )  # fmt: skip
+
+
+def test_of_a_plain_volume_and_at_plain_positions():
+    check_function(
+        lambda flow, atlas: displaced(0.3)(atlas, flow, align_corners=False),
+        randn(2, 3, 6, 5, 4), [randn(2, 1, 7, 7, 7, seed=1)], [[0, 2, 6], None, [0, 1, 4]],
+        second_order=True,
+    )  # fmt: skip
+    check_function(
+        lambda x, theta: F.grid_sample(
+            x, F.affine_grid(theta, (2, 3, 5, 4, 6), False).tanh(), align_corners=False
+        ),
+        randn(*SHAPE), [randn(2, 3, 4, seed=1)], [[0, 2, 9], [0, 3, 8], None],
+    )  # fmt: skip
+
+
+def test_affine_map_of_the_network():
+    def call(x):
+        theta = x.mean((2, 3, 4)).repeat(1, 4).reshape(2, 3, 4)
+        grid = F.affine_grid(theta, x.shape, align_corners=True)
+        return F.grid_sample(x, grid, align_corners=True)
+
+    check_function(call, randn(*SHAPE), (), [[0, 2, 9], [0, 3, 8], None])
+
+
+def test_bounded_displacements_gather_a_halo():
+    """A rank of four receives less than half of the others' planes."""
+
+    def body(mesh):
+        x = shard(randn(1, 1, 64, 4, 4), layout_for_sample(mesh, (1, 1, 64, 4, 4)))
+        base = shard(identity(64, 4, 4), layout_at(mesh, (1, 64, 4, 4, 3), [[0, 16, 32, 48, 64], None, None, None]))
+        F.grid_sample(x, base, align_corners=False)
+        plans = [p for k, p in mesh.session.plans.items() if k[0] == "grid sample"]
+        assert [slot.shape[2] <= 32 for slot in plans[0].slots] == [True]
+
+    on_ranks((4, 1, 1), body)

@@ -1,0 +1,101 @@
+"""Reads, writes and adds at sharded indices, at masks, and along split dims."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from pydist.errors import UsageError
+from support.equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
+
+SHAPE = (2, 3, 5, 4, 3)
+POINTS = {
+    "2x1x1": [[0, 2, 5], None, None],
+    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
+}
+ROWS = torch.tensor([3, 0, 0])
+
+
+def _assigned(x, index, value):
+    y = x * 1
+    y[index] = value
+    return y * x
+
+
+def _into_plain(x, index):
+    y = torch.zeros(2, 3, 5, 4, 3, dtype=torch.float64)
+    y[:, :, ROWS] = x[:, :, :3]
+    y[index] += 1
+    return y * x
+
+
+CALLS = {
+    "mask": lambda x, i: x[x > 0] ** 2,
+    "mask of dims": lambda x, i: x[:, 1, (x[0, 0] > 0)] ** 2,
+    "of a plain tensor": lambda x, i: torch.arange(60.0).double().reshape(5, 4, 3)[x[0, 0] > 0] * x.sum(),
+    "masked_select": lambda x, i: x.masked_select(x[:, :1] > 0) ** 2,
+    "sharded indices": lambda x, i: x[:, :, i[0, :, 0, 0]] ** 2,
+    "sharded indices of two dims": lambda x, i: x[:, i[0, :, :, 0] % 3, :, i[1, :, :, 0]] ** 2,
+    "one sharded index": lambda x, i: x[:, :, i.sum() % 5] ** 2,
+    "index_select": lambda x, i: x.index_select(1, i[0, :, 0, 0] % 3) ** 2,
+    "assigned at indices": lambda x, i: _assigned(x, (slice(None), slice(None), ROWS[:2]), x[:, :, 1:3]),
+    "assigned numbers": lambda x, i: _assigned(x, (0, slice(1, 3), ROWS), 2.0),
+    "assigned at both": lambda x, i: _assigned(x, (ROWS[1:] + 1, slice(None), slice(1, 4)), x[:1, :1, 2:]),
+    "assigned at sharded indices": lambda x, i: _assigned(x, (1, 2, i[0, :, 1, 1]), 3.0),
+    "assigned at a mask": lambda x, i: _assigned(x, x > 0.5, x[x > 0.5] ** 2),
+    "into a plain tensor": lambda x, i: _into_plain(x, (slice(None), slice(None), i[0, :1, 1, 1])),
+    "scatter": lambda x, i: x.scatter(2, i[:, None].expand(2, 3, 5, 4, 3), x * 2),
+    "scatter_add": lambda x, i: x.scatter_add(3, i[:, None, :, :2] % 4, x ** 2),
+    "scatter_ in place": lambda x, i: (x * 1).scatter_(2, i[:, None, :2], x ** 2) * x,
+    "scatter_reduce": lambda x, i: x.scatter_reduce(2, i[:, None], x ** 2, "amax"),
+    "index_add": lambda x, i: x.index_add(2, ROWS, x[:, :, 1:4] ** 2, alpha=2) * x,
+    "index_add_ of an unsplit dim": lambda x, i: (x * 1).index_add_(1, ROWS[1:], x[:, :2] ** 2),
+    "index_copy_": lambda x, i: (x * 1).index_copy_(2, ROWS[:2], x[:, :, :2] ** 2) * x,
+    "index_fill": lambda x, i: x.index_fill(3, ROWS, 2.0) * x,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_to_second_order(call, points):
+    indices = Cut(randint(5, 2, 5, 4, 3), points)
+    check_function(call, randn(*SHAPE), (), points, beside=[indices], second_order=True)
+
+
+def test_parameters_at_sharded_indices():
+    check_function(
+        lambda x, table: table[(x[:, 0] * 10).long() % 7] ** 2 + table[ROWS].sum(),
+        randn(*SHAPE), [randn(7, 2, seed=1)], POINTS["2x1x1"], second_order=True,
+    )  # fmt: skip
+
+
+def test_arrays_and_copies():
+    whole = randn(*SHAPE)
+
+    def body(mesh):
+        x = shard(whole, layout_at(mesh, SHAPE, POINTS["2x1x1"]))
+        assert np.array_equal(x.detach().numpy(), whole.numpy())
+        assert np.array_equal(np.asarray(x.detach()), whole.numpy())
+        y = copy.copy(x)
+        assert (y.is_leaf, y.requires_grad, y.layout) == (True, True, x.layout)
+        with torch.no_grad():
+            y.add_(1)
+        assert torch.equal(x, whole + 1)  # as in torch, it shares memory
+        assert not torch.equal(x, y + 1e-9)
+        assert torch.allclose(x, y + 1e-9)
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_a_mask_of_another_shape_is_named():
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["2x1x1"]))
+        with pytest.raises(IndexError):
+            x[x[:, :, 1:] > 0]
+        with pytest.raises((IndexError, UsageError)):
+            x[:, torch.ones(4, dtype=torch.bool)]
+
+    on_ranks((2, 1, 1), body)
