@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from pydist.train.captured import capturable
 from pydist.train.cuda_graph import WARMUP, GraphedStep
 from pydist.train.network import MeshNetwork
 from pydist.train.step import TrainStep
+from pydist.train.tasks.base import Criterion
 
 RATE = 1e-4
 _BEFORE = 3
@@ -106,9 +107,9 @@ class Plain:
 class Task:
     """The training task, with its loss."""
 
-    def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """Computes the mean squared error."""
-        return F.mse_loss(output.float(), batch.targets)
+    def criterion(self, batches: Sequence[Batch]) -> Criterion:
+        """Returns the mean squared error."""
+        return lambda output, targets: F.mse_loss(output.float(), targets)
 
 
 class Split:

@@ -66,6 +66,8 @@ class Batch:
         parts: passes of the step.
         is_last: whether the step ends with this pass.
         ends_epoch: whether the epoch ends with this step.
+        in_parts: whether the step computes losses of parts of its samples: of several passes, or of
+            the micro-batches of stages, even if there is only one.
     """
 
     inputs: ShardedTensor
@@ -83,6 +85,7 @@ class Batch:
     parts: int = 1
     is_last: bool = True
     ends_epoch: bool = False
+    in_parts: bool = False
 
 
 class Loader:
@@ -407,6 +410,7 @@ class Loader:
             parts=plan.parts,
             is_last=plan.is_last,
             ends_epoch=plan.ends_epoch,
+            in_parts=plan.in_parts,
         )
 
     def _loss_scale(self, plan: GroupBatch) -> float:

@@ -45,6 +45,8 @@ class GroupBatch:
     """Whether the step ends with this pass."""
     ends_epoch: bool = False
     """Whether the epoch ends with this step."""
+    in_parts: bool = False
+    """Whether the step computes losses of parts of its samples: in passes, or in stages."""
 
 
 class _Pass(NamedTuple):
@@ -259,6 +261,7 @@ class MeshSampler:
             epoch, step, indices, count, first, len(found.samples), found.step_size, part,
             found.parts, is_last=part + 1 == found.parts or not self._divides,
             ends_epoch=step + 1 == len(self._starts_of(epoch)) - 1,
+            in_parts=found.parts > 1 or not self._divides,
         )  # fmt: skip
 
     def samples_of(

@@ -64,21 +64,20 @@ class Network(Protocol):
     def backward(
         self,
         batch: Batch,
-        task: Task,
+        criterion: Criterion,
         scale: float | Tensor,
         scaler: GradScaler,
         mixed: AbstractContextManager[Any],
-        criterion: Criterion | None = None,
     ) -> Tensor:
         """Runs the forward and backward passes of a training step, or of a part of its batch.
 
         Args:
             batch: the samples.
-            task: computes the loss.
+            criterion: computes the loss from the output and the targets, of these samples or of a
+                micro-batch of them.
             scale: factor of the loss, 0 where the samples are padding; see `Batch.loss_scale`.
             scaler: scales the loss further, as gradients need it.
             mixed: autocast, for the forward pass.
-            criterion: computes the loss of a part of the step's batch; by default `task.loss`.
 
         Returns:
             The loss of the rank's sample group, without these factors.
@@ -134,20 +133,15 @@ class MeshNetwork:
     def backward(
         self,
         batch: Batch,
-        task: Task,
+        criterion: Criterion,
         scale: float | Tensor,
         scaler: GradScaler,
         mixed: AbstractContextManager[Any],
-        criterion: Criterion | None = None,
     ) -> Tensor:
         """Runs the passes; the last part of a step reduces the gradient of all of them."""
         with nullcontext() if batch.parts == 1 else self._part(batch):
             with mixed:
-                output = self.model(batch.inputs)
-                if criterion is None:
-                    loss = task.loss(output, batch)
-                else:
-                    loss = criterion(output, batch.targets)
+                loss = criterion(self.model(batch.inputs), batch.targets)
             scaled = scaler.scale(loss * scale)
             self.gradients.before_backward(scaler)
             scaled.backward()
@@ -244,20 +238,19 @@ class StagedNetwork:
     def backward(
         self,
         batch: Batch,
-        task: Task,
+        criterion: Criterion,
         scale: float | Tensor,
         scaler: GradScaler,
         mixed: AbstractContextManager[Any],
-        criterion: Criterion | None = None,
     ) -> Tensor:
         """Runs the passes of the batch's micro-batches."""
-        found, mesh = criterion or task.criterion([batch]), self._mesh
+        mesh = self._mesh
         least = least_samples(batch.global_size, mesh.data_size, mesh.shares.get("data"))
         with mixed:
             loss = self._pipe.step(
                 batch.inputs,
                 batch.targets,
-                lambda output, targets: scaler.scale(found(output, targets) * scale),
+                lambda output, targets: scaler.scale(criterion(output, targets) * scale),
                 micro_batches=min(batch.parts, least),
             )
         return loss / (scaler.get_scale() * scale)

@@ -45,7 +45,7 @@ class TrainStep:
         Returns:
             The group's loss, a scalar on the device.
         """
-        loss = self._backward(batch, scale, None)
+        loss = self._backward(batch, scale, self.task.criterion([batch]))
         self._update()
         return loss
 
@@ -74,13 +74,13 @@ class TrainStep:
         return total, squares.figures
 
     def _over(self, passes: Iterable[Batch], squares: GradientSquares | None) -> Tensor:
-        criterion: Criterion | None = None
+        of_all: Criterion | None = None
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.task.weighs_targets:
             passes = list(passes)
-            criterion = self.task.criterion(passes)
+            of_all = self.task.criterion(passes)
         for batch in passes:
-            criterion = criterion or self.task.criterion([batch])
+            criterion = of_all or self.task.criterion([batch])
             with nullcontext() if squares is None else entry_hook_of(self.state.model).no_sync():
                 loss = self._backward(batch, batch.loss_scale, criterion)
             if squares is not None:
@@ -93,10 +93,10 @@ class TrainStep:
         self._update()
         return total
 
-    def _backward(self, batch: Batch, scale: float | Tensor, criterion: Criterion | None) -> Tensor:
+    def _backward(self, batch: Batch, scale: float | Tensor, criterion: Criterion) -> Tensor:
         mixed = autocast(self.device, self.config.amp)
         state = self.state
-        return state.network.backward(batch, self.task, scale, state.scaler, mixed, criterion)
+        return state.network.backward(batch, criterion, scale, state.scaler, mixed)
 
     def _update(self) -> None:
         """Steps the optimizer with the accumulated gradient, and clears it."""

@@ -41,8 +41,11 @@ def batches(count: int, epochs: int, size_at) -> list[list[int]]:
     labelled=st.booleans(),
     partitioned=st.booleans(),
     by=st.sampled_from(["accumulate", "batch", "both"]),
+    pad=st.booleans(),
 )
-def test_steps_are_those_of_one_device(groups, spatial, count, data, labelled, partitioned, by):
+def test_steps_are_those_of_one_device(
+    groups, spatial, count, data, labelled, partitioned, by, pad
+):
     """Over groups, split samples, short batches, passes, and a batch that changes in an epoch."""
     batch = data.draw(st.integers(groups, 6), "batch")
     accumulate = data.draw(st.integers(1, batch // groups), "accumulate")
@@ -54,7 +57,8 @@ def test_steps_are_those_of_one_device(groups, spatial, count, data, labelled, p
 
     def body(mesh):
         sizes = BatchSizes(batch, [(place, changed)])
-        return on_mesh(mesh, source, sizes, rule, partitioned=partitioned and mesh.size > 1)
+        divides = partitioned and mesh.size > 1
+        return on_mesh(mesh, source, sizes, rule, partitioned=divides, pad=pad)
 
     steps = batches(count, 2, lambda seen: batch if seen < place else changed)
     if labelled:

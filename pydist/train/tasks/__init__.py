@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pydist.check.factory import load_object
-from pydist.errors import UsageError
 from pydist.registry import imported
 from pydist.train.tasks.base import Task, Validation
 
@@ -20,7 +19,7 @@ def task_of(config: Config) -> Task:
 
     Raises:
         UsageError: the network does not support the loss or an option of it, or the task can't be
-            imported, or its class changes one of `loss` and `criterion` alone.
+            imported.
     """
     model = config.model
     if model.task.partition(":")[0].endswith(".py"):
@@ -28,15 +27,4 @@ def task_of(config: Config) -> Task:
     else:
         made = imported(model.path_of_task, f"the task of model '{model.name}'")
     task: Task = made(model, config.train)
-    changed = {name: _class_with(task, name) for name in ("loss", "criterion")}
-    if changed["loss"] is not changed["criterion"]:
-        raise UsageError(
-            f"{type(task).__name__} inherits one of `loss` (of a whole step) and `criterion` (of "
-            "several passes, or stages): define both, so that runs train with the same loss"
-        )
     return task
-
-
-def _class_with(task: Task, name: str) -> type | None:
-    """Returns the class that defines an attribute."""
-    return next((each for each in type(task).__mro__ if name in vars(each)), None)

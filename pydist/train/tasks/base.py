@@ -57,22 +57,20 @@ class Task(Protocol):
         """Returns the Python expression that creates the same network."""
         ...
 
-    def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """Computes the mean loss over the batch's samples, a scalar."""
-        ...
-
     @property
     def weighs_targets(self) -> bool:
         """Whether the loss of some samples depends on the targets of all samples of the step."""
         ...
 
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
-        """Returns the loss of a part of a step's samples, for stages and for several passes.
+        """Returns the loss of some of a step's samples: of a pass, or of a micro-batch in stages.
 
-        The mean of the parts' losses, weighted by their samples, is the loss of the step.
+        The mean of these losses, weighted by their samples, is the loss of the step. All ranks call
+        this before the forward pass, so it may be collective.
 
         Args:
-            batches: all passes of the step; at least the first, unless `weighs_targets`.
+            batches: the group's samples in all passes of the step if `weighs_targets`, else those
+                of the pass that follows.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,15 +109,6 @@ class AnySegmentation(Segmentation):
         """Returns the Python expression that makes the network."""
         return expression_of(self._made, manifest.sample_shape[0], len(manifest.class_names))
 
-    def loss(self, output: Any, batch: Batch) -> Tensor:
-        """Computes the configured loss, over all outputs."""
-        mesh, counts = batch.inputs.mesh, batch.count > 0
-
-        def of_one(scores: Tensor, labels: Tensor) -> Tensor:
-            return self._loss(scores, labels, mesh, counts=counts)
-
-        return _over_outputs(of_one, self._scores(output), batch.targets)
-
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the configured loss, over all outputs.
 
@@ -127,9 +119,7 @@ class AnySegmentation(Segmentation):
         def of_one(scores: Tensor, labels: Tensor) -> Tensor:
             extents = tuple(labels.shape[1:])
             if extents not in of_extents:  # on all ranks in the same order
-                every = [_resized(batch.targets, extents) for batch in batches]
-                mesh, samples = batches[0].inputs.mesh, batches[0].step_size
-                of_extents[extents] = self._loss.of_parts(every, mesh, samples)
+                of_extents[extents] = self._loss_of(batches, partial(_resized, extents=extents))
             return of_extents[extents](scores, labels)
 
         return lambda output, labels: _over_outputs(of_one, self._scores(output), labels)
@@ -164,10 +154,6 @@ class AnyRegression(Regression):
     def expression(self, manifest: Manifest) -> str:
         """Returns the Python expression that makes the network."""
         return expression_of(self._made, manifest.sample_shape[0], len(manifest.target_names))
-
-    def loss(self, output: Any, batch: Batch) -> Tensor:
-        """Computes the mean squared error."""
-        return _squared_error(output, batch.targets)
 
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the mean squared error."""
@@ -217,10 +203,6 @@ class AnyClassification(SampleReport):
     def expression(self, manifest: Manifest) -> str:
         """Returns the Python expression that makes the network."""
         return expression_of(self.config, manifest.sample_shape[0], len(manifest.class_names))
-
-    def loss(self, output: Any, batch: Batch) -> Tensor:
-        """Computes the mean cross-entropy."""
-        return self._cross_entropy(output, batch.targets)
 
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the mean cross-entropy."""

@@ -75,10 +75,6 @@ class Regression(SampleReport):
         """Returns the Python expression that creates the network."""
         raise NotImplementedError
 
-    def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """Computes the mean squared error."""
-        return F.mse_loss(output, batch.targets)
-
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the mean squared error."""
         return F.mse_loss

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,11 +135,6 @@ class Segmentation:
     def _arguments(self, manifest: Manifest) -> dict[str, Any]:
         return self.arguments(manifest.sample_shape[0], len(manifest.class_names))
 
-    def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """Computes the configured loss; with weighted voxels, equal in all sample groups."""
-        counts = batch.count > 0
-        return self._loss(output, batch.targets, batch.inputs.mesh, counts=counts)
-
     @property
     def weighs_targets(self) -> bool:
         """Returns whether voxels have different weights in the cross-entropy."""
@@ -146,8 +142,16 @@ class Segmentation:
 
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the configured loss; weighted voxels count as in the global batch."""
-        labels = [batch.targets for batch in batches]
-        return self._loss.of_parts(labels, batches[0].inputs.mesh, batches[0].step_size)
+        return self._loss_of(batches, lambda labels: labels)
+
+    def _loss_of(self, batches: Sequence[Batch], resized: Callable[[Tensor], Tensor]) -> Criterion:
+        """Returns the loss of an output whose labels `resized` computes from a batch's."""
+        first = batches[0]
+        mesh = first.inputs.mesh
+        if not first.in_parts:  # without a wait of the host for the sum of the weights
+            return partial(self._loss, mesh=mesh, counts=first.count > 0)
+        labels = [resized(batch.targets) for batch in batches if batch.count]
+        return self._loss.of_parts(labels, mesh, first.step_size)
 
     def measure(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns sums for the cross-entropy, Dice loss, and confusion, [N, 3 + classes²]."""

@@ -20,10 +20,12 @@ from pydist.exchange.own_slice import is_sharded_weight
 from pydist.optim import gather_gradients, sharded
 from pydist.partition import Box
 from pydist.tensor import ShardedTensor
-from pydist.train.config import TrainConfig
-from pydist.train.losses import SegmentationLoss
+from pydist.train.config import CosmoFlowConfig, TrainConfig, UNet3dConfig
 from pydist.train.network import MeshNetwork
 from pydist.train.step import TrainStep
+from pydist.train.tasks import Task
+from pydist.train.tasks.regression import CosmoFlowRegression
+from pydist.train.tasks.segmentation import UNet3dSegmentation
 from support.equivalence import randint, randn
 from support.networks.small import initialized
 
@@ -103,23 +105,12 @@ def network(labelled: bool, dropout: float = 0.0, norm: bool = False) -> nn.Modu
     )
 
 
-class _Task:
-    """The mean squared error, or a weighted cross-entropy with one label ignored."""
-
-    def __init__(self, labelled: bool) -> None:
-        self._loss = SegmentationLoss("cross_entropy", WEIGHTS, 1) if labelled else None
-        self.weighs_targets = labelled
-
-    def loss(self, output: Tensor, batch: Any) -> Tensor:
-        if self._loss is None:
-            return F.mse_loss(output, batch.targets)
-        return self._loss(output, batch.targets, batch.inputs.mesh, counts=batch.count > 0)
-
-    def criterion(self, batches: Sequence[Any]) -> Callable[[Tensor, Tensor], Tensor]:
-        if self._loss is None:
-            return F.mse_loss
-        labels = [batch.targets for batch in batches]
-        return self._loss.of_parts(labels, batches[0].inputs.mesh, batches[0].step_size)
+def _task(labelled: bool) -> Task:
+    """Returns the mean squared error, or a weighted cross-entropy with one label ignored."""
+    if labelled:
+        config = TrainConfig(class_weights=WEIGHTS, ignore_label=1)
+        return UNet3dSegmentation(UNet3dConfig(), config)
+    return CosmoFlowRegression(CosmoFlowConfig(), TrainConfig())
 
 
 @dataclass
@@ -136,8 +127,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
-def loader_of(mesh: Mesh, source: Samples, sizes: BatchSizes, rule: PassRule) -> Loader:
-    return Loader(source, mesh, sizes, seed=3, pad=False, passes=rule)
+def loader_of(
+    mesh: Mesh, source: Samples, sizes: BatchSizes, rule: PassRule, pad: bool = False
+) -> Loader:
+    return Loader(source, mesh, sizes, seed=3, pad=pad, passes=rule)
 
 
 def steps_of(loader: Loader) -> Iterator[Any]:
@@ -157,6 +150,7 @@ def on_mesh(
     partitioned: bool = False,
     measures: bool = False,
     sharded_weights: bool = False,
+    pad: bool = False,
     **options: Any,
 ) -> Trained:
     """Trains with pydist's steps; the gradients of the last step are gathered and kept."""
@@ -178,13 +172,12 @@ def on_mesh(
     if sharded_weights and mesh.size > 1:
         assert any(map(is_sharded_weight, model.parameters()))
     losses, figures = [], []
-    with loader_of(mesh, source, sizes, rule) as loader:
+    with loader_of(mesh, source, sizes, rule, pad) as loader:
         state: Any = SimpleNamespace(
             mesh=mesh, model=model, network=Keeping(model, mesh), optimizer=optimizer,
             scaler=GradScaler("cpu", enabled=False), loader=loader,
         )  # fmt: skip
-        task: Any = _Task(source.labelled)
-        step = TrainStep(state, task, TrainConfig())
+        step = TrainStep(state, _task(source.labelled), TrainConfig())
         for _ in range(epochs):
             for each in steps_of(loader):
                 passes = list(each)
