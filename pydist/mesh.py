@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 
@@ -154,15 +154,26 @@ def counts_of(
         UsageError: an argument has another type, or `spatial` is not three counts >= 1.
     """
     try:
-        found = tuple(operator.index(n) for n in spatial)
+        found = tuple(_whole(n) for n in spatial)
     except TypeError:
         found = ()
     if len(found) != 3 or any(n < 1 for n in found):
         raise UsageError(f"spatial={spatial!r}: expected three counts >= 1 (depth, height, width)")
     for name, given in (("data", data), ("seed", seed)):
-        if given is not None and not hasattr(given, "__index__"):
+        if given is not None and (isinstance(given, bool) or not hasattr(given, "__index__")):
             raise UsageError(f"{name}={given!r}: expected a whole number")
     return None if data is None else operator.index(data), found, operator.index(seed)
+
+
+def _whole(given: SupportsIndex) -> int:
+    """Returns a number of any integer type as an int.
+
+    Raises:
+        TypeError: it has another type; True is not the number 1.
+    """
+    if isinstance(given, bool):
+        raise TypeError
+    return int(operator.index(given))
 
 
 def counts_along(axes: Mapping[str, int]) -> dict[str, int]:
@@ -179,7 +190,7 @@ def counts_along(axes: Mapping[str, int]) -> dict[str, int]:
     counts = {}
     for axis, given in axes.items():
         with suppress(TypeError):
-            counts[axis] = int(operator.index(given))
+            counts[axis] = _whole(given)
         if counts.get(axis, 0) < 1:
             raise UsageError(f"{axis}={given!r}: expected a count >= 1")
     return counts

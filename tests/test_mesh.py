@@ -87,6 +87,8 @@ DO_NOT_FIT = {
     "one count": (2, None, 2, ["spatial=2: expected three counts"]),
     "a text": (2, None, "211", ["spatial='211': expected three counts"]),
     "data a text": (2, "1", (2, 1, 1), ["data='1': expected a whole number"]),
+    "a truth": (1, None, (True, 1, 1), [r"spatial=\(True, 1, 1\): expected three counts"]),
+    "a true data": (1, True, (1, 1, 1), ["data=True: expected a whole number"]),
     "half a group": (2, 0.5, (2, 1, 1), ["data=0.5: expected a whole number"]),
 }  # fmt: skip
 
@@ -127,6 +129,7 @@ def test_a_mesh_that_does_not_fit_the_world_names_both(ranks, data, spatial, nam
         ({"channel": "2"}, ["channel='2': expected a count"]),
         ({"channel": 2.0}, ["channel=2.0: expected a count"]),
         ({"channel": None}, ["channel=None: expected a count"]),
+        ({"channel": True}, ["channel=True: expected a count"]),
         ("channel", ["axes='channel'", "expected counts of channel"]),
         ({"data": 2}, ["data and spatial are arguments"]),
         ({"channel": 3}, ["channel 3", "needs 6 ranks a sample", "4 ranks were started"]),

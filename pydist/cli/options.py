@@ -6,19 +6,23 @@ import io
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from itertools import pairwise
-from typing import Any, TypeVar, get_args
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from pydist.errors import UsageError
 from pydist.train import config_io
-from pydist.train.config import Config, StagesConfig
+from pydist.train.config import Config, FactoryConfig, StagesConfig
 from pydist.train.gradients import FORMS, GradientsConfig, name_of
 
 _T = TypeVar("_T")
+
+_ARGUMENT = re.compile(r"--model\.args\.(\w+)(?:=(.*))?", re.DOTALL)
+_VALUE_OF_SWITCH = re.compile("Unrecognized options: (true|false|yes|no|on|off|0|1)", re.IGNORECASE)
 
 
 def parse(kind: type[_T], arguments: Sequence[str], prog: str, default: _T | None = None) -> _T:
@@ -44,12 +48,18 @@ def parse(kind: type[_T], arguments: Sequence[str], prog: str, default: _T | Non
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UsageError(_plain(complaint.getvalue())) from None
+        text = _plain(complaint.getvalue())
+        raise UsageError(_switch_with_value(text, arguments) or text) from None
 
 
 def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
-    """Applies options such as ``--train.steps 20`` to a configuration; see `parse`."""
-    overridden = parse(Config, arguments, prog, _with_chosen(config, arguments))
+    """Applies options such as ``--train.steps 20`` to a configuration; see `parse`.
+
+    An argument of a factory that the configuration does not have is given in TOML, as in
+    ``--model.args.width 32``.
+    """
+    chosen, rest = _with_new_arguments(_with_chosen(config, arguments), arguments)
+    overridden = parse(Config, rest, prog, chosen)
     return config_io.from_tables(config_io.to_dict(overridden), source="command line")
 
 
@@ -62,18 +72,59 @@ def _with_chosen(config: Config, arguments: Sequence[str]) -> Config:
         option, before = f"--{table}.name", getattr(config, table)
         names = [b for a, b in pairwise(arguments) if a == option]
         names += [a.removeprefix(f"{option}=") for a in arguments if a.startswith(f"{option}=")]
+        if table == "model" and not names:  # as in a file, the factory implies the name
+            names = ["factory" for a in arguments if a.partition("=")[0] == "--model.factory"]
         if not names or names[-1] == before.name:
             continue
         if names[-1] not in registry.names:
             raise UsageError(f"{option} {names[-1]}: possible are {', '.join(registry.names)}")
         kind = registry.get(names[-1])
         shared = {f.name for f in fields(kind)} & {f.name for f in fields(before)} - {"name"}
-        config = replace(config, **{table: kind(**{n: getattr(before, n) for n in shared})})
+        kept = {n: getattr(before, n) for n in shared}
+        needed = {f.name for f in fields(kind) if f.default is f.default_factory is MISSING}
+        kept |= dict.fromkeys(needed - kept.keys(), tyro.MISSING)
+        config = replace(config, **{table: kind(**kept)})
     return config
 
 
+def _with_new_arguments(config: Config, arguments: Sequence[str]) -> tuple[Config, Sequence[str]]:
+    """Adds arguments of a factory to a configuration; returns it, and the other options."""
+    if not isinstance(config.model, FactoryConfig):
+        return config, arguments
+    given: dict[str, Any] = {}
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        found = _ARGUMENT.fullmatch(word)
+        if found is None or found[1] in config.model.args:
+            rest.append(word)
+            continue
+        text = next(words, None) if found[2] is None else found[2]
+        if text is None:
+            raise UsageError(f"{word}: a value is expected, in TOML")
+        given[found[1]] = config_io.value(text)
+    model = replace(config.model, args={**config.model.args, **given})
+    return replace(config, model=model), rest
+
+
+def _switch_with_value(complaint: str, arguments: Sequence[str]) -> str | None:
+    """Returns what is possible, if the complaint is about a value such as false of a switch."""
+    found = _VALUE_OF_SWITCH.fullmatch(complaint)
+    words = [part for word in arguments for part in word.split("=", 1)]
+    for option, value in pairwise(words):
+        if found and value == found[1] and option.startswith("--"):
+            *tables, name = option.removeprefix("--").split(".")
+            name = name.removeprefix("no-")
+            on, off = (".".join((*tables, each)) for each in (name, f"no-{name}"))
+            return f"{option} {value}: it takes no value; possible are --{on} and --{off}"
+    return None
+
+
 def _types() -> ConstructorRegistry:
-    """Returns the types of options that tyro has not: stages and gradients, in TOML."""
+    """Returns types of options: stages and gradients in TOML; choices in the order of their type.
+
+    tyro has none for the former, and lists the choices of an optional one in the order of a set.
+    """
     registry = ConstructorRegistry()
 
     @registry.primitive_rule
@@ -100,6 +151,21 @@ def _types() -> ConstructorRegistry:
             ),
             is_instance=lambda given: given is None or isinstance(given, int | tuple),
             str_from_instance=lambda given: [repr(given)],
+        )
+
+    @registry.primitive_rule
+    def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        choice, *others = get_args(info.type) or (None,)
+        if get_origin(choice) is not Literal or others != [NoneType]:
+            return None
+        choices = ("None", *get_args(choice))
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{" + ",".join(choices) + "}",
+            instance_from_str=lambda given: None if given == ["None"] else given[0],
+            is_instance=lambda given: str(given) in choices,
+            str_from_instance=lambda given: [str(given)],
+            choices=choices,
         )
 
     return registry

@@ -37,23 +37,31 @@ class CheckpointMetadata:
         """Returns the task that the network was trained for.
 
         Args:
-            factory: of a network that is not pydist's own: a checkpoint may be a stranger's, so the
-                code that it names runs only if the caller names it, too.
+            factory: of a network that is not pydist's own: a checkpoint may be a stranger's, so
+                that code runs only which the caller names. Its file may have moved.
             task: the same for a task that is not pydist's own.
 
         Raises:
-            UsageError: the network has another factory or task.
+            UsageError: the network has another factory or task, or is pydist's own.
         """
         model = self.config.model
-        if isinstance(model, FactoryConfig):
-            own = "" if model.task in TASKS else model.task
-            if (factory, task if own else "") != (model.factory, own):
-                given = f"--factory {model.factory}{f' --task {own}' if own else ''}"
-                raise UsageError(
-                    f"the network was made by {model.factory}{f' for {own}' if own else ''}, code "
-                    f"that the checkpoint names: if you trust it, name it with {given}"
-                )
-        return task_of(self.config)
+        if not isinstance(model, FactoryConfig):
+            for option, given in (("--factory", factory), ("--task", task)):
+                if given:
+                    raise UsageError(
+                        f"{option} {given}: the checkpoint has pydist's own network "
+                        f'"{model.name}"; leave the option out'
+                    )
+            return task_of(self.config)
+        own = "" if model.task in TASKS else model.task
+        named = task or ("" if own else model.task)
+        if not (_same_code(factory, model.factory) and _same_code(named, model.task)):
+            given = f"--factory {model.factory}{f' --task {own}' if own else ''}"
+            raise UsageError(
+                f"the network was made by {model.factory}{f' for {own}' if own else ''}, code "
+                f"that the checkpoint names: if you trust it, name it with {given}"
+            )
+        return task_of(replace(self.config, model=replace(model, factory=factory, task=named)))
 
     def dump(self) -> dict[str, str]:
         """Encodes the description as texts, for a checkpoint."""
@@ -66,6 +74,19 @@ class CheckpointMetadata:
             "optimizer": json.dumps(_effective(self.config.optimizer)),
             "train": json.dumps(_objective(self.config)),
         }
+
+
+def _same_code(given: str, saved: str) -> bool:
+    """Returns whether FILE.py:NAME or MODULE:NAME is another name of the same, from any folder."""
+    (where, _, name), (there, _, saved_name) = given.rpartition(":"), saved.rpartition(":")
+    if where.endswith(".py") or there.endswith(".py"):
+        where, there = _stem(where), _stem(there)
+    return (where, name) == (there, saved_name)
+
+
+def _stem(where: str) -> str:
+    """Returns the last part of a file's or a module's name."""
+    return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
 
 
 def _effective(optimizer: OptimizerConfig) -> dict[str, Any]:
@@ -139,7 +160,8 @@ def load_trained(path: str | Path) -> tuple[CheckpointMetadata, dict[str, Any]]:
     texts: Mapping[str, str] = parts.get("about", {})
     if not texts:
         raise CheckpointError(
-            f"checkpoint {folder} does not describe its network: an older pydist has written it"
+            f"checkpoint {folder} does not describe its network: a loop of its user's own, or an "
+            "older pydist, has written it"
         )
     try:
         config = config_io.loads(texts["config"], f"checkpoint {folder}")

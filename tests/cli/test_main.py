@@ -64,6 +64,10 @@ def test_version_is_that_of_the_package(capsys):
         (["train", "nowhere.toml"], 2, "can't read the configuration nowhere.toml"),
         (["train", "wrong.toml"], 2, 'model.widht is not a setting; did you mean "width"?'),
         (["train", "ok.toml", "--train.stepz", "3"], 2, "did you mean --train.steps?"),
+        (["train", "ok.toml", "--output.plot", "false"], 2, "are --output.plot and --output.no-p"),
+        (["train", "ok.toml", "--output.plot=no"], 2, "--output.plot no: it takes no value"),
+        (["train", "ok.toml", "--mesh.rebalance", "x"], 2, "('None', 'data', 'channel', 'depth', "),
+        (["train", "ok.toml", "--model.name", "factory"], 2, "--model.factory"),
         (["profile", "ok.toml", "--step", "3"], 2, "did you mean --steps?"),
         (["profile", "ok.toml", "--warmpu=3"], 2, "did you mean --warmup?"),
         (["profile", "ok.toml", "--train.stepz", "3"], 2, "did you mean --train.steps?"),
@@ -134,3 +138,15 @@ def test_options_override_the_file():
     assert config.model == Config().model
     with pytest.raises(UsageError, match="invalid choice '33'"):
         override(Config(), ["--model.width", "33"], "pydist")
+
+
+def test_options_add_a_factory_and_its_arguments():
+    options = ["--model.factory", "a.py:b", "--model.args.norm", '["group", 2]',
+               "--model.args.act=relu", "--mesh.rebalance", "depth"]  # fmt: skip
+    config = override(Config(), options, "pydist")
+    assert (config.model.factory, config.mesh.rebalance) == ("a.py:b", "depth")
+    assert config.model.args == {"norm": ["group", 2], "act": "relu"}
+    again = override(config, ["--model.args.act", "elu", "--model.args.width=3"], "pydist")
+    assert again.model.args == {"norm": ["group", 2], "act": "elu", "width": 3}
+    with pytest.raises(UsageError, match="a value is expected, in TOML"):
+        override(config, ["--model.args.width"], "pydist")

@@ -199,7 +199,9 @@ def test_tasks(tmp_path, nets, factory, task, classes, figure):
     assert len((tmp_path / "run/predictions.csv").read_text().splitlines()) == 3
 
 
-def test_a_checkpoint_runs_its_factory_only_if_it_is_named(volumes, tmp_path, nets, capsys):
+def test_a_checkpoint_runs_its_factory_only_if_it_is_named(
+    volumes, tmp_path, nets, capsys, monkeypatch
+):
     """A checkpoint may be a stranger's, and a factory is any code."""
     config = run_of(f'model = {{factory = "{nets}:deep", multiple = 2}}', volumes, tmp_path / "run")
     job(LocalTransport(), config)
@@ -217,6 +219,18 @@ def test_a_checkpoint_runs_its_factory_only_if_it_is_named(volumes, tmp_path, ne
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "w.safetensors"),
                  "--factory", f"{nets}:deep"]) == 0  # fmt: skip
     assert f"load_factory('{nets}:deep')(in_channels=1, classes=3)" in capsys.readouterr().out
+    moved = tmp_path / "elsewhere" / "nets.py"
+    moved.parent.mkdir()
+    nets.rename(moved)
+    monkeypatch.chdir(moved.parent)
+    monkeypatch.syspath_prepend(moved.parent)
+    for given in ("nets.py:deep", f"{moved}:deep", "nets:deep"):
+        assert about.task(given).expression(about.manifest).endswith("(in_channels=1, classes=3)")
+    for given in ({"factory": "other.py:deep"}, {"factory": "nets.py:values"},
+                  {"factory": "nets.py:deep", "task": "nets.py:Absolute"}):  # fmt: skip
+        with pytest.raises(UsageError, match="if you trust it"):
+            about.task(**given)
+    nets = moved
     own = change(config, model={"name": "factory", "factory": f"{nets}:values",
                                 "task": f"{nets}:Absolute"})  # fmt: skip
     other = replace(about, config=own)
@@ -224,6 +238,16 @@ def test_a_checkpoint_runs_its_factory_only_if_it_is_named(volumes, tmp_path, ne
         with pytest.raises(UsageError, match=r"--factory .*values --task .*Absolute"):
             other.task(**given)
     assert other.task(f"{nets}:values", f"{nets}:Absolute").described
+
+
+def test_options_of_a_factory_are_refused_for_a_network_of_pydist(volumes, tmp_path):
+    config = run_of(
+        'model = {name = "unet3d", features = 2, levels = 1}', volumes, tmp_path / "run"
+    )
+    job(LocalTransport(), config)
+    for option, given in (("--factory", "nets.py:make"), ("--task", "segmentation")):
+        with pytest.raises(UsageError, match=f"{option} {given}: the checkpoint has pydist's own"):
+            load_trained(tmp_path / "run")[0].task(**{option.strip("-"): given})
 
 
 @pytest.mark.parametrize(
