@@ -14,7 +14,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pydist import check, data, inference, models, optim, profile, slices, stages, tensor
+    from pydist import (
+        check,
+        checkpoint,
+        data,
+        inference,
+        models,
+        optim,
+        profile,
+        slices,
+        stages,
+        tensor,
+    )
     from pydist.comm import run_local
     from pydist.global_loss import sum_over_groups
     from pydist.layout import Layout, Split, layout_for_sample
@@ -45,6 +56,7 @@ _HOMES = {
 }
 _MODULES = (
     "check",
+    "checkpoint",
     "data",
     "inference",
     "models",
@@ -59,7 +71,8 @@ __all__ = [  # noqa: RUF022  the order of use
     "init", "Mesh", "parallelize", "distribute_tensor", "ShardedTensor", "sum_over_groups",
     "init_stages", "pipeline",
     "Layout", "Split", "Partition", "layout_for_sample", "run_local", "data", "models",
-    "optim", "slices", "inference", "profile", "check", "stages", "tensor",
+    "optim", "slices", "inference", "profile", "check", "checkpoint",
+    "stages", "tensor",
 ]  # fmt: skip
 
 
