@@ -274,3 +274,11 @@ def test_attention(tmp_path):
         check_times(row["step"])
         if row["form"] == "chosen":
             assert row["chosen"] in ("ring", "gather")
+
+
+def test_augmentation(tmp_path):
+    result = run("augmentation", tmp_path)
+    assert [row["who"] for row in result["rows"]] == ["plain", "augmented"]
+    for row in result["rows"]:
+        check_times(row)
+        assert row["waited"] <= row["median"] * 2
