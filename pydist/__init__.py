@@ -14,7 +14,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pydist import check, data, inference, models, optim, plan, profile, slices, stages, tensor
+    from pydist import (
+        check,
+        checkpoint,
+        data,
+        inference,
+        models,
+        optim,
+        plan,
+        profile,
+        slices,
+        stages,
+        tensor,
+    )
     from pydist.comm import run_local
     from pydist.global_loss import gather_over_groups, sum_over_groups
     from pydist.layout import Layout, Split, layout_for_sample
@@ -46,6 +58,7 @@ _HOMES = {
 }
 _MODULES = (
     "check",
+    "checkpoint",
     "data",
     "inference",
     "models",
@@ -62,7 +75,8 @@ __all__ = [  # noqa: RUF022  the order of use
     "gather_over_groups",
     "init_stages", "pipeline",
     "Layout", "Split", "Partition", "layout_for_sample", "run_local", "data", "models",
-    "optim", "slices", "inference", "plan", "profile", "check", "stages", "tensor",
+    "optim", "slices", "inference", "plan", "profile", "check", "checkpoint",
+    "stages", "tensor",
 ]  # fmt: skip
 
 

@@ -31,6 +31,7 @@ FUNCTIONS = {
     "in_words": "returns one line for the user about the argument",
     "install": "puts pydist's hook in the place that the module names",
     "is_capturing": "whether a CUDA graph is being captured",
+    "load": "reads what the module names, and returns or restores it",
     "leaky_relu_": "torch's function",
     "main": "the entry point of a program",
     "missing": "why a transport can't be used, on one line",

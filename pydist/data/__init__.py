@@ -13,6 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pydist.data.augment.options import AugmentOptions
+    from pydist.data.augment.source import Augmented
     from pydist.data.batch_sizes import BatchSizes, PassRule
     from pydist.data.convert import ConvertOptions, convert_dataset
     from pydist.data.dataset import BadSample, ShardDataset
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 # Imported on first use: making universes needs no torch.
 _HOMES = {
+    "AugmentOptions": "augment.options",
+    "Augmented": "augment.source",
     "BadSample": "dataset",
     "Batch": "loader",
     "BatchSizes": "batch_sizes",
@@ -58,6 +62,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "AugmentOptions",
+    "Augmented",
     "BadSample",
     "Batch",
     "BatchSizes",

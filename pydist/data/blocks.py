@@ -88,6 +88,20 @@ class StoredSource(Protocol):
         ...
 
 
+@runtime_checkable
+class EpochSource(Protocol):
+    """A `BlockSource` whose samples change from epoch to epoch."""
+
+    def in_epoch(self, epoch: int) -> BlockSource:
+        """Returns the samples as they are in an epoch."""
+        ...
+
+
+def in_epoch(source: BlockSource, epoch: int) -> BlockSource:
+    """Returns the samples of a source as they are in an epoch."""
+    return source.in_epoch(epoch) if isinstance(source, EpochSource) else source
+
+
 class Read(NamedTuple):
     """Blocks that this rank has of a batch, as the background thread returns them."""
 
@@ -138,6 +152,7 @@ def read_group(
         plan: the samples.
         device_input: copies blocks to a device; None leaves them in host memory.
     """
+    dataset = in_epoch(dataset, plan.epoch)
     layout = layout_of(dataset, mesh, plan)
     if device_input is not None:
         with device_input.queueing():

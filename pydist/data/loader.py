@@ -14,9 +14,11 @@ from pydist.comm.consensus import require_same
 from pydist.data.batch_sizes import BatchSizes, PassRule
 from pydist.data.blocks import (
     BlockSource,
+    EpochSource,
     Read,
     block_of,
     by_voxel,
+    in_epoch,
     layout_of,
     read_sample,
 )
@@ -171,6 +173,11 @@ class Loader:
             store, store_memory, store_disk, store_folder, store_codec, store_reuse, store_preload
         )
         options.check()
+        if store != "off" and isinstance(dataset, EpochSource):
+            raise UsageError(
+                f'store = "{store}": it keeps blocks of samples, and these change from epoch to '
+                'epoch (augmentation); "off" is possible'
+            )
         self.dataset = dataset
         self.mesh = mesh
         self.sampler = MeshSampler(
@@ -356,6 +363,7 @@ class Loader:
             error = None
             try:
                 files = self.dataset if self.store is None else self.store.files
+                files = in_epoch(files, read.plan.epoch)
                 read_sample(files, candidate, layout, read.inputs[n], read.targets[n])
             except BadSample as caught:
                 error = caught

@@ -128,6 +128,14 @@ def pipeline(
     return made
 
 
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """Returns the pipeline that `pipeline` has made of a network, or `None`."""
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, _PipelineHook):
+            return hook.made
+    return None
+
+
 def _check_network(model: nn.Module, stages: Stages, form: Gradients) -> None:
     if form.keeps:
         raise NotSupported(
@@ -204,7 +212,7 @@ class _PipelineHook:
     """The hook at the network's entry; a copy of the network, such as an average, has none."""
 
     def __init__(self, made: Pipeline | None) -> None:
-        self._made = made
+        self.made = made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PipelineHook:
         return _PipelineHook(None)
@@ -212,7 +220,7 @@ class _PipelineHook:
     __reduce_ex__ = refuse_pickling
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        running = None if self._made is None else self._made.running
+        running = None if self.made is None else self.made.running
         if running is None:
             return None
         return running.adopt((args, kwargs), entry_hook_of(module).batches.running)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from pydist.data.augment.options import AugmentOptions
 from pydist.data.store.options import StoreOptions
 from pydist.errors import UsageError
 from pydist.grid import AXES, SPATIAL_AXES
@@ -234,6 +235,8 @@ class DataConfig(Table):
     """Whether samples stay on disk, those in memory as well, so that the next run reads no file."""
     store_preload: Flag = False
     """Whether all samples are read before the first step."""
+    augment: AugmentOptions = field(default_factory=AugmentOptions)
+    """Random changes of the training samples, in each epoch anew."""
 
     @property
     def store_options(self) -> StoreOptions:
@@ -247,6 +250,12 @@ class DataConfig(Table):
             UsageError: they do not.
         """
         self.store_options.check("data.")
+        self.augment.check("data.augment.")
+        if self.augment.changes and self.store != "off":
+            raise UsageError(
+                f'data.store = "{self.store}" with data.augment: the store keeps blocks, and '
+                'augmentation needs others in each epoch; "off" is possible'
+            )
 
 
 def _known_transport(name: str) -> str:

@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pydist.data import Manifest, ShardDataset
+from pydist.data import Augmented, Manifest, ShardDataset
 from pydist.data.batch_sizes import BatchSizes, PassRule
 from pydist.data.loader import Loader
 from pydist.data.store.options import StoreOptions
+from pydist.errors import UsageError
 from pydist.parsing import byte_count
 from pydist.train.device import choose_device, memory_format
 
@@ -25,6 +26,10 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
     manifest = Manifest.load(wanted.path)
     # First, without normalization: if that does not fit, usually the network does not fit either.
     task.check(ShardDataset(wanted.path, "train", normalize="none", manifest=manifest))
+    crop, multiple = wanted.augment.crop, task.multiple
+    if crop is not None and (multiple is None or any(n % multiple for n in crop)):
+        possible = "whole samples" if multiple is None else f"multiples of {multiple}"
+        raise UsageError(f"data.augment.crop = {list(crop)}: the network accepts {possible}")
 
     def normalized(split: str) -> ShardDataset:
         return ShardDataset(
@@ -92,8 +97,10 @@ def make_loader(
         store: its store on this rank, see `store_options`; by default there is none.
     """
     device = choose_device(config.train.device, job.world)
+    augment = config.data.augment
+    augmented = training and augment.changes
     return Loader(
-        data,
+        Augmented(data, augment, config.train.seed) if augmented else data,
         job.mesh,
         batch_sizes(config, len(data)) if training else config.train.batch,
         training=training,

@@ -21,9 +21,11 @@ from pydist.gradients import Dense
 from pydist.optim import sharded
 from pydist.parallel import entry_hook_of, parallelize
 from pydist.stages import pipeline
+from pydist.stages.pipelines import pipeline_of
 from pydist.train.averaged import Averaged
 from pydist.train.device import autocast, memory_format
 from pydist.train.gradients import settings
+from pydist.train.job import Job
 from pydist.train.ranks import least_samples
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
     from pydist.optim.partitioned import Use
     from pydist.stages import StagePlan
+    from pydist.stages.pipelines import Pipeline
     from pydist.train.config import Config
-    from pydist.train.job import Job
     from pydist.train.tasks import Task
     from pydist.train.tasks.base import Criterion
 
@@ -188,47 +190,16 @@ class MeshNetwork:
 
 
 class StagedNetwork:
-    """A network in stages, which trains in micro-batches; see `Network`.
-
-    Args:
-        model: the plain network, on the rank's device.
-        job: the ranks, in stages.
-        sample: an input, for the plan.
-        config: the run's configuration, with the options of `pydist.pipeline` in its table "mesh".
-        gradients: how the ranks of a stage average gradients.
-
-    Raises:
-        UsageError: `cuts` names a module that can't begin a stage, or the network makes different
-            calls in two passes.
-        NotSupported: the network reads values in its forward pass.
-    """
+    """A network in stages, which trains in micro-batches; see `Network`."""
 
     obstacle: str | None = "the network is in stages, whose hosts exchange messages in each step"
 
-    def __init__(
-        self, model: nn.Module, job: Job, sample: Tensor, config: Config, gradients: Gradients
-    ) -> None:
-        assert job.stages is not None
-        wanted = config.mesh
-        with autocast(sample.device, config.train.amp):  # the plan is that of these kernels
-            self._pipe = pipeline(
-                model,
-                job.stages,
-                sample,
-                micro_batches=wanted.micro_batches,
-                schedule=wanted.schedule,
-                balance=wanted.balance,
-                cuts=wanted.cuts,
-                recompute=wanted.recompute,
-                batch_norm=config.model.statistics,
-                running_statistics=wanted.running_statistics,
-                sharded_weights=wanted.sharded_weights,
-                gradients=gradients,
-            )
-        self.model, self._job = model, job
-        self.gradients = Averaged(model, gradients)
-        self._stages, self._mesh = job.stages, job.mesh
-        self.notices: Sequence[str] = [_described(self._pipe.plan)]
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe, self.model, self._stages = pipe, pipe.model, pipe.stages
+        self._job = Job.of(pipe.stages)
+        self._mesh = pipe.stages.mesh
+        self.gradients = Averaged(pipe.model, entry_hook_of(pipe.model).gradients)
+        self.notices: Sequence[str] = [_described(pipe.plan)]
         self._ahead = 0
 
     def partitioned(self, optimizer: Optimizer, wanted: Use) -> Optimizer:
@@ -330,7 +301,9 @@ def place_network(
         config: the run's configuration.
 
     Raises:
-        UsageError: a description of stages does not suit the network or the data.
+        UsageError: a description of stages does not suit the network or the data, or the network
+            makes different calls in two passes.
+        NotSupported: a network in stages reads values in its forward pass.
     """
     gradients = settings(config.train.gradients, loader.sampler.steps_until)
     if job.stages is None:
@@ -346,7 +319,36 @@ def place_network(
             f"{left} of {len(loader.dataset)} samples, fewer than one for each sample group: "
             "choose another train.batch"
         )
-    return StagedNetwork(model, job, _sample(loader, task, config), config, gradients)
+    wanted, sample = config.mesh, _sample(loader, task, config)
+    with autocast(sample.device, config.train.amp):  # the plan is that of these kernels
+        pipe = pipeline(
+            model,
+            job.stages,
+            sample,
+            micro_batches=wanted.micro_batches,
+            schedule=wanted.schedule,
+            balance=wanted.balance,
+            cuts=wanted.cuts,
+            recompute=wanted.recompute,
+            batch_norm=config.model.statistics,
+            running_statistics=wanted.running_statistics,
+            sharded_weights=wanted.sharded_weights,
+            gradients=gradients,
+        )
+    return StagedNetwork(pipe)
+
+
+def network_of(model: nn.Module) -> tuple[Job, Network]:
+    """Returns the ranks of a network of the user's own loop, and the network on them.
+
+    Raises:
+        UsageError: it is not parallelized.
+    """
+    pipe = pipeline_of(model)
+    if pipe is not None:
+        return Job.of(pipe.stages), StagedNetwork(pipe)
+    entry = entry_hook_of(model)
+    return Job.of(entry.mesh), MeshNetwork(model, entry.mesh, entry.gradients)
 
 
 def _described(plan: StagePlan) -> str:

@@ -9,7 +9,8 @@ bit-identically with the same.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -87,13 +88,7 @@ class RunState:
             DiskError: see `pydist.train.checkpoint.write`.
             CheckpointError: another process has taken the folder.
         """
-        # On all ranks: buffers that differ between ranks are averaged, and the state of a
-        # partitioned optimizer, or of stages, is gathered; sharded weights on rank 0 alone.
-        with phase("saving a checkpoint"), state_on_rank_0():
-            self.network.gradients.equalize(self.optimizer)
-            parts = self._parts()
-            if found := self.network.gradients.state():
-                parts["gradients"] = found
+        parts = network_parts(self.network, self.optimizer, self.mesh) | self._own_parts()
         with together(self.job.world, "saving a checkpoint"):
             if self.job.writes:
                 if lock is not None:
@@ -111,29 +106,15 @@ class RunState:
         with together(self.job.world, "reading a checkpoint"):
             parts = checkpoint.read(path)
             self._require_same_settings(path, parts)
-            try:
-                self.model.load_state_dict(parts["model"])
-                self.optimizer.load_state_dict(parts["optimizer"])
-                shard_state(self.optimizer)
-                match_parameter_formats(self.optimizer)
+            with matching(path):
+                restore(self.network, self.optimizer, self.mesh, parts)
                 self.scheduler.load_state_dict(parts["scheduler"])
                 self.scaler.load_state_dict(parts["scaler"])
                 self.loader.load_state_dict(parts["sampler"])
                 if self.adaptive is not None and "noise_scale" in parts:
                     self.adaptive.load_state_dict(parts["noise_scale"])
                 self.step = parts["step"]
-                self.mesh.session.forwards = parts["mesh"]["forwards"]
-                _set_random_state(parts["random"])
-                if "tuning" in parts:
-                    autotuner_of(self.mesh).load(parts["tuning"], self.network.own_tuning)
-            except PydistError:
-                raise
-            except _DOES_NOT_MATCH as error:
-                # Shortened, as torch may name every parameter.
-                reason = shorten(f"{type(error).__name__}: {error}", 200)
-                raise CheckpointError(
-                    f"checkpoint {path} does not match this model and optimizer: {reason}"
-                ) from error
+                set_random_state(parts["random"])
         if line := self.network.gradients.load(parts.get("gradients", {}), self.step):
             self.network.notices = [*self.network.notices, line]
 
@@ -154,21 +135,71 @@ class RunState:
                 "another output.folder"
             )
 
-    def _parts(self) -> dict[str, object]:
-        model, optimizer = self.network.state(self.optimizer)
+    def _own_parts(self) -> dict[str, object]:
         adaptive = self.adaptive
         return {
             **({} if adaptive is None else {"noise_scale": adaptive.state_dict()}),
-            "model": model,
-            "optimizer": optimizer,
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "sampler": self.loader.state_dict(),
-            "mesh": {"forwards": self.mesh.session.forwards},
-            "tuning": self.network.tuning(),
             "about": dict(self.metadata),
-            "random": _random_state(),
+            "random": random_state(),
         }
+
+
+def network_parts(network: Network, optimizer: Optimizer, mesh: Mesh) -> dict[str, object]:
+    """Gathers the parts of a checkpoint that a network and its optimizer have. Collective.
+
+    Returns:
+        The parts by name, whole on the rank that writes. Buffers that differ between ranks are
+        averaged, and the state of a partitioned optimizer, or of stages, is gathered on all ranks;
+        sharded weights on rank 0 alone.
+    """
+    with phase("saving a checkpoint"), state_on_rank_0():
+        network.gradients.equalize(optimizer)
+        model, state = network.state(optimizer)
+        parts: dict[str, object] = {
+            "model": model,
+            "optimizer": state,
+            "mesh": {"forwards": mesh.session.forwards},
+            "tuning": network.tuning(),
+        }
+        if found := network.gradients.state():
+            parts["gradients"] = found
+    return parts
+
+
+def restore(
+    network: Network, optimizer: Optimizer | None, mesh: Mesh, parts: Mapping[str, Any]
+) -> None:
+    """Restores what `network_parts` has returned, except "gradients", which is collective."""
+    network.model.load_state_dict(parts["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(parts["optimizer"])
+        shard_state(optimizer)
+        match_parameter_formats(optimizer)
+    mesh.session.forwards = parts["mesh"]["forwards"]
+    if "tuning" in parts:
+        autotuner_of(mesh).load(parts["tuning"], network.own_tuning)
+
+
+@contextmanager
+def matching(path: Path) -> Iterator[None]:
+    """Converts torch's errors in the `with` block, for the state of something else.
+
+    Raises:
+        CheckpointError: one was raised.
+    """
+    try:
+        yield
+    except PydistError:
+        raise
+    except _DOES_NOT_MATCH as error:
+        # Shortened, as torch may name every parameter.
+        reason = shorten(f"{type(error).__name__}: {error}", 200)
+        raise CheckpointError(
+            f"checkpoint {path} does not match this model and optimizer: {reason}"
+        ) from error
 
 
 def _kinds(name: str, theirs: Any, mine: Mapping[str, Any]) -> str:
@@ -197,7 +228,8 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Returns the state of the random numbers of Python, NumPy and torch."""
     numpy: Any = np.random.get_state()
     kind, keys, *rest = numpy
     return {
@@ -207,7 +239,8 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Sets what `random_state` has returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

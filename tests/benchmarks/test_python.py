@@ -317,3 +317,11 @@ def test_transposition(tmp_path):
     assert [row["form"] for row in rows] == ["split", "gathered", "one rank"] * 4
     for row in rows:
         check_times(row["step"])
+
+
+def test_augmentation(tmp_path):
+    result = run("augmentation", tmp_path)
+    assert [row["who"] for row in result["rows"]] == ["plain", "augmented"]
+    for row in result["rows"]:
+        check_times(row)
+        assert row["waited"] <= row["median"] * 2

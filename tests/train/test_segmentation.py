@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from pydist.comm import run_local
+from pydist.data import AugmentOptions
 from pydist.data.medical import CTOptions, generate_ct
 from pydist.errors import CheckpointError, DataError, UsageError
-from pydist.train import checkpoint, log
+from pydist.train import checkpoint, config_io, log
 from pydist.train.config import (
     Config,
     CosmoFlowConfig,
@@ -99,6 +101,30 @@ def test_class_weights_and_an_ignored_label_are_of_the_global_batch(
     unknown = change(config, train={"ignore_label": None})
     with pytest.raises(DataError, match=r"label 255 at voxel .*; ignore_label leaves such voxels"):
         alone(change(unknown, output={"folder": tmp_path / "unknown"}))
+
+
+def test_augmented_training_does_not_depend_on_the_split(segmentation, tmp_path):
+    text = (
+        'data = {augment = {crop = [8, 8, 8], flip = ["depth"], rotate = 0.5, noise = 0.1,'
+        " probability = 1.0, blur = 1.0, gamma = 1.5}}"
+    )
+    augment = config_io.loads(text, "t").data.augment
+    config = change(segmentation, data={"augment": augment}, train={"steps": 2})
+    assert config_io.loads(config_io.dumps(config), "t") == config
+    whole = change(config, output={"folder": tmp_path / "whole"})
+    alone(whole)
+    run_local(job, 4, config, 2, (2, 1, 1))
+    assert curve(config) == pytest.approx(curve(whole), abs=5e-6)
+    plain = change(whole, data={"augment": AugmentOptions()}, output={"folder": tmp_path / "p"})
+    alone(plain)
+    assert curve(plain) != pytest.approx(curve(whole), abs=1e-3)
+    for tables, complaint in (
+        ({"data": {"augment": replace(augment, crop=(8, 9, 8))}}, "network accepts multiples of"),
+        ({"data": {"augment": augment, "store": "memory"}}, 'data.store = "memory" with data.augm'),
+    ):
+        wrong = config_io.to_dict(change(whole, **tables))
+        with pytest.raises(UsageError, match=complaint):
+            alone(config_io.from_tables(wrong, "t"))
 
 
 @pytest.mark.parametrize("loss", ["dice_ce", "cross_entropy"])
@@ -205,5 +231,5 @@ def test_a_checkpoint_says_what_its_network_is(segmentation, tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint here, nor in its folder ckpt"):
         load_trained(tmp_path)
     old = checkpoint.write(tmp_path / "old", 1, {"model": weights})
-    with pytest.raises(CheckpointError, match="an older pydist has written it"):
+    with pytest.raises(CheckpointError, match="an older pydist, has written it"):
         load_trained(old)

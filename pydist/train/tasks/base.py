@@ -63,7 +63,7 @@ class Task(Protocol):
         ...
 
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
-        """Returns the loss of some of a step's samples: those of a pass, or a micro-batch of stages.
+        """Returns the loss of some of a step's samples: of a pass, or of a micro-batch in stages.
 
         The mean of these losses, weighted by their samples, is the loss of the step. All ranks call
         this before the forward pass, so it may be collective.

@@ -144,9 +144,7 @@ class Segmentation:
         """Returns the configured loss; weighted voxels count as in the global batch."""
         return self._loss_of(batches, lambda labels: labels)
 
-    def _loss_of(
-        self, batches: Sequence[Batch], resized: Callable[[Tensor], Tensor]
-    ) -> Criterion:
+    def _loss_of(self, batches: Sequence[Batch], resized: Callable[[Tensor], Tensor]) -> Criterion:
         """Returns the loss of an output whose labels `resized` computes from a batch's."""
         first = batches[0]
         mesh = first.inputs.mesh

@@ -108,7 +108,8 @@ def network(labelled: bool, dropout: float = 0.0, norm: bool = False) -> nn.Modu
 def _task(labelled: bool) -> Task:
     """Returns the mean squared error, or a weighted cross-entropy with one label ignored."""
     if labelled:
-        return UNet3dSegmentation(UNet3dConfig(), TrainConfig(class_weights=WEIGHTS, ignore_label=1))
+        config = TrainConfig(class_weights=WEIGHTS, ignore_label=1)
+        return UNet3dSegmentation(UNet3dConfig(), config)
     return CosmoFlowRegression(CosmoFlowConfig(), TrainConfig())
 
 

@@ -1,0 +1,1 @@
+"""Augments samples by blocks: each rank reads and computes its block of the augmented sample."""

@@ -1,0 +1,199 @@
+"""Changes the samples of a source at random, by blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pydist.data.augment.draws import SampleDraws
+from pydist.data.augment.options import AugmentOptions
+from pydist.data.augment.steps import (
+    Array,
+    Change,
+    Crop,
+    Noise,
+    Triple,
+    Turn,
+    Values,
+    blur,
+    boxes_of,
+    low_resolution,
+    volume,
+)
+from pydist.data.blocks import BlockSource
+from pydist.data.store.source import CountedReads
+from pydist.errors import UsageError
+from pydist.grid import SPATIAL_AXES
+from pydist.interop import ArrayLike, as_tensor
+from pydist.partition import Box
+
+
+class Augmented:
+    """`BlockSource` that changes the samples of another one at random, in each epoch anew.
+
+    What is drawn depends on seed, epoch and sample, and noise also on the voxel: so each split of a
+    sample over ranks has blocks of the same augmented sample. A rank reads the box that its block
+    depends on. Targets that are no labels stay as they are.
+
+    Args:
+        dataset: the samples, normalized.
+        options: the changes.
+        seed: of the random numbers.
+
+    Attributes:
+        epoch: the epoch, from 0 on; see `in_epoch`.
+
+    Raises:
+        UsageError: an option is impossible, or a sample is smaller than the crop.
+    """
+
+    def __init__(self, dataset: BlockSource, options: AugmentOptions, seed: int = 0) -> None:
+        options.check()
+        self.dataset, self.options, self.seed, self.epoch = dataset, options, seed, 0
+        crop = options.crop
+        for shape in {dataset.shape_of(index) for index in range(len(dataset))}:
+            if crop is not None and any(n < m for n, m in zip(shape[1:], crop, strict=True)):
+                raise UsageError(
+                    f"crop = {list(crop)}: a sample has {' × '.join(map(str, shape[1:]))} voxels"
+                )
+
+    def in_epoch(self, epoch: int) -> Augmented:
+        """Returns the samples as they are in an epoch."""
+        found = copy(self)
+        found.epoch = epoch
+        return found
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int, int]:
+        """Shape (C, D, H, W) that a sample has; see `BlockSource.sample_shape`."""
+        shape = self.dataset.sample_shape
+        return shape if self.options.crop is None else (shape[0], *self.options.crop)
+
+    @property
+    def num_targets(self) -> int:
+        """Number of values that are predicted for each sample; see `BlockSource.num_targets`."""
+        return self.dataset.num_targets
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the targets are the class of each voxel; see `BlockSource.labelled`."""
+        return self.dataset.labelled
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type that samples and targets have; see `BlockSource.dtype`."""
+        return self.dataset.dtype
+
+    @property
+    def identity(self) -> str:
+        """Text that identifies samples and changes; see `BlockSource.identity`."""
+        return f"{self.dataset.identity} {self.options} {self.seed}"
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that have been read from files, if the samples count them."""
+        return self.dataset.bytes_read if isinstance(self.dataset, CountedReads) else 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def shape_of(self, index: int) -> tuple[int, int, int, int]:
+        """Returns the shape (C, D, H, W) of sample `index`; see `BlockSource.shape_of`."""
+        shape = self.dataset.shape_of(index)
+        return shape if self.options.crop is None else (shape[0], *self.options.crop)
+
+    def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
+        """Returns a block of an augmented sample; see `BlockSource.read_block`."""
+        shape = self.shape_of(index)
+        lo, hi = ((0, 0, 0, 0), shape) if box is None else (box.lo, box.hi)
+        changes, wanted = list(self._changes(index)), Box(lo[1:], hi[1:])
+        room = torch.empty(_sizes(lo, hi), dtype=self.dtype) if out is None else out
+        if volume(wanted):
+            boxes = boxes_of(changes, wanted)
+            source = Box((0, *boxes[0].lo), (shape[0], *boxes[0].hi))
+            values = as_tensor(self.dataset.read_block(index, source)).numpy()
+            np.copyto(room.numpy(), _changed(values, changes, boxes)[lo[0] : hi[0]])
+        return room
+
+    def read_labels(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
+        """Returns the labels of a block, moved as it is; see `BlockSource.read_labels`."""
+        wanted = Box((0, 0, 0), self.shape_of(index)[1:]) if box is None else box
+        sizes = _sizes(wanted.lo, wanted.hi)
+        room = torch.empty(sizes, dtype=torch.int64) if out is None else out
+        if volume(wanted):
+            changes = [change for change in self._changes(index) if change.moves]
+            boxes = boxes_of(changes, wanted)
+            labels = as_tensor(self.dataset.read_labels(index, boxes[0])).numpy()
+            np.copyto(room.numpy(), _changed(labels[None], changes, boxes)[0])
+        return room
+
+    def target(self, index: int) -> ArrayLike:
+        """Returns the values to predict; see `BlockSource.target`."""
+        return self.dataset.target(index)
+
+    def _changes(self, index: int) -> Iterator[Change]:
+        """SampleDraws the changes of a sample, in their order."""
+        draws, options = SampleDraws(self.seed, self.epoch, index), self.options
+        _, *extents = self.dataset.shape_of(index)
+        if options.crop is not None:
+            room = [n - m + 1 for n, m in zip(extents, options.crop, strict=True)]
+            d, h, w = (draws.below(f"crop {dim}", n) for dim, n in enumerate(room))
+            yield Crop((d, h, w))
+            extents = list(options.crop)
+        size: Triple = (extents[0], extents[1], extents[2])
+        yield from self._turns(draws, size)
+        if self._happens(draws, "noise", options.noise):
+            deviation = draws.uniform("noise", 0, options.noise)
+            yield Noise(deviation, (draws.key("radius"), draws.key("angle")), size)
+        if self._happens(draws, "blur", options.blur):
+            yield blur(draws.uniform("blur", 0.1 * options.blur, options.blur), size)
+        if self._happens(draws, "scale", options.scale):
+            factor = draws.uniform("scale", 1 - options.scale, 1 + options.scale)
+            yield Values(lambda x: x * x.dtype.type(factor))
+        if self._happens(draws, "shift", options.shift):
+            added = draws.uniform("shift", -options.shift, options.shift)
+            yield Values(lambda x: x + x.dtype.type(added))
+        if self._happens(draws, "low resolution", 1 - options.low_resolution):
+            yield low_resolution(draws.uniform("resolution", options.low_resolution), size)
+        if self._happens(draws, "gamma", options.gamma - 1):
+            exponent = options.gamma ** draws.uniform("gamma", -1)
+            yield Values(lambda x: np.sign(x) * np.abs(x) ** x.dtype.type(exponent))
+
+    def _happens(self, draws: SampleDraws, name: str, most: float) -> bool:
+        return most > 0 and draws.uniform(f"whether {name}") < self.options.probability
+
+    def _turns(self, draws: SampleDraws, size: Triple) -> Iterator[Change]:
+        order, reverses = [0, 1, 2], [False] * 3
+        for axis in self.options.flip:
+            reverses[SPATIAL_AXES.index(axis)] = draws.uniform(f"flip {axis}") < 0.5
+        if any(reverses):
+            yield _turn(order, reverses, size)
+        if draws.uniform("whether rotate") < self.options.rotate:
+            a, b = ((0, 1), (0, 2), (1, 2))[draws.below("plane", 3)]
+            quarters = 1 + draws.below("quarters", 3)
+            reverses = [dim in (a, b) for dim in range(3)]
+            if quarters != 2 and size[a] == size[b]:
+                order[a], order[b] = b, a
+                reverses = [dim == (a if quarters == 1 else b) for dim in range(3)]
+            yield _turn(order, reverses, size)
+
+
+def _turn(order: list[int], reverses: list[bool], size: Triple) -> Turn:
+    (i, j, k), (x, y, z) = order, reverses
+    return Turn((i, j, k), (x, y, z), size)
+
+
+def _changed(values: Array, changes: list[Change], boxes: list[Box]) -> Array:
+    """Applies the changes, each from its box to the next one."""
+    for change, (has, wanted) in zip(changes, pairwise(boxes), strict=True):
+        values = change(values, has, wanted)
+    return values
+
+
+def _sizes(lo: tuple[int, ...], hi: tuple[int, ...]) -> list[int]:
+    return [b - a for a, b in zip(lo, hi, strict=True)]

@@ -1,0 +1,216 @@
+"""Changes of one sample, each computed for a box of its result from the box that it needs.
+
+Arrays are [C, D, H, W]; boxes are those of the last three dims, in indices of the whole sample. A
+result does not depend on the box for which it is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pydist._loader import native
+from pydist.partition import Box
+
+Array: TypeAlias = npt.NDArray[Any]
+Triple: TypeAlias = tuple[int, int, int]
+
+_TRUNCATE = 4.0
+"""Standard deviations at which a Gaussian filter ends, as in SciPy."""
+
+
+class Change(Protocol):
+    """Change that has the numbers that were drawn for it.
+
+    Attributes:
+        moves: whether it moves voxels, and so changes labels as well.
+    """
+
+    moves: bool
+
+    def needs(self, box: Box) -> Box:
+        """Returns the box of the sample before that a box of the result depends on."""
+        ...
+
+    def __call__(self, x: Array, has: Box, wanted: Box) -> Array:
+        """Computes the values of the box `wanted` from those of `has`, as `needs` names it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Change that takes a box of the sample."""
+
+    first: Triple
+    moves = True
+
+    def needs(self, box: Box) -> Box:
+        """Returns the box at its place in the sample."""
+        return _box((a + f, b + f) for a, b, f in zip(box.lo, box.hi, self.first, strict=True))
+
+    def __call__(self, x: Array, has: Box, wanted: Box) -> Array:
+        """Returns the values."""
+        return x
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Change that exchanges two dims of equal extents, and reverses dims.
+
+    Attributes:
+        order: the dim of the sample before that each dim comes from.
+        reverses: whether each dim is reversed.
+        extents: of the result.
+    """
+
+    order: Triple
+    reverses: tuple[bool, bool, bool]
+    extents: Triple
+    moves = True
+
+    def needs(self, box: Box) -> Box:
+        """Returns the box before the turn."""
+        found = [(0, 0)] * 3
+        for dim, (a, b) in enumerate(zip(box.lo, box.hi, strict=True)):
+            n = self.extents[dim]
+            found[self.order[dim]] = (n - b, n - a) if self.reverses[dim] else (a, b)
+        return _box(found)
+
+    def __call__(self, x: Array, has: Box, wanted: Box) -> Array:
+        """Turns the values."""
+        turned = x.transpose(0, *(1 + dim for dim in self.order))
+        return np.flip(turned, tuple(1 + dim for dim in range(3) if self.reverses[dim]))
+
+
+class _InPlace:
+    """Change that computes each voxel from itself."""
+
+    moves = False
+
+    def needs(self, box: Box) -> Box:
+        """Returns the box."""
+        return box
+
+
+@dataclass(frozen=True)
+class Values(_InPlace):
+    """Change that computes a function of each value."""
+
+    function: Callable[[Array], Array]
+
+    def __call__(self, x: Array, has: Box, wanted: Box) -> Array:
+        """Computes the function."""
+        return self.function(x)
+
+
+@dataclass(frozen=True)
+class Noise(_InPlace):
+    """Change that adds Gaussian noise, a function of keys and of the voxel (Box and Muller)."""
+
+    deviation: float
+    keys: tuple[int, int]
+    extents: Triple
+
+    def __call__(self, x: Array, has: Box, wanted: Box) -> Array:
+        """Adds the noise."""
+        shape = (len(x), *self.extents)
+        first, second = (torch.empty(x.shape, dtype=torch.float64) for _ in self.keys)
+        for out, key in zip((first, second), self.keys, strict=True):
+            native.keyed_uniform(out, key, (0, *wanted.lo), shape)
+        radius, angle = np.sqrt(-2 * np.log1p(-first.numpy())), 2 * np.pi * second.numpy()
+        return (x + self.deviation * radius * np.cos(angle)).astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """Change that sums voxels, with weights, along each dim in turn.
+
+    Attributes:
+        rows: returns the indices and the weights, [taps, n] each, of positions [n] of a dim.
+    """
+
+    rows: Callable[[int, npt.NDArray[np.int64]], tuple[Array, Array]]
+    moves = False
+
+    def needs(self, box: Box) -> Box:
+        """Returns the box of all voxels that are summed."""
+        bounds = enumerate(zip(box.lo, box.hi, strict=True))
+        found = (self.rows(dim, np.arange(a, b))[0] for dim, (a, b) in bounds)
+        return _box((int(each.min()), int(each.max()) + 1) for each in found)
+
+    def __call__(self, x: Array, has: Box, wanted: Box) -> Array:
+        """Computes the sums."""
+        for dim in range(3):
+            places, weights = self.rows(dim, np.arange(wanted.lo[dim], wanted.hi[dim]))
+            total: Array | None = None
+            for place, weight in zip(places - has.lo[dim], weights, strict=True):
+                along = weight.astype(x.dtype).reshape(-1, *[1] * (2 - dim))
+                part = np.take(x, place, axis=1 + dim) * along
+                total = part if total is None else total + part
+            assert total is not None
+            x = total
+        return x
+
+
+def blur(deviation: float, extents: Triple) -> WeightedSum:
+    """Returns a Gaussian filter; beyond its edges a sample has the values at its edges.
+
+    Args:
+        deviation: standard deviation in voxels.
+        extents: of the sample.
+    """
+    radius = int(_TRUNCATE * deviation + 0.5)
+    offsets = np.arange(-radius, radius + 1)
+    weights = np.exp(-0.5 * (offsets / deviation) ** 2)
+    weights /= weights.sum()
+
+    def rows(dim: int, at: npt.NDArray[np.int64]) -> tuple[Array, Array]:
+        places = np.clip(at + offsets[:, None], 0, extents[dim] - 1)
+        return places, np.broadcast_to(weights[:, None], places.shape)
+
+    return WeightedSum(rows)
+
+
+def low_resolution(factor: float, extents: Triple) -> WeightedSum:
+    """Returns the nearest voxels at a lower resolution, interpolated linearly.
+
+    Args:
+        factor: of the resolution, at most 1.
+        extents: of the sample.
+    """
+    coarse = [max(1, round(n * factor)) for n in extents]
+
+    def rows(dim: int, at: npt.NDArray[np.int64]) -> tuple[Array, Array]:
+        n, m = extents[dim], coarse[dim]
+        place = np.clip((at + 0.5) * (m / n) - 0.5, 0, m - 1)
+        first = np.floor(place).astype(np.int64)
+        both = np.stack([first, np.minimum(first + 1, m - 1)])
+        upper = place - first
+        nearest = np.minimum(((both + 0.5) * (n / m)).astype(np.int64), n - 1)
+        return nearest, np.stack([1 - upper, upper])
+
+    return WeightedSum(rows)
+
+
+def _box(bounds: Any) -> Box:
+    lo, hi = zip(*bounds, strict=True)
+    return Box(lo, hi)
+
+
+def boxes_of(changes: Sequence[Change], box: Box) -> list[Box]:
+    """Returns the boxes that each of the changes needs for a box of the result, and this box."""
+    found = [box]
+    for change in reversed(changes):
+        found.append(change.needs(found[-1]))
+    return found[::-1]
+
+
+def volume(box: Box) -> int:
+    """Returns the number of voxels that a box has."""
+    return math.prod(b - a for a, b in zip(box.lo, box.hi, strict=True))

@@ -1,0 +1,86 @@
+"""Gives a torch `DataLoader` a position, which checkpoints keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from pydist.train.state import random_state, set_random_state
+
+
+class Resumable:
+    """Torch `DataLoader` that continues within an epoch, for `pydist.checkpoint`.
+
+    Iteration yields the batches from the position to the end of the epoch, and the next one begins
+    with a new epoch. An epoch that continues begins with the random numbers with which it began at
+    first, loads its first batches again and drops them: so shuffling, and what worker processes
+    draw, are the same as without the interruption. This costs the time of loading them.
+
+    Random transforms that run in the training process and keep a random state of their own, such as
+    MONAI's, are to be seeded before each epoch (`set_random_state(seed=loader.epoch)`). Persistent
+    workers keep theirs over epochs, and do not continue with the same numbers. On other ranks the
+    position is the same if a batch of all sample groups together is.
+
+    Args:
+        loader: any loader; the order of its samples follows from the random numbers of Python,
+            NumPy and torch, from the generator of the loader or its sampler, or from
+            `set_epoch` of its sampler, which each epoch calls.
+
+    Attributes:
+        epoch: the epoch of the next batch.
+        batch: number of the next batch in it.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.epoch = self.batch = 0
+        self._begin: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        """Returns the batches of an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        now, done = self._random_state(), self.batch
+        if done and self._begin is not None:
+            self._set_random_state(self._begin)
+        self._begin = self._random_state()
+        for sampler in self._samplers():
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch)
+        batches = iter(self.loader)
+        for _ in range(done):
+            next(batches, None)
+        if done:
+            set_random_state(now)
+        for batch in batches:
+            self.batch += 1
+            yield batch
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, with the random numbers with which the epoch began."""
+        return {"epoch": self.epoch, "batch": self.batch, "begin": self._begin}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues at another loader's position."""
+        self.epoch, self.batch, self._begin = state["epoch"], state["batch"], state["begin"]
+
+    def _samplers(self) -> tuple[Any, Any]:
+        return self.loader.sampler, self.loader.batch_sampler
+
+    def _generators(self) -> list[torch.Generator]:
+        owners = (self.loader, *self._samplers())
+        found = dict.fromkeys(getattr(each, "generator", None) for each in owners)
+        return [each for each in found if each is not None]
+
+    def _random_state(self) -> dict[str, Any]:
+        return {**random_state(), "generators": [g.get_state() for g in self._generators()]}
+
+    def _set_random_state(self, state: Mapping[str, Any]) -> None:
+        set_random_state(state)
+        for generator, saved in zip(self._generators(), state["generators"], strict=True):
+            generator.set_state(saved)

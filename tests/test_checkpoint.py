@@ -1,0 +1,232 @@
+"""Tests of checkpoints of a loop of the user's own: it resumes as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from pydist import Mesh, checkpoint, parallelize, pipeline, run_local
+from pydist.comm import LocalTransport
+from pydist.errors import CheckpointError, UsageError
+from pydist.optim import sharded
+from pydist.stages import Stages
+from pydist.train.checkpoint import read
+from support.equivalence import on_ranks
+from support.training.accumulated import Samples, network
+
+SAMPLES = Samples(7)
+STEPS = 7
+"""Of batches of 4, so two an epoch, of which the second one has 3 samples."""
+
+
+class Noisy(Dataset[Any]):
+    """Samples with noise from the random numbers of Python, NumPy and torch."""
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = torch.randn(()) + random.random() + np.random.random()
+        return SAMPLES.inputs[index] + noise, SAMPLES.values[index]
+
+
+class Plain(Noisy):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return SAMPLES.inputs[index], SAMPLES.values[index]
+
+
+def trained(
+    mesh: Mesh,
+    folder: Path,
+    steps: int,
+    loader: DataLoader[Any],
+    *,
+    partitioned: bool = False,
+    scale: bool = False,
+    noise: float = 0.0,
+    **options: Any,
+) -> tuple[list[float], dict[str, Any]]:
+    """Trains to a number of steps, from the last checkpoint; returns all losses, and the state."""
+    model = parallelize(network(labelled=False, **options), mesh)
+    optimizer: Any = torch.optim.Adam(model.parameters(), 0.01)
+    if partitioned:
+        optimizer = sharded(optimizer, model, "always")
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.5)
+    scaler = torch.amp.GradScaler("cpu", 8.0, growth_interval=3, enabled=scale)
+    batches = checkpoint.Resumable(loader)
+    states: Any = {
+        "model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler,
+        "loader": batches,
+    }  # fmt: skip
+    found = checkpoint.load(folder, **states)
+    step, losses = (found.step, found.extra["losses"]) if found else (0, [])
+    while step < steps:
+        for x, y in batches:
+            loss = F.mse_loss(model(x + noise * torch.rand(())), y)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            total = loss.detach() * len(x) / mesh.sample_size
+            mesh.world.all_reduce(total)
+            losses.append(float(total))
+            step += 1
+            checkpoint.save(folder, step, extra={"losses": losses}, **states)
+            if step == steps:
+                break
+    state = {**model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+    return losses, {**state, "scale": scaler.get_scale(), "rates": scheduler.get_last_lr()}
+
+
+def assert_equal_bits(found: Any, expected: Any) -> None:
+    assert found[0] == expected[0]
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shuffled_by", ["torch", "a generator", "the epoch"])
+def test_a_resumed_loop_has_the_same_bits(tmp_path, shuffled_by):
+    """Ended within the first epoch, at its end, and within the third one; with dropout."""
+
+    def run(folder: str, steps: int) -> Any:
+        data = Noisy()
+        options: Any = {"shuffle": True}
+        if shuffled_by == "a generator":
+            options["generator"] = torch.Generator().manual_seed(5)
+        elif shuffled_by == "the epoch":
+            options = {"sampler": DistributedSampler(data, 1, 0)}
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(1)
+        loader = DataLoader(data, 4, **options)
+        found = trained(
+            Mesh(LocalTransport()), tmp_path / folder, steps, loader, dropout=0.3, norm=True,
+            scale=True, noise=0.1,
+        )  # fmt: skip
+        if shuffled_by == "the epoch":
+            assert options["sampler"].epoch == (steps - 1) // 2
+        return found
+
+    expected = run("through", STEPS)
+    assert len(set(expected[0])) == STEPS
+    for steps in (1, 2, 5, STEPS):
+        found = run("ended", steps)
+    assert_equal_bits(found, expected)
+
+
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_a_loop_goes_on_on_other_ranks(tmp_path, partitioned):
+    def run(mesh: Mesh, folder: str, steps: int) -> Any:
+        sampler = DistributedSampler(Plain(), mesh.data_size, mesh.data_index, drop_last=True)
+        loader = DataLoader(Plain(), 2 // mesh.data_size, sampler=sampler)
+        divides = partitioned and mesh.size > 1
+        return trained(mesh, tmp_path / folder, steps, loader, partitioned=divides)
+
+    losses, state = run(Mesh(LocalTransport()), "whole", STEPS)
+    for spatial, groups, steps in (((1, 1, 1), 2, 2), ((2, 1, 1), 1, 5), ((1, 2, 1), 2, STEPS)):
+        *_, found = on_ranks(
+            spatial, lambda mesh, steps=steps: run(mesh, "moved", steps), groups
+        )  # fmt: skip
+    assert found[0] == pytest.approx(losses, rel=1e-12)
+    torch.testing.assert_close(found[1], state, rtol=1e-9, atol=1e-11)
+    folder = tmp_path / "again"
+    for steps in (3, STEPS):
+        again = on_ranks((1, 1, 1), lambda mesh, steps=steps: run(mesh, folder.name, steps), 2)
+    once = on_ranks((1, 1, 1), lambda mesh: run(mesh, "once", STEPS), 2)
+    for one, other in zip(again, once, strict=True):
+        assert_equal_bits(one, other)
+
+
+def test_ranks_with_random_numbers_of_their_own_keep_them(tmp_path):
+    """The saved ones by rank; rank threads share those of the process, so a loader stands here."""
+
+    class Position:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value, "noise": torch.full((3,), float(self.value))}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert torch.equal(state["noise"], torch.full((3,), float(state["value"])))
+            self.value = state["value"]
+
+    def body(mesh: Mesh, value: int, saves: bool) -> int:
+        model = parallelize(network(labelled=False), mesh)
+        loader = Position(value)
+        if saves:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            checkpoint.save(tmp_path, 3, model=model, optimizer=optimizer, loader=loader)
+        else:
+            checkpoint.load(tmp_path, model=model, loader=loader)
+        return loader.value
+
+    on_ranks((1, 1, 1), lambda mesh: body(mesh, mesh.rank // 2, True), 4)
+    assert len(read(tmp_path / "last")["ranks"]["states"]) == 2
+    assert on_ranks((1, 1, 1), lambda mesh: body(mesh, 9, False), 3) == [0, 0, 1]
+
+
+def test_a_loop_in_stages_goes_on_alone(tmp_path):
+    def step(model: Any, optimizer: Any, run: Any) -> None:
+        optimizer.zero_grad()
+        run()
+        optimizer.step()
+
+    def staged(world: Any) -> None:
+        model, stages = network(labelled=False), Stages(world, [{}, {}])
+        pipe = pipeline(model, stages, SAMPLES.inputs[:1], micro_batches=2)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        step(model, optimizer, lambda: pipe.step(SAMPLES.inputs, SAMPLES.values, F.mse_loss))
+        checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer)
+
+    run_local(staged, 2, timeout=60)
+
+    def alone(model: Any, optimizer: Any) -> None:
+        run = F.mse_loss(model(SAMPLES.inputs), SAMPLES.values).backward
+        step(model, optimizer, run)
+
+    whole, resumed = network(labelled=False), network(labelled=False)
+    parallelize(resumed, Mesh(LocalTransport()))
+    optimizers = [torch.optim.Adam(m.parameters(), 0.01) for m in (whole, resumed)]
+    found = checkpoint.load(tmp_path, model=resumed, optimizer=optimizers[1])
+    assert found == checkpoint.Resumed(1, None)
+    alone(whole, optimizers[0])
+    alone(whole, optimizers[0])
+    alone(resumed, optimizers[1])
+    torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=1e-11, atol=1e-13)
+
+
+def test_mistakes_are_one_line(tmp_path):
+    model = network(labelled=False)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    states: Any = {"model": model, "optimizer": optimizer}
+    with pytest.raises(UsageError, match="not parallelized"):
+        checkpoint.save(tmp_path, 1, **states)
+    parallelize(model, Mesh(LocalTransport()))
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    assert checkpoint.load(tmp_path / "nowhere", **states) is None
+    with pytest.raises(UsageError, match="does not know its position"):
+        checkpoint.save(tmp_path, 1, loader=DataLoader(Plain()), **states)
+    with pytest.raises(CheckpointError, match=r"can't store a: a set is neither"):
+        checkpoint.save(tmp_path, 1, extra={"a": {1}}, **states)
+    path = checkpoint.save(tmp_path, 3, **states)
+    assert path == checkpoint.latest(tmp_path) == checkpoint.save(tmp_path, 3, **states)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(CheckpointError, match="step-000003 has no state of a scheduler"):
+        checkpoint.load(tmp_path, scheduler=scheduler, **states)
+    other = parallelize(network(labelled=True), Mesh(LocalTransport()))
+    with pytest.raises(CheckpointError, match="does not match this model and optimizer"):
+        checkpoint.load(path, model=other)
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    for step in (2, 3):
+        with pytest.raises(UsageError, match=f"of step 3 of another run.*at step {step}: load"):
+            checkpoint.save(tmp_path, step, **states)
+    assert checkpoint.load(path, model=model).step == 3
+    checkpoint.save(tmp_path, 4, **states)
