@@ -36,7 +36,8 @@ def unfold_dim(input: ShardedTensor, dimension: int, size: int, step: int) -> Sh
             split = layout.splits[d]
             points = [] if split is None else split.partition.points
             moved = {d: [-(-(p - size // 2) // step) for p in points]}
-            return Reads(layout, moved_points(layout, shape, moved), {d: ReadRange(first, first + size - 1)})
+            span = ReadRange(first, first + size - 1)
+            return Reads(layout, moved_points(layout, shape, moved), {d: span})
 
     reads = layout.mesh.session.plan(("unfold", layout, d, size, step), make)
     box = reads.gather(input)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +47,8 @@ def grid_sample(
     aligned = bool(align_corners)
     like = source_among((input, grid))
     out = _layout_of_result(input, grid, like)
-    positions = operand_in(grid, Layout(out.mesh, grid.shape, (out.splits[0], *out.splits[2:], None)), out)
+    in_space = (out.splits[0], *out.splits[2:], None)
+    positions = operand_in(grid, Layout(out.mesh, tuple(grid.shape), in_space), out)
     if isinstance(input, ShardedTensor):
         needed = _needed(positions.detach(), input.shape[2:], mode, padding_mode, aligned)
         box = _gathered(input, needed, out)

@@ -52,8 +52,8 @@ def test_batch_first_over_depth():
     def call(x, *weights):
         x = x.permute(0, 3, 4, 2, 1).flatten(0, 2)  # [voxels of a plane, depth, channels]
         state = x[None, :, 0, :1].expand(1, -1, 3) * 0.5
-        found = torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x, state))
-        return found[0]
+        parameters = dict(zip(names, weights, strict=True))
+        return torch.func.functional_call(layer, parameters, (x, state))[0]
 
     check_function(call, randn(2, 2, 4, 3, 2), weights, [[0, 1, 4], [0, 2, 3], None])
 

@@ -40,7 +40,9 @@ CALLS = {
     "all dims, cropped": lambda x: torch.fft.fftn(x, s=(3, 7, -1)).abs().square(),
     "irfft": lambda x: torch.fft.irfft(x, dim=3) * torch.fft.hfft(x, dim=3),
     "ihfft": lambda x: _magnitude(torch.fft.ihfft(x, dim=4)),
-    "shifts": lambda x: torch.fft.fftshift(x, (2, 3)) * torch.fft.ifftshift(x, 2) + torch.fft.fftshift(x),
+    "shifts": lambda x: torch.fft.fftshift(x, (2, 3)) * torch.fft.ifftshift(x, 2) + (
+        torch.fft.fftshift(x)
+    ),
     "parts": lambda x: torch.complex(x, x * 2).conj().imag * torch.polar(x.abs(), x).real,
     "as complex": lambda x: torch.view_as_complex(x.unflatten(4, (2, 2))).prod(3).real,
     "sums of complex numbers": lambda x: (torch.complex(x, x + 1).sum((2, 3, 4)) ** 2).imag,
