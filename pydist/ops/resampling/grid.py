@@ -17,7 +17,7 @@ from torch import Tensor
 from pydist.exchange.adjoints import average_grad, gather_box
 from pydist.exchange.exchanger import Exchanger
 from pydist.layout import Layout, Split
-from pydist.ops.transposition import resized
+from pydist.ops.transposition import scaled_layout
 from pydist.partition import Box
 from pydist.tensor import ShardedTensor, implements, local_of, source_among, wrap
 from pydist.tensor.operands import operand_in
@@ -63,7 +63,7 @@ def grid_sample(
 def grid_sampler(
     input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> ShardedTensor:
-    """Samples like `grid_sample`, with modes by number."""
+    """Computes samples as `grid_sample` does, with modes by number."""
     mode, padding = _MODES[interpolation_mode], _PADDINGS[padding_mode]
     return grid_sample(input, grid, mode, padding, align_corners)
 
@@ -90,7 +90,7 @@ def _layout_of_result(input: Tensor, grid: Tensor, like: ShardedTensor) -> Layou
         of_input = input._layout.splits
         if not any(space):
             shape = (*input.shape[:2], *grid.shape[1:-1])
-            space = resized(input._layout, shape).splits[2:]
+            space = scaled_layout(input._layout, shape).splits[2:]
     used = {axis for split in space if split for axis in split.axes}
 
     def free(split: Split | None) -> Split | None:

@@ -84,9 +84,10 @@ def _assign_at(
     work = whole_along(x._layout, _partly_assigned(basic, indices))
     region = region_of(work, basic)
     left = [d for d in range(len(region.layout.shape)) if d not in region.removed]
-    shape, splits = ([of[d] for d in left] for of in (region.layout.shape, region.layout.splits))
+    shape = [region.layout.shape[d] for d in left]
+    basic_layout = Layout(x.mesh, shape, [region.layout.splits[d] for d in left])
     common = layout_of_indices(indices.values(), work).whole()
-    selected = selected_layout(Layout(x.mesh, shape, splits), indices, common)
+    selected = selected_layout(basic_layout, indices, common)
     own = {
         d: operand_in(i, Layout(x.mesh, tuple(i.shape), [None] * i.dim()), work)
         for d, i in indices.items()

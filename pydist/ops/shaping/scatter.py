@@ -1,4 +1,4 @@
-"""Writes to positions along dims, makes one-hot labels, and counts integers."""
+"""Handles writes to positions along dims, one-hot labels, and counts of integers."""
 
 from __future__ import annotations
 

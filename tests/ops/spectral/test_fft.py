@@ -100,7 +100,7 @@ def test_fourier_neural_operator(spatial, data):
 
 def test_compressed_gradients_of_complex_parameters_are_refused():
     def body(mesh):
-        with pytest.raises(NotSupported, match='gradients="bf16" of the parameter .*complex'):
+        with pytest.raises(NotSupported, match=r'gradients="bf16" of the parameter .*complex'):
             parallelize(FourierOperator().double(), mesh, gradients="bf16")
 
     on_ranks((1, 1, 1), body, data=2)
