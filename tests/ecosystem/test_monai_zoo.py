@@ -11,6 +11,7 @@ pytest.importorskip("monai.networks.nets")
 from support.networks.monai_zoo import CASES, verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "monai.md"
+pytestmark = pytest.mark.filterwarnings("ignore")  # of MONAI and torch
 RUN = ("VoxelMorph, half resolution", "GlobalNet", "MaskedAutoEncoderViT", "NaViT")
 
 
