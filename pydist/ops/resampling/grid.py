@@ -68,7 +68,7 @@ def grid_sampler(
     return grid_sample(input, grid, mode, padding, align_corners)
 
 
-@implements(F.affine_grid, torch.affine_grid_generator)
+@implements(F.affine_grid)
 def affine_grid(
     theta: ShardedTensor, size: Sequence[int], align_corners: bool | None = None
 ) -> ShardedTensor:
