@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> None:
     theta = torch.eye(3, 4)[None]
     base = F.affine_grid(theta, list(whole.shape), align_corners=False)
     grid = base + (torch.rand_like(base) * 2 - 1) * 2 * DISPLACEMENT / extent
-    x = pydist.distribute_tensor(whole, mesh).detach().requires_grad_()
+    x: Any = pydist.distribute_tensor(whole, mesh).detach().requires_grad_()
     cut_grid = pydist.distribute_tensor(grid, mesh, {1: "depth"}).detach()
     full = whole.clone().requires_grad_()
 

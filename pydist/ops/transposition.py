@@ -51,7 +51,7 @@ def _parts(split: Split | None) -> int:
     return 1 if split is None else split.partition.parts
 
 
-def resized(layout: Layout, shape: Sequence[int]) -> Layout:
+def scaled_layout(layout: Layout, shape: Sequence[int]) -> Layout:
     """Returns a layout of other extents, split in the same proportions; extent 1 is not split."""
     changes = {
         d: None if n == 1 or split is None else split.scaled(n)
@@ -82,8 +82,8 @@ def along_dims(func: Callable[[Tensor], Any], x: ShardedTensor, dims: Collection
         if not isinstance(result, Tensor):
             return type(result)([back(part) for part in result])
         shape = [result.shape[d] if d in dims else n for d, n in enumerate(x.shape)]
-        layout = resized(moved._layout, shape)
+        layout = scaled_layout(moved._layout, shape)
         result = wrap(without_added(result, layout.local_shape), layout, x)
-        return redistribute(result, resized(x._layout, shape))
+        return redistribute(result, scaled_layout(x._layout, shape))
 
     return back(func(local))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -56,6 +55,10 @@ def refusal(
 
 
 def _advice(name: str) -> str:
+    if name == "aten::detach":
+        return (
+            "remove the inner one of nested checkpoints, or the code that copies the wrapper itself"
+        )
     if name.startswith("torch.distributed."):
         return (
             "all ranks of a sample group hold the same batch: sum with pydist.sum_over_groups,"
@@ -126,14 +129,6 @@ def module_path() -> str:
             if path is not None:
                 return str(path)
     return ""
-
-
-def in_checkpoint() -> bool:
-    """Returns whether code of torch's checkpoints makes the call, while it recomputes a region."""
-    return any(
-        frame.f_code.co_name == "pack_hook" and frame.f_code.co_filename == _CHECKPOINT
-        for frame in itertools.islice(_frames(), 3)
-    )
 
 
 def source_line() -> str:

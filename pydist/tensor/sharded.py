@@ -37,7 +37,7 @@ from pydist.tensor.aliasing import (
     view_at,
 )
 from pydist.tensor.deferred import NOTHING, Deferred
-from pydist.tensor.refusals import in_checkpoint, misfit, refusal
+from pydist.tensor.refusals import misfit, refusal
 from pydist.tensor.stage import StageTensor
 from pydist.tensor.wrapper import (
     GET_DEVICE,
@@ -354,10 +354,6 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         # Only calls that bypass __torch_function__ get here (torch.func, vmap, torch.tensor(x),
         # code that disabled the override): they would see a tensor without storage.
-        if func is torch.ops.aten.detach.default and in_checkpoint():
-            # What a checkpoint within a checkpoint keeps of the outer one's recomputation. The
-            # shard stays in its graph, so that the inner one records the same calls again.
-            return view_of(args[0], local_of(args[0]), args[0]._layout)
         raise refusal(func, args, kwargs or {})
 
 

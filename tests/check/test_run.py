@@ -175,7 +175,7 @@ def test_a_wrong_gradient_is_found(monkeypatch):
 def test_a_refused_call_is_computed_whole_and_named(tmp_path):
     file = tmp_path / "nets.py"
     file.write_text(FACTORIES)
-    report = check(load_factory(f"{file}:Spectrum"), (1, 6, 4, 4))
+    report = check(load_factory(f"{file}:Lower"), (1, 6, 4, 4))
     assert not report.ok
     assert not report.failures
     (refusal,) = report.refusals
@@ -190,7 +190,7 @@ def test_a_refused_call_is_computed_whole_and_named(tmp_path):
 def test_command(tmp_path, capsys):
     file = tmp_path / "nets.py"
     file.write_text(FACTORIES)
-    for name, code in (("good", 0), ("ready", 0), ("Spectrum", 1)):
+    for name, code in (("good", 0), ("ready", 0), ("Lower", 1)):
         assert main(["check", f"{file}:{name}", "--sample", "1,6,4,4"]) == code
         text = capsys.readouterr().out
         assert "2 × [1, 6, 4, 4] split 2×1×1 over 2 ranks, float64" in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pydist import Layout
-from pydist.ops.transposition import resized, whole_along
+from pydist.ops.transposition import scaled_layout, whole_along
 from support.equivalence import layout_at, on_ranks
 
 
@@ -37,7 +37,7 @@ def test_ranks_hold_copies_where_no_dim_is_left():
 def test_new_extents_keep_the_proportions():
     def body(mesh):
         layout = layout_at(mesh, (1, 3, 8, 6, 5), [[0, 2, 8], None, None])
-        assert points_of(resized(layout, (1, 3, 4, 6, 5)))[2] == [0, 1, 4]
-        assert points_of(resized(layout, (1, 3, 1, 6, 5)))[2] is None
+        assert points_of(scaled_layout(layout, (1, 3, 4, 6, 5)))[2] == [0, 1, 4]
+        assert points_of(scaled_layout(layout, (1, 3, 1, 6, 5)))[2] is None
 
     on_ranks((2, 1, 1), body)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pydist.layout import Layout
 from pydist.ops.empty import with_elements, without_added
-from pydist.ops.transposition import resized, whole_along
+from pydist.ops.transposition import scaled_layout, whole_along
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 from pydist.tensor.operands import operand_in, parameter_for, redistribute
 
@@ -48,10 +48,10 @@ def _recurrent(
         initial[0] if isinstance(hx, Tensor) else initial,
         own, has_biases, num_layers, dropout, train, bidirectional, batch_first,
     )  # fmt: skip
-    out = resized(work, (*input.shape[:2], results[0].shape[2]))
+    out = scaled_layout(work, (*input.shape[:2], results[0].shape[2]))
     first = redistribute(
         wrap(without_added(results[0], out.local_shape), out, input),
-        resized(input._layout, out.shape),
+        scaled_layout(input._layout, out.shape),
     )
     last = []
     for state in results[1:]:

@@ -113,5 +113,5 @@ def diff(
 
 @implements(torch.msort, torch.Tensor.msort)
 def msort(input: ShardedTensor) -> Any:
-    """Sorts along the first dim."""
+    """Returns the values in order along the first dim."""
     return torch.sort(input, dim=0).values

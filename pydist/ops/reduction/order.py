@@ -77,10 +77,9 @@ def _quantile(
     return found if keepdim else _without(found, d)
 
 
-for _func in (torch.quantile, torch.nanquantile):
-    implements(_func, getattr(torch.Tensor, _func.__name__))(
-        numpy_names(partial(_quantile, _func))
-    )
+for _name in ("quantile", "nanquantile"):
+    _function = getattr(torch, _name)
+    implements(_function, getattr(torch.Tensor, _name))(partial(_quantile, _function))
 
 
 @implements(torch.histc, torch.Tensor.histc)

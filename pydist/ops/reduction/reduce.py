@@ -15,10 +15,10 @@ from pydist.exchange.adjoints import all_reduce_sum
 from pydist.exchange.function import Function
 from pydist.gradients.registration import lead_to
 from pydist.layout import Layout
-from pydist.ops.dims import canonical, canonical_all, numpy_names
+from pydist.ops.dims import canonical_all, numpy_names
 from pydist.ops.dtypes import result_dtype
 from pydist.ops.pointwise.elementwise import elementwise
-from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor import ShardedTensor, implements, local_of, wrap
 
 Dims = int | Sequence[int] | None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from torch import Tensor
 from pydist.exchange.adjoints import average_grad, gather_box
 from pydist.exchange.exchanger import Exchanger
 from pydist.layout import Layout, Split
-from pydist.ops.transposition import resized
+from pydist.ops.transposition import scaled_layout
 from pydist.partition import Box
 from pydist.tensor import ShardedTensor, implements, local_of, source_among, wrap
 from pydist.tensor.operands import operand_in
@@ -48,7 +47,8 @@ def grid_sample(
     aligned = bool(align_corners)
     like = source_among((input, grid))
     out = _layout_of_result(input, grid, like)
-    positions = operand_in(grid, Layout(out.mesh, grid.shape, (out.splits[0], *out.splits[2:], None)), out)
+    in_space = (out.splits[0], *out.splits[2:], None)
+    positions = operand_in(grid, Layout(out.mesh, tuple(grid.shape), in_space), out)
     if isinstance(input, ShardedTensor):
         needed = _needed(positions.detach(), input.shape[2:], mode, padding_mode, aligned)
         box = _gathered(input, needed, out)
@@ -63,12 +63,12 @@ def grid_sample(
 def grid_sampler(
     input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> ShardedTensor:
-    """Samples like `grid_sample`, with modes by number."""
+    """Computes samples as `grid_sample` does, with modes by number."""
     mode, padding = _MODES[interpolation_mode], _PADDINGS[padding_mode]
     return grid_sample(input, grid, mode, padding, align_corners)
 
 
-@implements(F.affine_grid, torch.affine_grid_generator)
+@implements(F.affine_grid)
 def affine_grid(
     theta: ShardedTensor, size: Sequence[int], align_corners: bool | None = None
 ) -> ShardedTensor:
@@ -90,7 +90,7 @@ def _layout_of_result(input: Tensor, grid: Tensor, like: ShardedTensor) -> Layou
         of_input = input._layout.splits
         if not any(space):
             shape = (*input.shape[:2], *grid.shape[1:-1])
-            space = resized(input._layout, shape).splits[2:]
+            space = scaled_layout(input._layout, shape).splits[2:]
     used = {axis for split in space if split for axis in split.axes}
 
     def free(split: Split | None) -> Split | None:

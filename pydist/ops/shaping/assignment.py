@@ -15,18 +15,12 @@ from pydist.ops.shaping.indexing import (
     entries_of,
     layout_of_indices,
     selected_layout,
+    whole_of,
     without_masks,
 )
 from pydist.ops.shaping.slicing import region_of
 from pydist.ops.transposition import whole_along
-from pydist.tensor import (
-    ShardedTensor,
-    implements,
-    local_of,
-    replace_shard_,
-    source_among,
-    wrap,
-)
+from pydist.tensor import ShardedTensor, implements, local_of, replace_shard_, wrap
 from pydist.tensor.aliasing import is_view_at, written_back
 from pydist.tensor.operands import operand_for, operand_in, redistribute, refuse_shard_shaped
 
@@ -47,13 +41,13 @@ def setitem(x: Tensor, index: Any, value: Any) -> None:
     assign = _assign_at if any(isinstance(e, Tensor) for e in entries) else _assign
     if isinstance(x, ShardedTensor):
         assign(_SET, x, entries, value)
+    elif not isinstance(value, ShardedTensor):
+        x[tuple(whole_of(e) for e in entries)] = value  # all ranks write all of it
     elif assign is _assign:
-        assert isinstance(value, ShardedTensor)
         layout = _layout_around(value, entries, x)
         in_place_on_plain(_assign, _SET, (x, entries, value), {}, layout)
     else:
-        mesh = source_among((value, *entries)).mesh
-        whole = Layout(mesh, tuple(x.shape), [None] * x.dim())
+        whole = Layout(value.mesh, tuple(x.shape), [None] * x.dim())
         in_place_on_plain(_assign_at, _SET, (x, entries, value), {}, whole)
 
 
@@ -90,9 +84,10 @@ def _assign_at(
     work = whole_along(x._layout, _partly_assigned(basic, indices))
     region = region_of(work, basic)
     left = [d for d in range(len(region.layout.shape)) if d not in region.removed]
-    shape, splits = ([of[d] for d in left] for of in (region.layout.shape, region.layout.splits))
+    shape = [region.layout.shape[d] for d in left]
+    basic_layout = Layout(x.mesh, shape, [region.layout.splits[d] for d in left])
     common = layout_of_indices(indices.values(), work).whole()
-    selected = selected_layout(Layout(x.mesh, shape, splits), indices, common)
+    selected = selected_layout(basic_layout, indices, common)
     own = {
         d: operand_in(i, Layout(x.mesh, tuple(i.shape), [None] * i.dim()), work)
         for d, i in indices.items()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.layout import Layout, Split
@@ -81,6 +82,23 @@ def _in_layout(tensor: Tensor, layout: Layout) -> Tensor:
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
     """Joins tensors along a new dim."""
     return cat([t.unsqueeze(dim) for t in tensors], dim)
+
+
+@implements(torch._C._nn.pad_sequence)
+def pad_sequence(
+    sequences: Sequence[Tensor],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> ShardedTensor:
+    """Joins sequences along a new dim, padded to the longest."""
+    longest = max(len(each) for each in sequences)
+    padded = []
+    for each in sequences:
+        added = longest - len(each)
+        rims = (added, 0) if padding_side == "left" else (0, added)
+        padded.append(F.pad(each, (*(0, 0) * (each.dim() - 1), *rims), value=padding_value))
+    return stack(padded, 0 if batch_first else 1)
 
 
 def _stacked(name: str, dim: int, lift: Callable[[Sequence[Tensor]], Any]) -> None:

@@ -228,8 +228,11 @@ def reshape(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
 @implements(torch.Tensor.view)
 def view(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
     """Reshapes a tensor without a copy; raises an error if torch would."""
-    if "dtype" in named or (shape and isinstance(shape[0], torch.dtype)):
-        raise refusal(torch.Tensor.view, (input,), {}, "a view of another dtype")
+    dtype = named.get("dtype", shape[0] if shape else None)
+    if isinstance(dtype, torch.dtype):
+        if dtype.itemsize != input.dtype.itemsize:
+            raise refusal(torch.Tensor.view, (input,), {}, "a view with elements of another size")
+        return view_of(input, local_of(input).view(dtype), input._layout)
     asked = given_as("size", shape, named)
     return reshaped(input, (asked,) if isinstance(asked, int) else asked, is_view=True)
 

@@ -1,4 +1,4 @@
-"""Writes to positions along dims, makes one-hot labels, and counts integers."""
+"""Handles writes to positions along dims, one-hot labels, and counts of integers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _scatter(
     mixed = {d, *(i for t in written for i, n in enumerate(t.shape) if n != layout.shape[i])}
     work = whole_along(layout, sorted(mixed))
     if in_place and work != layout:
-        result = _scatter(getattr(torch.Tensor, func.__name__[:-1]), *(input, d, index, *src), **kwargs)
+        out_of_place = getattr(torch.Tensor, func.__name__[:-1])
+        result = _scatter(out_of_place, input, d, index, *src, **kwargs)
         return elementwise(torch.Tensor.copy_, input, result)
 
     def aligned(value: Any) -> Any:

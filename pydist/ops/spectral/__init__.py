@@ -1,1 +1,1 @@
-"""Fourier transforms."""
+"""Handles Fourier transforms."""

@@ -38,7 +38,9 @@ def _dims_and_extents(
     if dim is None:
         dim = range(x.dim()) if s is None else range(x.dim() - len(s), x.dim())
     dims = canonical_all(tuple(dim), x.dim())
-    extents = [None] * len(dims) if s is None else [None if n == -1 else n for n in s]
+    extents: list[int | None] = [None] * len(dims)
+    if s is not None:
+        extents = [None if n == -1 else n for n in s]
     if len(extents) != len(dims):
         raise RuntimeError(f"s={s} and dim={dim}: as many extents as dims are possible")
     return dims, extents

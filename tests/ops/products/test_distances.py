@@ -10,14 +10,15 @@ from support.equivalence import Cut, check_function, randn
 POINTS = {"2": [[0, 3, 8], None], "3, one of them empty": [[0, 3, 3, 8], None]}
 CLOUD = randn(2, 8, 3, seed=1)
 CALLS = {
-    "both split": lambda x, y: torch.cdist(x, y),
+    "both split": torch.cdist,
     "with itself": lambda x, y: torch.cdist(x, x + 1) * torch.cdist(y, x, 1.0),
     "to a plain cloud": lambda x, y: torch.cdist(x, CLOUD, p=3.0) * torch.cdist(CLOUD, x),
     "coordinates that are split": lambda x, y: torch.cdist(x.mT, y.mT),
     "neighbors": lambda x, y: torch.cdist(x, y).topk(3, largest=False)[0],
-    "features of neighbors": lambda x, y: y[
-        torch.arange(2)[:, None, None], torch.cdist(x, y).topk(3, largest=False)[1]
-    ] * x[:, :, None],
+    "features of neighbors": lambda x, y: (
+        y[torch.arange(2)[:, None, None], torch.cdist(x, y).topk(3, largest=False)[1]]
+        * x[:, :, None]
+    ),
     "within a radius": lambda x, y: (torch.cdist(x, y) < 1.5).to(x.dtype) @ y,
 }
 

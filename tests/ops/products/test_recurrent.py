@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -24,12 +26,11 @@ LAYERS = {
 }
 
 
-def called(layer, x, weights):
-    """Returns output and last states of a layer with these weights, as one tensor."""
+def called(layer, weights, *args):
+    """Calls a layer with these weights; on a copy, as rank-threads share it."""
     names = [name for name, _ in layer.named_parameters()]
-    y, states = torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x,))
-    states = states if isinstance(states, tuple) else (states,)
-    return y * 2 + sum(state.sum() for state in states)
+    parameters = dict(zip(names, weights, strict=True))
+    return torch.func.functional_call(copy.deepcopy(layer), parameters, args)
 
 
 @pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
@@ -37,23 +38,24 @@ def called(layer, x, weights):
 def test_to_second_order(make, points):
     layer = make()
     weights = [randn(*p.shape, seed=i) for i, p in enumerate(layer.parameters())]
-    check_function(
-        lambda x, *weights: called(layer, x, weights),
-        randn(*SHAPE), weights, points, second_order=True,
-    )  # fmt: skip
+
+    def call(x, *weights):
+        y, states = called(layer, weights, x)
+        states = states if isinstance(states, tuple) else (states,)
+        return y * 2 + sum(state.sum() for state in states)
+
+    check_function(call, randn(*SHAPE), weights, points, second_order=True)
 
 
 def test_batch_first_over_depth():
     """As over the planes of a volume; the state is given."""
     layer = nn.GRU(2, 3, batch_first=True, dtype=torch.float64)
     weights = [randn(*p.shape, seed=i) for i, p in enumerate(layer.parameters())]
-    names = [name for name, _ in layer.named_parameters()]
 
     def call(x, *weights):
         x = x.permute(0, 3, 4, 2, 1).flatten(0, 2)  # [voxels of a plane, depth, channels]
         state = x[None, :, 0, :1].expand(1, -1, 3) * 0.5
-        found = torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x, state))
-        return found[0]
+        return called(layer, weights, x, state)[0]
 
     check_function(call, randn(2, 2, 4, 3, 2), weights, [[0, 1, 4], [0, 2, 3], None])
 

@@ -16,7 +16,9 @@ CALLS = {
     "unfold": lambda x: x.unfold(2, 3, 1).square().sum(-1) * x[:, :, 1:-1],
     "unfold with steps": lambda x: x.unfold(2, 2, 3) ** 2,
     "patches": lambda x: x.unfold(2, 3, 3).unfold(3, 4, 4) ** 2,
-    "neighborhoods": lambda x: (F.pad(x, (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1) * x[..., None, None]),
+    "neighborhoods": lambda x: (
+        F.pad(x, (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1) * x[..., None, None]
+    ),
     "columns": lambda x: F.unfold(x, 3, padding=1) ** 2,
     "columns with steps": lambda x: F.unfold(x, (3, 2), (1, 2), (2, 1), (2, 3)) ** 2,
     "there and back": lambda x: F.fold(F.unfold(x, 3, 2, 2, 2) ** 2, (9, 8), 3, 2, 2, 2),

@@ -17,6 +17,8 @@ POINTS = {
     "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
 }
 ROWS = torch.tensor([3, 0, 0])
+FULL = slice(None)
+PLAIN = randn(5, 4, 3, seed=5)
 
 
 def _assigned(x, index, value):
@@ -26,31 +28,33 @@ def _assigned(x, index, value):
 
 
 def _into_plain(x, index):
+    plain = torch.zeros(5, 4)
+    plain[index[2], :1] = 1.0
     y = torch.zeros(2, 3, 5, 4, 3, dtype=torch.float64)
     y[:, :, ROWS] = x[:, :, :3]
     y[index] += 1
-    return y * x
+    return y * x * plain.sum()
 
 
 CALLS = {
     "mask": lambda x, i: x[x > 0] ** 2,
     "mask of dims": lambda x, i: x[:, 1, (x[0, 0] > 0)] ** 2,
-    "of a plain tensor": lambda x, i: torch.arange(60.0).double().reshape(5, 4, 3)[x[0, 0] > 0] * x.sum(),
+    "of a plain tensor": lambda x, i: PLAIN[x[0, 0] > 0] * x.sum(),
     "masked_select": lambda x, i: x.masked_select(x[:, :1] > 0) ** 2,
     "sharded indices": lambda x, i: x[:, :, i[0, :, 0, 0]] ** 2,
-    "sharded indices of two dims": lambda x, i: x[:, i[0, :, :, 0] % 3, :, i[1, :, :, 0]] ** 2,
+    "sharded indices of two dims": lambda x, i: x[:, i[0, :, :, 0] % 3, :, i[1, :, :, 0] % 4] ** 2,
     "one sharded index": lambda x, i: x[:, :, i.sum() % 5] ** 2,
     "index_select": lambda x, i: x.index_select(1, i[0, :, 0, 0] % 3) ** 2,
-    "assigned at indices": lambda x, i: _assigned(x, (slice(None), slice(None), ROWS[:2]), x[:, :, 1:3]),
+    "assigned at indices": lambda x, i: _assigned(x, (..., ROWS[:2], FULL, FULL), x[:, :, 1:3]),
     "assigned numbers": lambda x, i: _assigned(x, (0, slice(1, 3), ROWS), 2.0),
-    "assigned at both": lambda x, i: _assigned(x, (ROWS[1:] + 1, slice(None), slice(1, 4)), x[:1, :1, 2:]),
+    "assigned at both": lambda x, i: _assigned(x, (ROWS[1:] + 1, FULL, slice(1, 4)), x[:1, :1, 2:]),
     "assigned at sharded indices": lambda x, i: _assigned(x, (1, 2, i[0, :, 1, 1]), 3.0),
     "assigned at a mask": lambda x, i: _assigned(x, x > 0.5, x[x > 0.5] ** 2),
-    "into a plain tensor": lambda x, i: _into_plain(x, (slice(None), slice(None), i[0, :1, 1, 1])),
+    "into a plain tensor": lambda x, i: _into_plain(x, (FULL, FULL, i[0, :1, 1, 1])),
     "scatter": lambda x, i: x.scatter(2, i[:, None].expand(2, 3, 5, 4, 3), x * 2),
-    "scatter_add": lambda x, i: x.scatter_add(3, i[:, None, :, :2] % 4, x ** 2),
-    "scatter_ in place": lambda x, i: (x * 1).scatter_(2, i[:, None, :2], x ** 2) * x,
-    "scatter_reduce": lambda x, i: x.scatter_reduce(2, i[:, None], x ** 2, "amax"),
+    "scatter_add": lambda x, i: x.scatter_add(3, i[:, None, :, :2] % 4, x[:, :1, :, :2] ** 2),
+    "scatter_ in place": lambda x, i: (x * 1).scatter_(2, i[:, None, :2], x[:, 1:2, :2] ** 2) * x,
+    "scatter_reduce": lambda x, i: x.scatter_reduce(2, i[:, None], x[:, :1] ** 2, "amax"),
     "index_add": lambda x, i: x.index_add(2, ROWS, x[:, :, 1:4] ** 2, alpha=2) * x,
     "index_add_ of an unsplit dim": lambda x, i: (x * 1).index_add_(1, ROWS[1:], x[:, :2] ** 2),
     "index_copy_": lambda x, i: (x * 1).index_copy_(2, ROWS[:2], x[:, :, :2] ** 2) * x,

@@ -40,7 +40,9 @@ CALLS = {
     "all dims, cropped": lambda x: torch.fft.fftn(x, s=(3, 7, -1)).abs().square(),
     "irfft": lambda x: torch.fft.irfft(x, dim=3) * torch.fft.hfft(x, dim=3),
     "ihfft": lambda x: _magnitude(torch.fft.ihfft(x, dim=4)),
-    "shifts": lambda x: torch.fft.fftshift(x, (2, 3)) * torch.fft.ifftshift(x, 2) + torch.fft.fftshift(x),
+    "shifts": lambda x: torch.fft.fftshift(x, (2, 3)) * torch.fft.ifftshift(x, 2) + (
+        torch.fft.fftshift(x)
+    ),
     "parts": lambda x: torch.complex(x, x * 2).conj().imag * torch.polar(x.abs(), x).real,
     "as complex": lambda x: torch.view_as_complex(x.unflatten(4, (2, 2))).prod(3).real,
     "sums of complex numbers": lambda x: (torch.complex(x, x + 1).sum((2, 3, 4)) ** 2).imag,
@@ -98,7 +100,7 @@ def test_fourier_neural_operator(spatial, data):
 
 def test_compressed_gradients_of_complex_parameters_are_refused():
     def body(mesh):
-        with pytest.raises(NotSupported, match='gradients="bf16" of the parameter .*complex'):
+        with pytest.raises(NotSupported, match=r'gradients="bf16" of the parameter .*complex'):
             parallelize(FourierOperator().double(), mesh, gradients="bf16")
 
     on_ranks((1, 1, 1), body, data=2)

@@ -49,7 +49,7 @@ def short(name: str) -> str:
 
 
 ASKED = frozenset(
-    "backward grad register_hook retain_grad item tolist dim size numel nelement ndimension "
+    "backward grad register_hook retain_grad item tolist numpy dim size numel nelement ndimension "
     "element_size get_device is_complex is_conj is_contiguous is_floating_point is_inference "
     "is_neg is_signed is_tensor data requires_grad cpu cuda type imag "
     "register_post_accumulate_grad_hook "

@@ -510,6 +510,10 @@ def wrong_arguments_are_named(t: Transport) -> None:
         ("rank -1 is outside", lambda: t.recv(torch.zeros(1), -1)),
         ("tag 32768 is outside", lambda: t.send(torch.zeros(1), 0, tag=1 << 15)),
         ("op 'mean' is none of", lambda: t.all_reduce(torch.zeros(1), "mean")),  # type: ignore[arg-type]
+        (
+            "the max of torch.complex64",
+            lambda: t.all_reduce(torch.zeros(1, dtype=torch.complex64), "max"),
+        ),
         ("complex64 can't be sent", lambda: t.all_gather(torch.zeros(1, dtype=torch.complex64))),
         ("must begin with the number of ranks", lambda: t.reduce_scatter(torch.zeros(t.size + 1))),
         ("inputs for", lambda: t.all_to_all([], [])),
