@@ -64,7 +64,8 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
         use: "always", "never", or "auto": if it is estimated to be faster, that is on two ranks or
             more, from a million parameters on, with a supported optimizer. The estimate depends on
             counts alone, not on measured time: a rerun decides the same. Gradients of another form
-            than "dense" are never partitioned.
+            than "dense" are never partitioned. Ranks on unequal devices always partition, so that
+            each number is computed on one of them, and copies stay equal.
 
     Returns:
         A `ShardedOptimizer`, or the unchanged optimizer.
@@ -83,7 +84,8 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
             return optimizer
         parameters = (own_slice(p) for g in optimizer.param_groups for p in g["params"])
         elements = sum(p.numel() for p in parameters if p.requires_grad and _has_copies(p, entry))
-        if elements < WORTHWHILE or _obstacle(optimizer) is not None:
+        is_faster = elements >= WORTHWHILE and _obstacle(optimizer) is None
+        if not (is_faster or entry.mesh.world.mixes):
             return optimizer
     return ShardedOptimizer(optimizer, model)
 

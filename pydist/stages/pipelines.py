@@ -108,7 +108,7 @@ def pipeline(
         "running_statistics": running_statistics, "gradients": str(form),
         "sharded_weights": sharded_weights,
     }  # fmt: skip
-    require_same(stages.world, {**given, **facts_of(model)})
+    require_same(stages.world, {**given, **facts_of(model, devices=not stages.world.mixes)})
     if any("_pydist_path" in module.__dict__ for module in model.modules()):
         raise UsageError(
             f"this {type(model).__name__}, or a part of it, is parallelized already: give "
