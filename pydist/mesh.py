@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import torch
 
 from pydist.comm.interface.ledger import SAMPLE_GROUPS
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from pydist.grid import AXES, OTHER_AXES, SAMPLE_AXES, SPATIAL_AXES, Grid
 from pydist.session import Session
 
@@ -44,6 +44,7 @@ class Mesh:
 
     Raises:
         UsageError: the mesh does not fit the world.
+        NotSupported: ranks that hold one sample are on unequal devices.
 
     Attributes:
         grid: the named axes with their sizes.
@@ -92,8 +93,20 @@ class Mesh:
         self._asked: dict[tuple[str, ...], Transport] = {}
         self.sample = self._split_off(world, AXES, self.grid.split(SAMPLE_AXES))
         self.data = self.group(("data",))
+        if world.mixes:
+            self._refuse_mixed_samples()
         self.ranks_per_core = _ranks_per_core(world, hosts)
         """More than 1 if ranks share cores: then work that all of them repeat costs more."""
+
+    def _refuse_mixed_samples(self) -> None:
+        """Refuses sample groups on unequal devices, whose exchanges have different forms."""
+        mixed = torch.tensor([self.sample.mixes])
+        self.world.all_reduce(mixed)
+        if mixed:
+            raise NotSupported(
+                f"ranks that hold one sample, of {self.grid}, are on unequal devices: only the "
+                "data axis can join such ranks"
+            )
 
     def __repr__(self) -> str:
         return f"Mesh({self.grid}, rank {self.rank} of {self.size}, {self.world.name})"

@@ -129,7 +129,7 @@ def parallelize(
         "sharded_weights": str(sharded_weights),
         "gradients": str(form),
     }
-    require_same(mesh.world, {**given, **facts_of(model)})
+    require_same(mesh.world, {**given, **facts_of(model, devices=not mesh.world.mixes)})
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
     entry = EntryHook(mesh, batch_norm, group_weight)

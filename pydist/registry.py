@@ -106,6 +106,7 @@ TRANSPORTS = Registry(
         "nccl": "pydist.comm.transports.nccl.transport:NcclTransport",
         "ipc": "pydist.comm.transports.ipc.transport:IpcTransport",
         "cuda-mpi": "pydist.comm.transports.cuda_mpi.transport:CudaMpiTransport",
+        "staged": "pydist.comm.transports.staged:StagedTransport",
     },
 )
 """Subclasses of `pydist.comm.Transport` whose class method `over` builds on another transport."""

@@ -60,7 +60,8 @@ def connect(transport: str = "auto") -> Transport:
             "nccl" if each of several ranks has one, else "host"; all ranks decide together, see
             `why_no_devices`. "ipc" is "nccl" with exchanges by copies between devices of one
             machine. "cuda-mpi" is a CUDA-aware MPI. "cuda" is "nccl" if that is possible, else
-            "cuda-mpi". "local" is one rank alone, under any launcher.
+            "cuda-mpi". "staged" copies device memory through the host, and joins ranks with and
+            without devices. "local" is one rank alone, under any launcher.
 
     Returns:
         The transport; the same one on every call.

@@ -57,8 +57,8 @@ def init(
         data: number of sample groups (data parallelism); by default as many as the ranks allow.
         spatial: numbers of parts of every sample's depth, height and width.
         transport: "auto", "host", "mpi", "c10d"; for tensors on CUDA devices "nccl" (one device per
-            rank, which "auto" uses if possible), "ipc", "cuda-mpi" or "cuda"; see
-            `pydist.runtime.connect`.
+            rank, which "auto" uses if possible), "ipc", "cuda-mpi" or "cuda"; "staged" for ranks
+            with and without a device; see `pydist.runtime.connect`.
         seed: seed of all random numbers that pydist draws (dropout, shuffling).
         keep_freed_memory: False leaves the allocator's settings unchanged and keeps the peak low,
             like PYDIST_KEEP_FREED_MEMORY=0 in the environment.
@@ -124,7 +124,7 @@ def join(
     else:
         world = connect(transport)
         require_same(world, {**_facts(transport), **facts(world.size)})
-    if world.device is not None:
+    if world.device is not None and not world.mixes:
         require_same(world, _device_facts())
     native.set_num_threads(torch.get_num_threads())
     return world

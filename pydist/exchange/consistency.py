@@ -80,7 +80,8 @@ class Consistency:
 
     def __init__(self, mesh: Mesh) -> None:
         """Begins with nothing to compare. Created by `consistency_of`."""
-        self.operands, self.parameters = Contents(), TrainedParameters()
+        self._mixes = mesh.world.mixes
+        self.operands, self.parameters = Contents(waits=self._mixes), TrainedParameters()
         self._shared: dict[tuple[str, ...], Contents] = {}
         self._claims: list[_Claim] = []
         self._weights: dict[tuple[str, ...], int] = {}
@@ -205,7 +206,7 @@ class Consistency:
                 split = mesh.grid.split(axes)
                 if not split:  # no other rank has them
                     continue
-                contents = self._shared.setdefault(split, Contents())
+                contents = self._shared.setdefault(split, Contents(waits=self._mixes))
                 self._add(contents, held, mesh)
                 contents.turn += 1
 

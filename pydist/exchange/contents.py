@@ -120,13 +120,17 @@ class _Sum(NamedTuple):
 class Contents:
     """The checksums that one rank has formed since the last comparison.
 
+    Args:
+        waits: whether the host waits for checksums from a device, as some ranks compute on CPUs.
+
     Attributes:
         turn: counter of comparisons, which determines the share of the next checksums.
         repeats: number of earlier uses, in the same turn, of the operand used last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits: bool = False) -> None:
         self.turn = self.repeats = 0
+        self._waits = waits
         self._known: dict[tuple[object, ...], Operand] = {}
         self._fresh: list[_Sum] = []
         self._compared: list[_Sum] = []
@@ -176,12 +180,16 @@ class Contents:
     def take(self) -> int:
         """Takes the checksums to compare now, and returns their hash.
 
-        Checksums of this turn from a device are left for the next turn, so the host does not wait.
+        Checksums of this turn from a device are left for the next turn, so that the host does not
+        wait, if all ranks have devices.
         """
         if not self._fresh:
             self._compared = []
             return 0
-        is_late = [each.checksum.is_late and each.turn == self.turn for each in self._fresh]
+        is_late = [
+            each.checksum.is_late and each.turn == self.turn and not self._waits
+            for each in self._fresh
+        ]
         both = list(zip(self._fresh, is_late, strict=True))
         self._fresh = [each for each, late in both if late]
         self._compared = [each for each, late in both if not late]

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from pydist.grid import AXES
 
-_COPIES = "_pydist_axes_of_copies"
+_SLICING = "_pydist_slicing"
+
+
+class Slicing(NamedTuple):
+    """What all ranks know of a slice.
+
+    Attributes:
+        axes: the axes of the mesh along which ranks hold equal copies of it.
+        even: elements that it has if all slices of the weight are equally large.
+    """
+
+    axes: tuple[str, ...]
+    even: int
 
 
 def own_slice(parameter: Tensor) -> Tensor:
@@ -22,12 +36,12 @@ def is_sharded_weight(tensor: Tensor) -> bool:
     return own_slice(tensor) is not tensor
 
 
-def set_axes_of_copies(slice_: Tensor, axes: tuple[str, ...]) -> None:
-    """Records the axes of the mesh along which ranks hold equal copies of a slice."""
-    setattr(slice_, _COPIES, axes)
+def set_slicing(slice_: Tensor, slicing: Slicing) -> None:
+    """Records what all ranks know of a slice."""
+    setattr(slice_, _SLICING, slicing)
 
 
-def axes_of_copies(parameter: Tensor) -> tuple[str, ...]:
-    """Returns the axes of the mesh along which ranks hold equal copies of a parameter."""
-    found: tuple[str, ...] = getattr(parameter, _COPIES, AXES)
-    return found
+def slicing_of(parameter: Tensor) -> Slicing:
+    """Returns what all ranks know of a slice, or of a parameter that is whole on all ranks."""
+    found: Slicing | None = getattr(parameter, _SLICING, None)
+    return found or Slicing(AXES, parameter.numel())

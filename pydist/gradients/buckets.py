@@ -21,21 +21,25 @@ BUCKET_BYTES = 8 << 20
 ALONE_BYTES = 256 << 10
 
 
-def make_buckets(leaves: Sequence[Leaf], transport: Transport, form: Form) -> list[Bucket]:
+def make_buckets(
+    leaves: Sequence[Leaf], transport: Transport, holders: Transport, form: Form
+) -> list[Bucket]:
     """Makes buckets, in the order in which backward completes them: last parameters first.
 
     Small parameters share buckets, even across large ones, which are sent alone.
 
     Args:
         leaves: the parameters of a lane, in the order of the model.
-        transport: the ranks over which partitioned buckets are cut.
+        transport: the ranks over which partitioned buckets are cut, if there are several.
+        holders: see `Lane`.
         form: says how the gradients are averaged.
     """
     made: list[tuple[int, bool, list[Leaf]]] = []  # when complete, kind, contents
     open_: dict[tuple[object, ...], tuple[list[Leaf], list[int]]] = {}
     for index, leaf in enumerate(reversed(leaves)):
-        nbytes = leaf.numel * leaf.kind.dtype.itemsize
-        partitioned = leaf.is_partitioned and leaf.has_parts
+        # Equal on all ranks: those with other slices add up norms in the order of the buckets.
+        nbytes = leaf.even * leaf.kind.dtype.itemsize
+        partitioned = leaf.is_partitioned and leaf.has_parts and transport.size > 1
         if nbytes >= ALONE_BYTES:
             made.append((index, partitioned, [leaf]))
             continue
@@ -49,7 +53,7 @@ def make_buckets(leaves: Sequence[Leaf], transport: Transport, form: Form) -> li
     made += [(state[1], bool(kind[2]), contents) for kind, (contents, state) in open_.items()]
     made.sort(key=lambda each: each[0])
     return [
-        PartitionedBucket(contents, form, transport)
+        PartitionedBucket(contents, form, transport, holders)
         if partitioned and isinstance(form, DenseForm)
         else Bucket(form.arrange(contents), form)
         for _, partitioned, contents in made

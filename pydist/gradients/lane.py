@@ -39,6 +39,8 @@ class Lane:
         axes: axes of the mesh along which the ranks hold the parameters.
         transport: connects these ranks, for this lane only: a rank without work starts its buckets
             late, after exchanges that other ranks start after their buckets.
+        holders: connects all ranks that hold parts of partitioned gradients: of slices, also those
+            with other slices.
         transports: all groups whose collectives the lane uses.
         form: says how these ranks average a bucket.
         leaves: the parameters, in the order of registration.
@@ -51,9 +53,15 @@ class Lane:
     """
 
     def __init__(
-        self, axes: Sequence[str], transport: Transport, timers: Timers, form: Form | None = None
+        self,
+        axes: Sequence[str],
+        transport: Transport,
+        holders: Transport,
+        timers: Timers,
+        form: Form | None = None,
     ) -> None:
         self.axes, self.transport, self._timers = tuple(axes), transport, timers
+        self.holders = holders
         self.form: Form = form or DenseForm(transport)
         self.transports = list(dict.fromkeys([transport, *self.form.transports]))
         self.leaves: list[Leaf] = []
@@ -101,7 +109,7 @@ class Lane:
                         f'{leaf.kind.dtype}: gradients="dense" is possible'
                     )
         self.leaves = list(leaves)
-        self.buckets = make_buckets(self.leaves, self.transport, self.form)
+        self.buckets = make_buckets(self.leaves, self.transport, self.holders, self.form)
         self.bucket_of = {leaf: bucket for bucket in self.buckets for leaf in bucket.leaves}
         self.dropped = []
         self.reset()
@@ -161,7 +169,7 @@ class Lane:
         """Waits for the means and stores them in the gradients."""
         for bucket in self.buckets:
             bucket.wait()
-        family = GradientSet(self.transport)
+        family = GradientSet(self.holders)
         for bucket in self.buckets:
             bucket.finish(family, exists)
         self.form.conclude(exists)
@@ -192,7 +200,7 @@ class Lane:
         try:
             for bucket in self.buckets[self._next : started]:
                 bucket.start_blank()
-            family = GradientSet(self.transport)
+            family = GradientSet(self.holders)
             for bucket in self.buckets:
                 bucket.resume(family, remnants)
         finally:
@@ -256,7 +264,8 @@ def make_lane(
     group = mesh.world if axes == AXES else mesh.group(axes)
     transport = group.split(0, group.rank)
     form = None if gradients is None else make_form(gradients, mesh, axes, group, leaves)
-    return Lane(axes, transport, mesh.session.timers, form)
+    holders = transport if axes == AXES else mesh.world
+    return Lane(axes, transport, holders, mesh.session.timers, form)
 
 
 def is_capturing(lanes: Sequence[Lane]) -> bool:

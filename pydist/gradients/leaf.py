@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.link import Link
-from pydist.exchange.own_slice import axes_of_copies
+from pydist.exchange.own_slice import slicing_of
 from pydist.gradients.leaf_hooks import OWN, Hook, Hooks, set_hooks
 from pydist.gradients.partitioned import PartitionedGradient
 from pydist.gradients.rows import is_dense
@@ -67,6 +67,7 @@ class Leaf:
         key: `id` of the parameter.
         name: for errors.
         axes: axes of the mesh along which the ranks hold equal copies.
+        even: its elements, or those of an even slice: the same on all ranks.
         kind: the layout of the gradient in the buckets.
         dense: whether the elements of the parameter fill one interval of memory.
         has_parts: whether the gradient can be partitioned like the parameter.
@@ -90,7 +91,7 @@ class Leaf:
         self._parameter = Link(parameter)
         self._reducer = weakref.ref(reducer)
         self.key, self.name = id(parameter), name
-        self.axes = axes_of_copies(parameter)
+        self.axes, _ = slicing_of(parameter)
         self._measure(parameter)
         self.is_partitioned = False
         self.fired = self.paused = self.partial = self.keeps_graph = self.in_graph = False
@@ -106,6 +107,7 @@ class Leaf:
     def _measure(self, parameter: Tensor) -> None:
         self.kind = GradientKind.of(parameter)
         self.numel, self.dense = parameter.numel(), is_dense(parameter)
+        self.even = slicing_of(parameter).even
         is_real = not parameter.is_complex()
         self.has_parts = self.dense and is_real and parameter.dtype == self.kind.dtype
 

@@ -79,7 +79,7 @@ class Members:
     def part_of(self, parameter: Tensor) -> ParameterPartition | None:
         """Returns the parts of a parameter; None if its gradient is not partitioned."""
         # Not by the id alone, which a freed parameter may have had.
-        leaf = leaf_of(parameter)
+        leaf = leaf_of(own_slice(parameter))
         lane = None if leaf is None else self.lane_of(leaf)
         if leaf is None or lane is None:
             return None
@@ -128,7 +128,8 @@ class Members:
             NotSupported: a parameter has hooks, which would need the full gradient, or a lane with
                 another form than the dense one.
         """
-        found = [leaf for p in parameters if (leaf := leaf_of(p)) in self._lane_of]
+        leaves = (leaf_of(own_slice(p)) for p in parameters)
+        found = [leaf for leaf in leaves if leaf in self._lane_of]
         for leaf in found:
             self._lane_of[leaf].refuse_parts()
             leaf.refuse_hooks()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,11 +14,18 @@ if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
 
 
+@runtime_checkable
+class StepsParts(Protocol):
+    """An optimizer that steps this rank's parts of parameters, or of slices of sharded weights."""
+
+    steps_parts: bool
+
+
 class GradientSet:
     """Partitioned gradients that one backward has made, in the same order on all ranks."""
 
     def __init__(self, transport: Transport) -> None:
-        """Starts an empty family; `transport` connects the ranks that have the parts."""
+        """Starts an empty family; `transport` connects all ranks that have parts."""
         self.transport = transport
         self._pieces: list[Tensor] = []
         self._norms: dict[float, Tensor] = {}
@@ -78,10 +85,10 @@ _METADATA = {
 class PartitionedGradient(Tensor):
     """Placeholder for a parameter's gradient that is partitioned over the ranks (ZeRO-1).
 
-    It has the shape of the gradient but no values: each rank has the mean over all ranks for its
-    own part. `clip_grad_norm_`, `clip_grad_value_`, `GradScaler` and `zero_grad` work; all ranks
-    must call them, as they communicate. Any other use of values is refused:
-    `pydist.optim.gather_gradients` converts all to ordinary gradients.
+    It has the shape of the gradient (of a sharded weight, that of this rank's slice) but no values:
+    each rank has the mean over all ranks for its own part. `clip_grad_norm_`, `clip_grad_value_`,
+    `GradScaler` and `zero_grad` work; all ranks must call them, as they communicate. Any other use
+    of values is refused: `pydist.optim.gather_gradients` converts all to ordinary gradients.
     """
 
     piece: Tensor

@@ -48,14 +48,16 @@ class PartitionedBucket(Bucket):
         kept: gradients of earlier backwards while one is running, by the id of the parameter.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], form: DenseForm, transport: Transport) -> None:
+    def __init__(
+        self, leaves: Sequence[Leaf], form: DenseForm, transport: Transport, holders: Transport
+    ) -> None:
         super().__init__(leaves, form)
         self._dense = form
         elements = self._elements()
         chunk = -(-elements // (transport.size * _ALIGNMENT)) * _ALIGNMENT
         points = [min(rank * chunk, elements) for rank in range(transport.size + 1)]
         self._points = points
-        self.transport = transport
+        self.transport, self._holders = transport, holders
         self.counts = [b - a for a, b in itertools.pairwise(points)]
         self._lo, self._hi = points[transport.rank], points[transport.rank + 1]
         self.kept: dict[int, PartitionedGradient] = {}
@@ -129,7 +131,7 @@ class PartitionedBucket(Bucket):
 
     def interrupt(self) -> None:
         """Puts earlier gradients back, which the caller may clear; see `Bucket.interrupt`."""
-        family = GradientSet(self.transport)
+        family = GradientSet(self._holders)
         for leaf, part in self.parts():
             parameter = leaf.parameter()
             if parameter is None:

@@ -1,4 +1,4 @@
-"""A check before optimizer steps that refuses gradients that were not reduced."""
+"""A check before optimizer steps, of gradients and of the devices that step them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydist.errors import NotSupported
 from pydist.exchange.own_slice import own_slice
 from pydist.gradients.leaf import leaf_of
 from pydist.gradients.newcomers import refuse_parting
-from pydist.gradients.partitioned import PartitionedGradient
+from pydist.gradients.partitioned import PartitionedGradient, StepsParts
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -33,11 +33,11 @@ def note_plain(tensor: Tensor, mesh: Mesh) -> None:
 def install() -> None:
     """Installs the check in all optimizers, once."""
     if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(_refuse_unreduced))
+        _installed.append(register_optimizer_step_pre_hook(_check_step))
 
 
-def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
-    """Refuses a step with a known gradient that was not reduced."""
+def _check_step(optimizer: Optimizer, *_: object) -> None:
+    """Refuses a step with a known gradient that was not reduced, or after which copies differ."""
     own: list[Tensor] = []
     for number, group in enumerate(optimizer.param_groups):
         for index, each in enumerate(group["params"]):
@@ -52,6 +52,13 @@ def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
                     own.append(parameter)
                 continue
             leaf.place = leaf.place or (number, index)
+            reducer = None if isinstance(optimizer, StepsParts) else leaf.reducer()
+            if reducer is not None and reducer.mesh.group(leaf.axes).mixes:
+                raise NotSupported(
+                    f"a step of {type(optimizer).__name__} on unequal devices, whose results "
+                    "differ in their last bits: pydist.optim.sharded(optimizer, model) steps each "
+                    "part of a parameter on one rank"
+                )
             if leaf.paused and leaf.fired and leaf.reducer() is not None:
                 if leaf.is_cleared(parameter):
                     continue

@@ -15,6 +15,7 @@ from pydist.exchange.exchanger import in_memory
 from pydist.exchange.history import remember_change
 from pydist.gradients import graph
 from pydist.gradients.engine import starts_from
+from pydist.gradients.partitioned import PartitionedGradient
 from pydist.layout import Layout
 from pydist.ops.views import hides_order
 from pydist.tensor import (
@@ -77,16 +78,20 @@ def is_contiguous(
 
 
 @implements(_descriptor("grad").__get__)
-def grad_of(x: ShardedTensor) -> ShardedTensor | None:
-    """Returns the gradient, with the layout of the tensor."""
+def grad_of(x: ShardedTensor) -> Tensor | None:
+    """Returns the gradient, with the layout of the tensor; a placeholder if it is partitioned."""
     grad = x._local.grad
+    if isinstance(grad, PartitionedGradient):
+        return grad
     return None if grad is None else wrap(in_memory(grad), x._layout, x)
 
 
 @implements(_descriptor("grad").__set__, _descriptor("grad").__delete__)
-def set_grad(x: ShardedTensor, grad: ShardedTensor | None = None) -> None:
+def set_grad(x: ShardedTensor, grad: Tensor | None = None) -> None:
     """Sets or deletes the gradient."""
-    x._local.grad = None if grad is None else _shard_of(grad, x._layout)
+    if grad is not None and not isinstance(grad, PartitionedGradient):
+        grad = _shard_of(grad, x._layout)
+    x._local.grad = grad
 
 
 @implements(_descriptor("grad_fn").__get__)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pydist.errors import NotSupported, UsageError
-from pydist.exchange.own_slice import is_sharded_weight
+from pydist.exchange.own_slice import is_sharded_weight, own_slice, slicing_of
 from pydist.gradients.forms.form import DenseForm
 from pydist.gradients.members import Members
 from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
@@ -22,8 +22,13 @@ from pydist.gradients.rows import in_memory_order_of, memory_of
 from pydist.mesh import Mesh
 from pydist.optim.layerwise import LAMB, LARS, LayerwiseOptimizer
 from pydist.optim.whole_state import ParameterState, gather_state
-from pydist.parallel import entry_hook_of
-from pydist.slices.steps import ELEMENTWISE
+from pydist.parallel import EntryHook, entry_hook_of
+from pydist.slices.steps import (
+    ELEMENTWISE,
+    end_step,
+    gather_in_state_dict,
+    own_part_of_state,
+)
 from pydist.watchdog import SPAN, phase
 
 Use = Literal["auto", "always", "never"]
@@ -44,7 +49,8 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
     each rank gets the mean gradient of its own part only (reduce-scatter), keeps the optimizer's
     state for it, steps it, and sends it to the others (all-gather). Both messages together are as
     large as the all-reduce of gradients; the step takes 1/ranks of the time, and the state 1/ranks
-    of the memory. The resulting parameters are the same.
+    of the memory. The resulting parameters are the same. The slices of a sharded weight (see
+    `pydist.parallelize`) are partitioned over the ranks that hold the same slice.
 
     The training loop stays the same, with the returned optimizer: schedulers, closures, `no_sync`,
     `GradScaler`, `nn.utils.clip_grad_norm_`, `zero_grad` and `autograd.grad` work unchanged. But
@@ -59,7 +65,8 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
         use: "always", "never", or "auto": if it is estimated to be faster, that is on two ranks or
             more, from a million parameters on, with a supported optimizer. The estimate depends on
             counts alone, not on measured time: a rerun decides the same. Gradients of another form
-            than "dense" are never partitioned.
+            than "dense" are never partitioned. Ranks on unequal devices always partition, so that
+            each number is computed on one of them, and copies stay equal.
 
     Returns:
         A `ShardedOptimizer`, or the unchanged optimizer.
@@ -76,10 +83,10 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
     if use == "auto":
         if not all(isinstance(form, DenseForm) for form in entry.forms):
             return optimizer
-        elements = sum(
-            p.numel() for g in optimizer.param_groups for p in g["params"] if p.requires_grad
-        )
-        if elements < WORTHWHILE or _obstacle(optimizer) is not None:
+        parameters = (own_slice(p) for g in optimizer.param_groups for p in g["params"])
+        elements = sum(p.numel() for p in parameters if p.requires_grad and _has_copies(p, entry))
+        is_faster = elements >= WORTHWHILE and _obstacle(optimizer) is None
+        if not (is_faster or entry.mesh.world.mixes):
             return optimizer
     return ShardedOptimizer(optimizer, model)
 
@@ -98,8 +105,10 @@ class ShardedOptimizer(Optimizer):
 
     See `sharded`. It shares the parameter groups of the wrapped optimizer; their settings may be
     changed on either. Parameters that the model does not have, or that are not dense in memory, are
-    stepped in full by every rank.
+    stepped in full by every rank; slices that no other rank holds by their rank.
     """
+
+    steps_parts = True
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Wraps an optimizer.
@@ -156,7 +165,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         members = self._follow_members()
-        rest = {id(p): p for p in self._parameters()}
+        rest = {id(p): p for p in map(own_slice, self._parameters())}
         for parameter in rest.values():
             if isinstance(parameter.grad, PartitionedGradient):
                 refuse_pending(parameter.grad)  # before the first message is sent
@@ -184,7 +193,7 @@ class ShardedOptimizer(Optimizer):
         """Steps this rank's parts of some parameters, given by their ids.
 
         Args:
-            some: the ids.
+            some: the ids; of sharded weights, those of this rank's slices.
             failure: an earlier exception, after which nothing is stepped.
             whole: whether every rank steps all of them.
 
@@ -193,7 +202,7 @@ class ShardedOptimizer(Optimizer):
         """
         norms = None
         if isinstance(self._inner, LayerwiseOptimizer) and not whole:
-            norms = _Norms(self._mesh, [p for p in self._parameters() if id(p) in some])
+            norms = _Norms(self._mesh, _among(some, self._parameters()))
         with self._mesh.session.timers.measure("optimizer"), self._on_own_parts(some) as there_are:
             try:
                 if there_are and failure is None:
@@ -201,6 +210,7 @@ class ShardedOptimizer(Optimizer):
                         self._inner.step()
             except Exception as error:
                 failure = error
+                end_step(self._inner)
             finally:
                 if norms is not None:
                     norms.finish()
@@ -228,10 +238,11 @@ class ShardedOptimizer(Optimizer):
         if inner.recorded is None:
             return
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if id(p) in some]
+            parameters = _among(some, group["params"])
             if group["adapt"] and parameters:
                 weights, lengths = norms.of(parameters)
-                inner.record(parameters, weights, lengths, inner.ratios(group, weights, lengths))
+                slices = [own_slice(p) for p in parameters]
+                inner.record(slices, weights, lengths, inner.ratios(group, weights, lengths))
 
     @contextmanager
     def _with_norms(self, norms: _Norms | None) -> Iterator[None]:
@@ -252,6 +263,8 @@ class ShardedOptimizer(Optimizer):
                 world.ledger.note(world, ("state_dict() of a partitioned optimizer",), waits=True)
             self._follow_members()
             own = self.state
+            if any(is_sharded_weight(p) for p in self._parameters()):
+                gather_in_state_dict(self)
             self.state = defaultdict(dict, self._whole_state())
         try:
             return super().state_dict()
@@ -296,7 +309,7 @@ class ShardedOptimizer(Optimizer):
             if part is None:
                 self._parts[parameter] = parameter
             elif part.stop > part.start or sum(part.counts) == 0:
-                row = memory_of(parameter.detach())
+                row = memory_of(own_slice(parameter).detach())
                 self._parts[parameter] = row[part.start : part.stop].detach()
             own = self._parts.get(parameter)
             if own is not None and parameter in whole:
@@ -307,9 +320,7 @@ class ShardedOptimizer(Optimizer):
 
     def _whole_state(self) -> dict[Tensor, ParameterState]:
         """Returns the full state by parameter, on every rank. Collective."""
-        return gather_state(
-            self._mesh.world, self._parameters(), self._parts, self._layout, self.state
-        )
+        return gather_state(self._mesh, self._parameters(), self._parts, self._layout, self.state)
 
     @contextmanager
     def _on_own_parts(self, some: Collection[int]) -> Iterator[bool]:
@@ -322,30 +333,29 @@ class ShardedOptimizer(Optimizer):
         own: list[Tensor] = []
         try:
             for group in self.param_groups:
-                parameters = [p for p in group["params"] if id(p) in some]
-                group["params"] = list(self._prepared(parameters))
+                group["params"] = list(self._prepared(_among(some, group["params"])))
                 own += group["params"]
             yield bool(own)
         finally:
             for group, parameters in zip(self.param_groups, given, strict=True):
                 group["params"] = parameters
             for part in own:
-                if id(part) not in some:  # else it is the parameter itself
+                if id(own_slice(part)) not in some:  # else it is the parameter itself
                     part.grad = None
 
-    def _prepared(self, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
+    def _prepared(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
         for parameter in parameters:
             own = self._parts.get(parameter)
             if own is None:
                 continue  # all of it belongs to other ranks
             if own is not parameter:
-                part = self._layout[id(parameter)]
-                own.data = memory_of(parameter.detach())[part.start : part.stop]
-                grad = parameter.grad
+                part, slice_ = self._layout[id(parameter)], own_slice(parameter)
+                own.data = memory_of(slice_.detach())[part.start : part.stop]
+                grad = slice_.grad
                 if isinstance(grad, PartitionedGradient):
                     own.grad = grad.piece
                 elif grad is not None:
-                    row = in_memory_order_of(parameter, grad.detach())
+                    row = in_memory_order_of(slice_, grad.detach())
                     own.grad = row[part.start : part.stop]
             yield own
 
@@ -394,9 +404,17 @@ def _obstacle(optimizer: Optimizer) -> str | None:
         return "differentiable=True"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "its step hooks would see parts; register them on what pydist.optim.sharded returns"
-    if any(is_sharded_weight(p) for group in optimizer.param_groups for p in group["params"]):
-        return "weights are sharded along the channel axis (sharded_weights=True)"
     return None
+
+
+def _has_copies(parameter: Tensor, entry: EntryHook) -> bool:
+    """Returns whether several ranks hold a parameter, or this slice, so that it has parts."""
+    return entry.mesh.grid.size(slicing_of(parameter).axes) > 1
+
+
+def _among(some: Collection[int], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the parameters with these ids; sharded weights by the ids of this rank's slices."""
+    return [p for p in parameters if id(own_slice(p)) in some]
 
 
 def _own(value: Any, parameter: Tensor, part: ParameterPartition | None) -> Any:
@@ -405,4 +423,6 @@ def _own(value: Any, parameter: Tensor, part: ParameterPartition | None) -> Any:
         return value
     if part is None or value.shape != parameter.shape:
         return value.clone()
-    return in_memory_order_of(parameter, value)[part.start : part.stop].clone()
+    if is_sharded_weight(parameter):
+        value = own_part_of_state(value, parameter)
+    return in_memory_order_of(own_slice(parameter), value)[part.start : part.stop].clone()

@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 
 from pydist.errors import NotSupported
+from pydist.exchange.own_slice import own_slice, slicing_of
 from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.gradients.rows import shaped_like
+from pydist.slices.steps import shown_as
 
 if TYPE_CHECKING:
-    from pydist.comm import Transport
+    from pydist.mesh import Mesh
 
 ParameterState: TypeAlias = "dict[str, Any]"
 """The state of one parameter, such as moments, by name."""
 
 
 def gather_state(
-    world: Transport,
+    mesh: Mesh,
     parameters: Sequence[Tensor],
     owned: Mapping[Tensor, Tensor],
     parts: Mapping[int, ParameterPartition],
@@ -30,7 +32,7 @@ def gather_state(
     """Gathers the full state by parameter, on every rank. Collective.
 
     Args:
-        world: connects the ranks that have the parts.
+        mesh: the mesh.
         parameters: the same ones on all ranks, in the same order.
         owned: this rank's part of a parameter, if it has one; the parameter if not partitioned.
         parts: the parts of partitioned parameters, by id.
@@ -38,13 +40,14 @@ def gather_state(
             others (a count of steps) are equal on all ranks.
 
     Returns:
-        The states of parameters that have one.
+        The states of parameters that have one; those of sharded weights are sharded like them.
     """
     mine = [
         _describe(state.get(owned[p], {}), owned[p]) if p in owned and id(p) in parts else None
         for p in parameters
     ]
-    everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
+    described = mesh.world.all_gather_bytes(json.dumps(mine).encode())
+    everyones = [json.loads(each) for each in described]
     whole: dict[Tensor, ParameterState] = {}
     for index, parameter in enumerate(parameters):
         part = parts.get(id(parameter))
@@ -53,12 +56,15 @@ def gather_state(
         else:
             told: dict[str, Any] = next((each[index] for each in everyones if each[index]), {})
             own = state[owned[parameter]] if parameter in owned and told else {}
+            slice_ = own_slice(parameter)
             found = {
-                name: _gather(world, parameter, part, own.get(name), dtype)
+                name: _gather(mesh, slice_, part, own.get(name), dtype)
                 if kind == "part"
-                else _decode(kind, dtype, value, parameter)
+                else _decode(kind, dtype, value, slice_)
                 for name, (kind, dtype, value) in told.items()
             }
+            if slice_ is not parameter:
+                found = shown_as(found, slice_, parameter)
         if found:
             whole[parameter] = found
     return whole
@@ -94,9 +100,10 @@ def _decode(kind: str, dtype: str, value: Any, parameter: Tensor) -> Any:
 
 
 def _gather(
-    world: Transport, parameter: Tensor, part: ParameterPartition, own: Tensor | None, dtype: str
+    mesh: Mesh, parameter: Tensor, part: ParameterPartition, own: Tensor | None, dtype: str
 ) -> Tensor:
     row = torch.empty(parameter.numel(), dtype=getattr(torch, dtype), device=parameter.device)
     mine = row[:0] if own is None else own
-    world.all_gather_async(mine, row, part.counts).wait()
+    group = mesh.group(slicing_of(parameter).axes)
+    group.all_gather_async(mine, row, part.counts).wait()
     return shaped_like(row, parameter)

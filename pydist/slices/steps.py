@@ -33,6 +33,7 @@ from torch.optim.optimizer import (
 
 from pydist.errors import NotSupported
 from pydist.exchange.own_slice import is_sharded_weight, own_slice
+from pydist.gradients.partitioned import StepsParts
 from pydist.slices.state import gathered, note_call
 from pydist.tensor import ShardedTensor, local_of, wrap
 from pydist.tensor.operands import redistribute
@@ -69,16 +70,16 @@ def shard_state(optimizer: Optimizer) -> None:
     """Replaces whole state of sharded weights, such as loaded state, by this rank's slices."""
     for weight, values in list(optimizer.state.items()):
         if is_sharded_weight(weight):
-            _install_on(optimizer)
-            own = {name: _own(value, weight) for name, value in values.items()}
-            optimizer.state[weight] = _shown_all(own, own_slice(weight), weight)
+            gather_in_state_dict(optimizer)
+            own = {name: own_part_of_state(value, weight) for name, value in values.items()}
+            optimizer.state[weight] = shown_as(own, own_slice(weight), weight)
 
 
-def _install_on(optimizer: Optimizer) -> None:
-    """Lets the state of an optimizer describe the whole network; installed once."""
+def gather_in_state_dict(optimizer: Optimizer) -> None:
+    """Lets `state_dict()` of an optimizer describe the whole network; installed once."""
     if _RUNNING not in optimizer.__dict__:
         optimizer.__dict__[_RUNNING] = None
-        optimizer.register_state_dict_pre_hook(_end)
+        optimizer.register_state_dict_pre_hook(end_step)
         optimizer.register_state_dict_post_hook(_gather_state)
 
 
@@ -105,7 +106,8 @@ class _Step:
         for parameter in self._parameters:
             if is_sharded_weight(parameter) and parameter in state:
                 values = state.pop(parameter)
-                state[own_slice(parameter)] = {k: _own(v, parameter) for k, v in values.items()}
+                own = {name: own_part_of_state(value, parameter) for name, value in values.items()}
+                state[own_slice(parameter)] = own
 
     def end(self) -> None:
         """Puts the sharded weights, and their state, in place again."""
@@ -118,7 +120,7 @@ class _Step:
             values = state.pop(own, None)
             if values is not None:  # all again, in the order of the parameters
                 is_slice = own is not parameter
-                state[parameter] = _shown_all(values, own, parameter) if is_slice else values
+                state[parameter] = shown_as(values, own, parameter) if is_slice else values
 
     def _sum(self, parameters: Sequence[Tensor], squares: Tensor) -> Tensor:
         """Adds the sums of squares of slices over the ranks that have the others."""
@@ -135,8 +137,8 @@ class _Step:
         return squares
 
 
-def _own(value: Any, weight: Any) -> Any:
-    """Returns this rank's part of a value of a weight's state (moments, a count of steps)."""
+def own_part_of_state(value: Any, weight: Any) -> Any:
+    """Returns this rank's slice of a value of a weight's state (moments, a count of steps)."""
     if not isinstance(value, Tensor) or value.shape != weight.shape:
         return value
     if isinstance(value, ShardedTensor):
@@ -146,7 +148,7 @@ def _own(value: Any, weight: Any) -> Any:
     return torch.empty_like(own_slice(weight), dtype=value.dtype).copy_(part)
 
 
-def _shown_all(values: dict[str, Any], own: Tensor, weight: Any) -> dict[str, Any]:
+def shown_as(values: dict[str, Any], own: Tensor, weight: Any) -> dict[str, Any]:
     """Converts the state of a slice to the state of the sharded weight."""
 
     def shown(value: Any) -> Any:
@@ -159,8 +161,9 @@ def _shown_all(values: dict[str, Any], own: Tensor, weight: Any) -> dict[str, An
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    _end(optimizer)  # of a step that raised
-    if not any(is_sharded_weight(p) for g in optimizer.param_groups for p in g["params"]):
+    end_step(optimizer)  # of a step that raised
+    given = (p for group in optimizer.param_groups for p in group["params"])
+    if isinstance(optimizer, StepsParts) or not any(map(is_sharded_weight, given)):
         return None
     obstacle = _obstacle(optimizer)
     if obstacle is not None:
@@ -168,7 +171,7 @@ def _before_step(
             f"a step of {type(optimizer).__name__} with sharded weights: {obstacle}; or "
             "parallelize(..., sharded_weights=False)"
         )
-    _install_on(optimizer)
+    gather_in_state_dict(optimizer)
     step = optimizer.__dict__[_RUNNING] = _Step(optimizer)
     if len(args) > 1 and args[1] is not None:
         return (args[0], _within(step, args[1]), *args[2:]), kwargs
@@ -178,10 +181,11 @@ def _before_step(
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    _end(optimizer)
+    end_step(optimizer)
 
 
-def _end(optimizer: Optimizer) -> None:
+def end_step(optimizer: Optimizer) -> None:
+    """Puts the sharded weights in place again if a step on slices has not ended, as it raised."""
     step = optimizer.__dict__.get(_RUNNING)
     if step is not None:
         step.end()

@@ -23,10 +23,11 @@ from pydist.ops.pointwise.keyed import draws_of
 from pydist.stages.calls import Call, Calls, Key, memory_id
 from pydist.stages.generators import one_at_a_time
 from pydist.stages.left_layers import run_leaving
+from pydist.stages.messages import PassMark, Route
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, tensors_of
 from pydist.stages.statistics import BatchStatistics
-from pydist.stages.transfer import PassMark, Route, StageTransfer, Transfers, origin_of
+from pydist.stages.transfer import StageTransfer, Transfers, origin_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.aliasing import as_result
 from pydist.tensor.stage import StageTensor
@@ -47,6 +48,10 @@ _DRAWS = frozenset({
     F.scaled_dot_product_attention,
 })  # fmt: skip
 """Calls that may draw random numbers."""
+
+
+NO_STAGE = -1
+"""Stage of a pass that makes the calls of the network, and computes none."""
 
 
 class _Sent(NamedTuple):
@@ -88,7 +93,7 @@ class MicroBatch(Calls):
 
     Args:
         stages: the stages.
-        own: the stage.
+        own: the stage; `NO_STAGE` to make the calls without computing them.
         placed: the mesh of each stage.
         starts: the first call of each stage but the first.
         transfers: the messages between stages.
@@ -349,6 +354,7 @@ class MicroBatch(Calls):
             hops = list(range(max(s for s in x.stages if s < stage), stage + 1))
         for source, target in pairwise(hops):
             route = Route(source, target, self._placed[source], self._placed[target])
+            self._transfers.see(route, needs_grad=x.needs_grad)
             if source == self.own:
                 assert x.value is not None
                 self._send(x.value, route, call)

@@ -40,6 +40,10 @@ class PassState:
             counters = (b for name, b in found if name.endswith("num_batches_tracked"))
             self._counters = {id(b): b.clone() for b in counters}
 
+    def has_begun(self, micro_batch: int) -> bool:
+        """Returns whether a pass over a micro-batch of the batch has begun."""
+        return micro_batch in self._first
+
     @contextmanager
     def begun(
         self,

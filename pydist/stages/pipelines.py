@@ -14,11 +14,12 @@ from torch.amp import GradScaler
 from pydist.arguments import leaves, mapped
 from pydist.batches import refuse_pickling
 from pydist.comm.consensus import require_same, together
-from pydist.errors import NotSupported, UsageError
+from pydist.errors import NotSupported, RankFailed, RankLost, UsageError
 from pydist.exchange.left_weights import LeftWeights
 from pydist.gradients.forms.settings import Gradients, settings_of
 from pydist.parallel import broadcast_state, entry_hook_of, parallelize
-from pydist.stages.micro_batch import MicroBatch
+from pydist.stages.messages import PassMark, StageStopped
+from pydist.stages.micro_batch import NO_STAGE, MicroBatch
 from pydist.stages.parts import BatchPart, batch_checksum, split_batch
 from pydist.stages.pass_state import PassState
 from pydist.stages.plan import StagePlan, make_plan, plan_of_json, plan_to_json
@@ -28,7 +29,7 @@ from pydist.stages.schedule import Pass, Schedule
 from pydist.stages.shapes import Shapes
 from pydist.stages.state import StagedState
 from pydist.stages.statistics import BatchStatistics
-from pydist.stages.transfer import PassMark, Transfers
+from pydist.stages.transfer import Transfers
 from pydist.stages.uses import Uses
 from pydist.structure import facts_of
 from pydist.tensor import ShardedTensor, local_of
@@ -107,7 +108,7 @@ def pipeline(
         "running_statistics": running_statistics, "gradients": str(form),
         "sharded_weights": sharded_weights,
     }  # fmt: skip
-    require_same(stages.world, {**given, **facts_of(model)})
+    require_same(stages.world, {**given, **facts_of(model, devices=not stages.world.mixes)})
     if any("_pydist_path" in module.__dict__ for module in model.modules()):
         raise UsageError(
             f"this {type(model).__name__}, or a part of it, is parallelized already: give "
@@ -264,7 +265,6 @@ class Pipeline:
         self._left_weights = stages.mesh.session.service(LeftWeights, LeftWeights)
         self._state_of = PassState(model, stages, lends=self._lends, collects=collects)
         self._made: list[MicroBatch] = []  # passes over the batch that may be owed gradients
-        self._is_interrupted = False  # by an exception that other ranks may not get to
 
     def step(
         self,
@@ -294,11 +294,6 @@ class Pipeline:
             UsageError: there are fewer samples than micro-batches, ranks have different batches
                 or make different calls, or a stage of the plan does not begin.
         """
-        if self._is_interrupted:
-            raise UsageError(
-                "pipe.step after an exception in a step with schedule='zero-bubble': other ranks "
-                "may still wait for its gradients; possible with gpipe, 1f1b and gems"
-            )
         weighs = entry_hook_of(self.model).batches.weighs
         count, draws = micro_batches or self._micro_batches, self.model.training
         found = split_batch(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
@@ -306,7 +301,14 @@ class Pipeline:
         passes = self._schedule.passes(len(parts))[self.stages.index]
         before = self._state.shared_gradients()
         with self._over((inputs, target), len(parts)):
-            losses, factors = self._run(passes, parts, criterion)
+            try:
+                losses, factors = self._run(passes, parts, criterion)
+            except StageStopped:
+                # A criterion that raises for a micro-batch raises on all ranks; let it, here, too.
+                for part in parts:
+                    if not self._state_of.has_begun(part.number):
+                        self._forward_of(part, NO_STAGE, criterion)
+                raise
         self._state.compare_factors(factors)
         self._state.reduce_shared(before)
         if self._statistics is not None:
@@ -424,14 +426,14 @@ class Pipeline:
             self._statistics.forget()
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             # A script may continue; what other stages have sent belongs to this batch alone.
-            # Passes before a micro-batch's forward pass need none that comes after it on another
-            # mesh, so an exception in the same micro-batch lets all ranks continue, unless
-            # gradients of weights fill the time.
-            self._is_interrupted = self._schedule.splits
             owed = [(each.number, t) for each in self._made for t in each.owed]
             self._transfers.drop(self._number + 1, self._next, owed)
+            # Another mesh may be about to need passes that come after this one here.
+            lost = isinstance(error, RankFailed | RankLost) and not isinstance(error, StageStopped)
+            if isinstance(error, Exception) and not lost:
+                self._transfers.stop(self._next, f"{type(error).__name__}: {error}")
             raise
 
     def _forward_of(

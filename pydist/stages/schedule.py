@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from pydist.errors import UsageError
@@ -198,7 +198,7 @@ def _by_simulation(order: Sequence[int], micro_batches: int, *, splits: bool = F
         micro_batches: their number.
         splits: whether the second half of a backward pass is a pass of its own, which nothing waits
             for. At most as many micro-batches wait for it, on average over the stages of a mesh, as
-            there are meshes.
+            there are meshes; more if the order would wait for itself.
     """
     stages, found = len(order), _empty(order)
     free, done = [0.0] * len(found), dict[Pass, float]()
@@ -214,11 +214,11 @@ def _by_simulation(order: Sequence[int], micro_batches: int, *, splits: bool = F
         kept = sum(count["forward"][each] - count["weight"][each] for each in own)
         return kept < len(own) * len(found)
 
-    while min(count[last]) < micro_batches:
-        best: tuple[float, int, int, Pass] | None = None
+    def possible(limited: bool) -> Iterator[tuple[float, int, int, Pass]]:
+        """Yields the passes that can begin next, the best one least."""
         for stage, mesh in enumerate(order):
             candidates = []
-            if count["forward"][stage] < micro_batches and may_begin(stage):
+            if count["forward"][stage] < micro_batches and (may_begin(stage) or not limited):
                 candidates.append(Pass("forward", stage, count["forward"][stage]))
             if count["backward"][stage] < count["forward"][stage]:
                 candidates.append(Pass("backward", stage, count["backward"][stage]))
@@ -230,9 +230,11 @@ def _by_simulation(order: Sequence[int], micro_batches: int, *, splits: bool = F
                     start = max([free[mesh], *(done[n] for n in needed)])
                     # Of forward passes the latest stage, of others the earliest one.
                     towards = -stage if each.kind == "forward" else stage
-                    key = start, _RANKS[each.kind], towards, each
-                    best = key if best is None else min(best, key)
-        assert best is not None  # a stage's next forward or its first waiting pass can run
+                    yield start, _RANKS[each.kind], towards, each
+
+    while min(count[last]) < micro_batches:
+        # A mesh may have filled its memory by early stages, while a later one of its must begin.
+        best = min(possible(limited=True), default=None) or min(possible(limited=False))
         start, _, _, each = best
         mesh = order[each.stage]
         done[each] = free[mesh] = start + lasts[each.kind]

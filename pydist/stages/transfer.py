@@ -7,122 +7,34 @@ rank, without a copy. Two stages on one mesh hand over the tensor itself.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
-from zlib import crc32
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pydist.errors import UsageError
 from pydist.exchange.memory_formats import is_channels_last
-from pydist.layout import Layout, Split
-from pydist.partition import Box, Partition
-from pydist.stages.ranks import MOST_STAGES, MeshRanks, Stages, device_of
+from pydist.layout import Layout
+from pydist.partition import Box
+from pydist.stages.messages import (
+    BACKWARD,
+    FORWARD,
+    MARK_BYTES,
+    STOP,
+    STOPPED,
+    PassMark,
+    Route,
+    StageStopped,
+    TensorSpec,
+)
+from pydist.stages.ranks import MeshRanks, Stages, device_of
 from pydist.tensor import ShardedTensor, local_of
 
-FORWARD, BACKWARD = 0, 1
-"""Directions of messages: tensors and gradients."""
-
-
-class Route(NamedTuple):
-    """Route that a tensor takes between two stages of a micro-batch, and their meshes.
-
-    Attributes:
-        source: the stage that has the tensor.
-        target: the stage that needs it.
-        sender: the mesh of the source.
-        receiver: the mesh of the target.
-    """
-
-    source: int
-    target: int
-    sender: int
-    receiver: int
-
-    @property
-    def is_local(self) -> bool:
-        """Whether both stages are on one mesh."""
-        return self.sender == self.receiver
-
-    def tag(self, direction: int) -> int:
-        """Returns the tag of the route's messages, as several routes may join the same ranks."""
-        return 2 * (MOST_STAGES * self.source + self.target) + direction
-
-
-class PassMark(NamedTuple):
-    """What the stages must have in common when a tensor goes from one to another.
-
-    Attributes:
-        number: of the forward pass.
-        batch: checksum of the beginnings of the batch's plain tensors.
-        calls: running checksum of the calls of the pass. One rank alone may make another call, as
-            to print a mean: from then on a call's number in its module is another one there.
-    """
-
-    number: int
-    batch: int
-    calls: int
-
-    def after(self, call: str) -> PassMark:
-        """Returns the mark after a call."""
-        return self._replace(calls=crc32(call.encode(), self.calls))
-
-    def to_bytes(self) -> bytes:
-        """Returns the mark as a message of `MARK_BYTES`."""
-        return b"".join(each.to_bytes(8, "little") for each in self)
-
-    @staticmethod
-    def from_bytes(message: bytes) -> PassMark:
-        """Returns the mark that a message describes."""
-        numbers = (message[i : i + 8] for i in range(0, MARK_BYTES, 8))
-        return PassMark(*(int.from_bytes(each, "little") for each in numbers))
-
-
-MARK_BYTES = 24
 Queues = defaultdict[int, deque[Any]]
 """What is on its way between stages of one mesh, by the tag of its messages."""
-
-
-class TensorSpec(NamedTuple):
-    """What a receiver must know of a tensor.
-
-    Attributes:
-        call: the call that uses it, for errors.
-        shape: the global shape.
-        dtype: the type of its elements.
-        splits: of its layout on the sending stage; `None` if it is plain.
-        needs_grad: whether its gradient is sent back.
-        channels_last: whether it is sent, and received, in this format.
-    """
-
-    call: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    splits: tuple[Split | None, ...] | None
-    needs_grad: bool
-    channels_last: bool
-
-    def to_bytes(self) -> bytes:
-        """Returns the spec as a message."""
-        splits = self.splits and [s and [s.axes, list(s.partition.points)] for s in self.splits]
-        dtype = str(self.dtype).removeprefix("torch.")
-        rest = self.needs_grad, self.channels_last
-        return json.dumps([self.call, self.shape, dtype, splits, *rest]).encode()
-
-    @staticmethod
-    def from_bytes(message: bytes) -> TensorSpec:
-        """Returns the spec that a message describes."""
-        call, shape, dtype, splits, needs_grad, channels_last = json.loads(message)
-        found = None
-        if splits is not None:
-            found = tuple(s and Split(tuple(s[0]), Partition(s[1])) for s in splits)
-        return TensorSpec(
-            call, tuple(shape), getattr(torch, dtype), found, needs_grad, channels_last
-        )
 
 
 class StageTransfer:
@@ -218,6 +130,7 @@ class StageTransfer:
 
         Raises:
             UsageError: the target sends the gradient of another one.
+            StageStopped: the target has stopped the batch.
         """
         if self.route.is_local:
             kept: Tensor | None = self._kept[BACKWARD].popleft()
@@ -229,6 +142,11 @@ class StageTransfer:
             with mine.session.timers.measure("transfer"):
                 self._stages.world.recv(found, rank, self.route.tag(BACKWARD))
                 theirs, exists, channels_last = found.tolist()
+                if exists == STOPPED:
+                    reason = self._stages.receive_bytes(rank, self.route.tag(BACKWARD))
+                    if theirs >= number:
+                        raise StageStopped(self.route.receiver, reason)
+                    continue
                 while self._owed and self._owed[0][0] < theirs:
                     self._owed.popleft()  # they were never sent
                 is_stale = bool(self._owed) and self._owed[0][0] == theirs
@@ -309,6 +227,11 @@ class Transfers:
         self._headers: Queues = defaultdict(deque)
         self._owed: Queues = defaultdict(deque)
         self._dropped = set[int]()
+        self._seen: dict[Route, bool] = {}  # whether a gradient takes it back
+
+    def see(self, route: Route, *, needs_grad: bool) -> None:
+        """Records that a tensor takes a route; on all ranks, which all see all calls."""
+        self._seen[route] = needs_grad or self._seen.get(route, False)
 
     def send(self, value: Tensor, route: Route, call: str, mark: PassMark) -> StageTransfer:
         """Sends a sharded or plain tensor to another stage, for a call of a forward pass.
@@ -369,10 +292,12 @@ class Transfers:
             while True:
                 with mine.session.timers.measure("transfer"):
                     message = self._stages.receive_bytes(rank, tag)
-                theirs, spec = (
-                    PassMark.from_bytes(message),
-                    TensorSpec.from_bytes(message[MARK_BYTES:]),
-                )
+                theirs = PassMark.from_bytes(message)
+                if message.startswith(STOP, MARK_BYTES):
+                    if theirs.number >= mark.number:
+                        raise StageStopped(route.sender, message[MARK_BYTES + len(STOP) :])
+                    continue
+                spec = TensorSpec.from_bytes(message[MARK_BYTES:])
                 if theirs.number not in self._dropped:
                     break
                 self._find(route, spec).receive()
@@ -425,6 +350,33 @@ class Transfers:
         self._dropped.update(range(first, last + 1))
         for number, transfer in owed:
             self._owed[transfer.route.tag(BACKWARD)].append((number, transfer))
+
+    def stop(self, last: int, reason: str) -> None:
+        """Tells all meshes that wait for this one that it sends no more of a batch.
+
+        Args:
+            last: the batch's last forward pass.
+            reason: the error of this rank.
+        """
+        stages, mine, text = self._stages, self._stages.mesh, reason.encode()
+        for route, returns in self._seen.items():
+            ends = {FORWARD: (route.sender, route.receiver)}
+            if returns and torch.is_grad_enabled():
+                ends[BACKWARD] = route.receiver, route.sender
+            for direction, (sender, receiver) in ends.items():
+                if sender != stages.index or route.is_local:
+                    continue
+                peers, tag = stages.meshes[receiver], route.tag(direction)
+                for index in range(peers.sample_size):
+                    if index % mine.sample_size != mine.sample_index:
+                        continue
+                    rank = peers.rank(mine.data_index, index)
+                    if direction == FORWARD:
+                        message = PassMark(last, 0, 0).to_bytes() + STOP + text
+                        stages.send_bytes(message, rank, tag)
+                    else:
+                        stages.world.send(torch.tensor([last, STOPPED, 0]), rank, tag)
+                        stages.send_bytes(text, rank, tag)
 
     def forget(self) -> None:
         """Forgets what a failed batch has left between stages of this mesh."""

@@ -19,9 +19,10 @@ from pydist.exchange.history import (
     remember,
     remember_change,
 )
-from pydist.exchange.own_slice import is_sharded_weight, set_axes_of_copies
+from pydist.exchange.own_slice import Slicing, is_sharded_weight, set_slicing
 from pydist.exchange.redistribution import redistributed
 from pydist.gradients.local_uses import scale_leaving_gradients
+from pydist.gradients.partitioned import PartitionedGradient
 from pydist.gradients.registration import follow, lead_to
 from pydist.grid import AXES, SAMPLE_AXES
 from pydist.group_sizes import GroupSizes, mark_batch
@@ -287,9 +288,25 @@ class ShardedTensor(torch.Tensor):
 
         The shard is a parameter of torch, with the gradient.
         """
-        self._is_param = True  # for isinstance(_, torch.nn.Parameter)
-        set_axes_of_copies(self._shard, tuple(a for a in AXES if a not in self._layout.used_axes))
+        self.__dict__["_is_param"] = True  # for isinstance(_, torch.nn.Parameter)
+        used, grid = self._layout.used_axes, self.mesh.grid
+        even = -(-self.numel() // grid.size(used))
+        set_slicing(self._shard, Slicing(tuple(a for a in AXES if a not in used), even))
         return self
+
+    @property
+    def _is_param(self) -> bool:
+        """Whether this counts as a `torch.nn.Parameter`, which sets it when it is given this."""
+        return "_is_param" in self.__dict__
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        if self._origin.sizes.of_weight:
+            raise NotSupported(
+                f"torch.nn.Parameter of a tensor of shape {list(self.shape)} that is computed from "
+                "sharded weights: change a weight in place, under torch.no_grad()"
+            )
+        self.__dict__["_is_param"] = value
 
     def __copy__(self) -> ShardedTensor:
         # As in torch: a leaf that shares memory.
@@ -323,10 +340,8 @@ class ShardedTensor(torch.Tensor):
         if handler is None:
             raise refusal(func, args, kwargs or {})
         if len(types) > 1:  # type: ignore[arg-type]
-            args, kwargs = (
-                plain_operands(args, ShardedTensor),
-                plain_operands(kwargs or {}, ShardedTensor),
-            )
+            kept = ShardedTensor, PartitionedGradient
+            args, kwargs = plain_operands(args, kept), plain_operands(kwargs or {}, kept)
         outermost = not CAUSE.history
         try:
             if outermost:

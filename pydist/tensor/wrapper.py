@@ -83,10 +83,10 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(Tensor)
 
 
-def plain_operands(value: Any, kept: type) -> Any:
+def plain_operands(value: Any, kept: tuple[type, ...]) -> Any:
     """Returns arguments of a call, with subclasses other than `kept` as plain tensors."""
     if isinstance(value, Tensor):
-        return value if type(value) is kept else plain(value)
+        return value if type(value) in kept else plain(value)
     if isinstance(value, dict):
         return {name: plain_operands(each, kept) for name, each in value.items()}
     if type(value) in (tuple, list):

@@ -352,8 +352,9 @@ class MeshConfig(StageConfig):
     transport: Annotated[str, AfterValidator(_known_transport)] = "auto"
     """Communication between ranks. "nccl", "ipc", "cuda-mpi", and "cuda", which chooses one, carry
     the memory of CUDA devices as well; "host" follows the launcher and carries only host memory;
-    "auto" is "nccl" where each of several ranks has a device of its own, else "host". Others are
-    "mpi", "c10d", "local", and those that installed packages add."""
+    "auto" is "nccl" where each of several ranks has a device of its own, else "host". "staged"
+    joins ranks with and without devices along the data axis, through host memory. Others are "mpi",
+    "c10d", "local", and those that installed packages add."""
 
     def parts(self, ranks: int | None = None) -> dict[str, int]:
         """Returns the numbers of parts by axis; of "data" if it or the number of ranks is given."""

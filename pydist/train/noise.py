@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pydist.errors import UsageError
-from pydist.exchange.own_slice import axes_of_copies, own_slice
+from pydist.exchange.own_slice import own_slice, slicing_of
 from pydist.gradients.bucket import pending_gradient
 from pydist.gradients.partitioned import PartitionedGradient
 from pydist.optim.noise_scale import NoiseScale
@@ -40,7 +40,7 @@ class GradientSquares:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 own = own_slice(parameter)
-                self._by_axes.setdefault(axes_of_copies(own), []).append(own)
+                self._by_axes.setdefault(slicing_of(own).axes, []).append(own)
         self._before: list[Tensor] = []
         self._sums = torch.zeros(3, dtype=torch.float64)  # of parts, their number, of the step
         self.figures: SquaredNorms = (0.0, 0.0, 0)

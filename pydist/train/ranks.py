@@ -157,11 +157,6 @@ def _mistakes_in_slices(config: Config) -> Iterator[str]:
         return
     if all(each.axes[CHANNEL_AXIS] == 1 for each in meshes_of(mesh)):
         yield "mesh.sharded_weights: weights are sharded along mesh.channel, which is 1"
-    elif config.optimizer.sharded == "always":
-        yield (
-            'mesh.sharded_weights with optimizer.sharded = "always": steps are divided along the '
-            'channel axis already; "auto" and "never" are possible'
-        )
 
 
 def _mistakes_in_list(mesh: MeshConfig, default: Mapping[str, Any]) -> Iterator[str]:

@@ -293,7 +293,8 @@ def make_state(
         prepare(model)
     device = loader.device
     model.to(device)
-    in_format(model, memory_format(config.train, device))
+    if not job.world.mixes:  # memory is summed in its order, so that it must be the same on all
+        in_format(model, memory_format(config.train, device))
     network = place_network(model, job, task, loader, config)
     if config.train.tuning is not None:
         with together(job.world, "reading the tuning file"):

@@ -277,6 +277,22 @@ def test_plain_inputs_must_be_equal():
     on_channels(body)
 
 
+def test_a_parameter_that_is_computed_from_a_weight_is_refused():
+    """Its slices would be averaged over ranks that have other ones."""
+
+    def body(mesh):
+        model = parallel(mesh)
+        with pytest.raises(
+            NotSupported, match=r"Parameter of a tensor of shape .* sharded weights"
+        ):
+            model[0].weight = nn.Parameter(model[0].weight.detach() * 0.5)
+        with torch.no_grad():
+            model[0].weight *= 0.5
+        assert error(weights(model)[0], 0.5 * network()[0].weight.detach()) == 0
+
+    on_channels(body)
+
+
 def test_data_is_no_sharded_weight():
     def body(mesh):
         weight = pydist.distribute_tensor(randn(4, 6), mesh, {0: "channel"})

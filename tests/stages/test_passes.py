@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 from collections import Counter, deque
 
@@ -13,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pydist.errors import NotSupported, UsageError
+from pydist.errors import NotSupported, RankFailed
 from pydist.stages import pipeline
 from support.equivalence import randn
 from support.networks.small import initialized
-from support.staged import ONE, TWO_GROUPS, on_stages
+from support.staged import DEEP, ONE, TWO_GROUPS, on_stages
 
 X, TARGET = randn(8, 4, seed=1), randn(8, 4, seed=2)
 ORDERS = [None, [0, 1, 0, 1], [0, 1, 1, 0]]
@@ -64,13 +63,26 @@ def assert_in_stages(net, order=None, meshes=None, criterion=F.mse_loss, **optio
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "order"), [*itertools.product(["gpipe", "1f1b"], ORDERS), ("gems", None)], ids=str
-)
-def test_a_step_that_raised_leaves_nothing_to_the_next(schedule, order):
-    """The criterion raises on all ranks for a micro-batch, and the script goes on."""
-    net, bad = layers(), TARGET.clone()
-    bad[5] = torch.nan
+IN_LINE = [ONE] * 2
+STOPS = [
+    *((IN_LINE, schedule, order, 5) for schedule in ("gpipe", "1f1b") for order in ORDERS),
+    (IN_LINE, "gems", None, 5),
+    *((IN_LINE, "zero-bubble", order, at) for order in ORDERS for at in (0, 2, 5, 7)),
+    *((IN_LINE, schedule, [0, 1, 1, 0, 1], 5) for schedule in ("1f1b", "zero-bubble")),
+    ([ONE] * 3, "zero-bubble", [0, 1, 2, 2, 1, 0], 5),
+    ([TWO_GROUPS] * 2, "zero-bubble", [0, 1, 1, 0], 3),
+    ([DEEP, ONE], "zero-bubble", [0, 1, 1, 0], 5),
+]
+
+
+@pytest.mark.parametrize(("meshes", "schedule", "order", "at"), STOPS, ids=str)
+def test_a_step_that_raised_leaves_nothing_to_the_next(meshes, schedule, order, at):
+    """The criterion raises on all ranks for a micro-batch, and the script goes on.
+
+    Meshes that need a later pass of one that has raised get to the same exception.
+    """
+    net, bad = layers(nn.Tanh(), nn.Linear(6, 6)), TARGET.clone()
+    bad[at :: 8 // meshes[0].get("data", 1)] = torch.nan
 
     def loss_of(y, t):
         if t.isnan().any():
@@ -82,40 +94,46 @@ def test_a_step_that_raised_leaves_nothing_to_the_next(schedule, order):
     def rank(stages):
         own = copy.deepcopy(net)
         made = pipeline(own, stages, X[:2], micro_batches=4, schedule=schedule)
-        for given in (bad, TARGET, bad, TARGET):
+        x, good, wrong = (t.chunk(stages.mesh.data_size)[stages.mesh.data_index]
+                          for t in (X, TARGET, bad))  # fmt: skip
+        for given in (wrong, good, wrong, wrong, good):
             own.zero_grad()
             try:
-                made.step(X, given, loss_of)
+                made.step(x, given, loss_of)
             except ValueError:
-                assert given is bad
+                assert given is wrong
+            else:
+                assert given is good
         return own
 
-    for own in on_stages([ONE] * 2, rank, order=order):
+    for own in on_stages(meshes, rank, order=order):
         for ours, theirs in zip(own.parameters(), expected.parameters(), strict=True):
             if ours.grad is not None:
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-14)
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_a_zero_bubble_step_that_raised_is_the_last(order):
-    """A rank that goes on would wait for one that waits for the gradients of that step."""
-    met = []
-
-    def fails(y, t):
-        raise ValueError("no loss")
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_an_exception_on_one_mesh_alone_ends_the_step_on_all(schedule, broken):
+    """Those that wait for the mesh name its exception, instead of waiting forever."""
 
     def rank(stages):
-        made = pipeline(
-            layers(), stages, X[:2], micro_batches=4, schedule="zero-bubble",
-        )  # fmt: skip
-        with pytest.raises(ValueError, match="no loss"):
-            made.step(X, TARGET, fails)
-        with pytest.raises(UsageError, match="possible with gpipe, 1f1b and gems"):
-            made.step(X, TARGET, F.mse_loss)
-        met.append(stages.index)
+        made = pipeline(layers(), stages, X[:2], micro_batches=4, schedule=schedule)
+        made.step(X, TARGET, F.mse_loss)
+        calls = 0
 
-    on_stages([ONE] * 2, rank, order=order)
-    assert sorted(met) == [0, 1]
+        def loss_of(y, t):
+            nonlocal calls
+            calls += 1
+            if stages.index == broken and calls == 2:
+                raise ValueError("mine alone")
+            return F.mse_loss(y, t)
+
+        error = ValueError if stages.index == broken else RankFailed
+        with pytest.raises(error, match="mine alone"):
+            made.step(X, TARGET, loss_of)
+
+    on_stages([ONE] * 2, rank)
 
 
 class Remembers(nn.Module):

@@ -121,18 +121,21 @@ def test_settings_reach_the_optimizer():
     assert json.dumps(scaled.end_lr) == json.dumps(table.end_lr * 4)
 
 
-@pytest.mark.parametrize("kind", ["lars", "nesterov"])
-def test_weights_in_slices_train_and_resume_as_whole_ones(config, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "sharded"), [("lars", "auto"), ("nesterov", "always")])
+def test_weights_in_slices_train_and_resume_as_whole_ones(config, tmp_path, kind, sharded):
     """Checkpoints are those of the whole network: a run goes on with whole weights on one rank."""
     whole = change(config, optimizer=TABLES[kind])
     job(LocalTransport(), whole)
+    ranks, depth = (4, 2) if sharded == "always" else (2, 1)
+    mesh = {"channel": 2, "sharded_weights": True, "spatial": (depth, 1, 1)}
     split = change(
-        whole, output={"folder": tmp_path / "split"}, mesh={"channel": 2, "sharded_weights": True}
+        whole, output={"folder": tmp_path / "split"}, mesh=mesh, optimizer={"sharded": sharded}
     )
-    run_local(lambda world: job(world, change(split, train={"steps": 2})), 2)
-    job(LocalTransport(), change(split, mesh={"channel": 1, "sharded_weights": False},
-                                 train={"steps": 3}))  # fmt: skip
-    run_local(lambda world: job(world, split), 2)
+    first = change(split, train={"steps": 2})
+    run_local(lambda world: job(world, first, spatial=(depth, 1, 1)), ranks)
+    alone = {"channel": 1, "sharded_weights": False, "spatial": (1, 1, 1)}
+    job(LocalTransport(), change(split, mesh=alone, train={"steps": 3}))
+    run_local(lambda world: job(world, split, spatial=(depth, 1, 1)), ranks)
     assert curve(split) == pytest.approx(curve(whole), rel=1e-4)
 
 
@@ -147,7 +150,6 @@ def test_weights_in_slices_train_and_resume_as_whole_ones(config, tmp_path, kind
         ({"name": "lars", "nesterov": True, "momentum": 0.0}, {}, "needs optimizer.momentum > 0"),
         ({}, {"sharded_weights": True}, "along mesh.channel, which is 1"),
         ({}, {"sharded_weights": True, "stages": 2}, "along mesh.channel, which is 1"),
-        ({"sharded": "always"}, {"sharded_weights": True, "channel": 2}, "divided along"),
     ],
 )
 def test_settings_that_do_not_suit_each_other_are_named_before_anything_starts(

@@ -35,6 +35,8 @@ class Primitives(ABC):
         device: the CUDA device whose tensors it accepts besides host tensors; None for most.
         host_waits: whether the host waits for exchanges of device tensors, which CUDA graphs then
             can't capture.
+        mixes: whether its ranks compute on different kinds of devices, such as CPUs and GPUs, whose
+            results differ in their last bits.
         below: the name, as in `pydist.init(transport=...)`, of the transport that its class method
             `over(host, local_rank)` builds on, if it has one.
     """
@@ -46,6 +48,7 @@ class Primitives(ABC):
     concurrent: bool = False
     device: torch.device | None = None
     host_waits: ClassVar[bool] = False
+    mixes: bool = False
     below: ClassVar[str] = "host"
 
     @cached_property

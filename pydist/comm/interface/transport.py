@@ -4,9 +4,9 @@ The public methods check their arguments and handle the trivial cases (one rank,
 operations) once, here and in `collectives`; a transport implements `primitives`, the methods with a
 leading underscore. All tensors are contiguous and in host memory, and every rank of a collective
 passes the same dtype and count. Collectives match by the order in which each rank calls them,
-point-to-point messages by (sender, receiver, tag) in the order of sending. Only `nccl`, `ipc` and
-`cuda-mpi` accept CUDA tensors as well; for these, "complete" means that work which the caller
-enqueues on its current stream from then on runs after the operation.
+point-to-point messages by (sender, receiver, tag) in the order of sending. Only `nccl`, `ipc`,
+`cuda-mpi` and `staged` accept CUDA tensors as well; for these, "complete" means that work which the
+caller enqueues on its current stream from then on runs after the operation.
 
 Results are bit-identical on all ranks of the transport: replicas that differ in the last bit
 diverge permanently. float16 and bfloat16 are summed in float32 and rounded once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -21,6 +22,7 @@ from pydist.errors import RankLost, UsageError
 from pydist.watchdog import ended_ranks, waits
 
 _INTERNAL_TAG = 1 << 15  # above all user tags
+_CLOSING = "pydist: ranks that close group "
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -104,6 +106,7 @@ class C10dTransport(HostTransport):
         self._under_way: set[_C10dWork] = set()
         # gloo can't send to its own rank: tag -> messages of this rank to itself.
         self._own: dict[int, deque[Tensor]] = defaultdict(deque)
+        self._is_closed = False
 
     @_waits("a new group")
     def _subgroup(self, members: Sequence[int]) -> C10dTransport:
@@ -187,9 +190,22 @@ class C10dTransport(HostTransport):
         os._exit(exit_code)
 
     def close(self) -> None:
-        """Waits for buffered sends; see `Transport.close`."""
-        for work, _ in self._pending:
-            work.wait()
+        """Waits for buffered sends, until all ranks close; see `Transport.close`.
+
+        A send ends with its receive, and what a stage has sent before an exception may have none.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        closing = _CLOSING + self._group.group_name
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.add(closing, 1)
+            while self._pending and store.add(closing, 0) < self.size:
+                self._free_sent()
+                time.sleep(5e-3)
+        except RuntimeError:
+            pass  # the rank that has the store has ended: all were closing
         self._pending.clear()
 
 
