@@ -61,7 +61,7 @@ def _heading(config: Config, model: StepModel, ranks: int, memory: int) -> str:
     hardware = model.hardware
     allocator = f"the allocator's peak is {hardware.slack:g} times that of tensors"
     return (
-        f"{ranks} ranks of {hardware.name} ({hardware.source}), {memory / 2**30:.3g} GiB each "
+        f"{ranks} rank{'s' if ranks > 1 else ''} of {hardware.name} ({hardware.source}), {memory / 2**30:.3g} GiB each "
         f"({allocator}); batch {config.train.batch}; predicted, ms of a step"
     )
 

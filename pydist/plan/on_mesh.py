@@ -73,7 +73,7 @@ class StepOnMesh:
             "activations": kept,
             "transient": max(0.0, self._model.sweep.peak(memories, gradients) - kept),
             "halos": self._halo_bytes,
-            "copies": 0.0 if self._hardware.is_asynchronous else self._copies(),
+            "copies": self._copies(),
             "buckets": sum(n for n in trace.parameters if n < ALONE_BYTES) if ranks > 1 else 0.0,
             "input": (1 + training.prefetch) * self._bytes(0),
         }
@@ -83,17 +83,14 @@ class StepOnMesh:
         return found
 
     def _copies(self) -> float:
-        """Returns the bytes of inputs that convolutions on CPUs keep in memory formats of their own.
+        """Returns the bytes of the input in the memory format of convolutions, where that differs.
 
-        Others mostly have the format already, as the convolution before has chosen it.
+        Other inputs have it already: the convolution before has chosen it.
         """
-        read, nbytes = {self._trace.tensors[0].memory}, 0.0
-        for call in self._trace.calls:
-            if call.kind in ("conv", "transposed") and call.saved:
-                memory = self._trace.tensors[call.inputs[0]].memory
-                nbytes += self._bytes(call.inputs[0]) if memory in read else 0.0
-                read.add(memory)
-        return nbytes
+        source = self._trace.tensors[0]
+        reads = [c for c in self._trace.calls if c.window and c.weight and c.inputs[0] == 0]
+        differs = reads and source.shape[1] > 1 and not self._hardware.is_asynchronous
+        return self._bytes(0) if differs else 0.0
 
     def _run(self) -> None:
         """Follows the calls, then the rest of the step."""
@@ -276,12 +273,13 @@ class StepOnMesh:
         source, out = self._local(call.inputs[0]), self._local(call.outputs[0])
         if call.kind == "transposed":
             source, out = out, source
-        groups = call.groups if not self._has_part[call.inputs[0]] else 1
-        weight = (out[1], source[1] // max(1, groups), *call.weight[2:])
-        window = call.window
-        padding = tuple(before for before, _ in window.padding)
         if len(source) < 4:
             return None
+        parted = self._has_part[call.inputs[0]] or self._has_part[call.outputs[0]]
+        groups = max(1, call.groups // (self._channel if parted else 1))
+        weight = (out[1], source[1] // groups, *call.weight[2:])
+        window = call.window
+        padding = tuple(before for before, _ in window.padding)
         dtype = self._model.training.dtype
         problem = ConvProblem(
             source, weight, window.stride, padding, window.dilation, groups, dtype
