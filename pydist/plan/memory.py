@@ -17,8 +17,8 @@ KINDS = (
 )  # fmt: skip
 """What a rank's memory holds: parameters, their gradients, and the optimizer's state; activations
 that backward needs; what there is in addition at the peak, such as gradients of activations; halos
-and the input in another memory format that backward needs; buckets of gradients; batches that are read
-ahead; what the allocator holds in addition; libraries and a device's context."""
+and the input in another memory format that backward needs; buckets of gradients; batches that are
+read ahead; what the allocator holds in addition; libraries and a device's context."""
 
 
 class ActivationSweep:

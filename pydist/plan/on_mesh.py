@@ -6,7 +6,6 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,17 +14,27 @@ from pydist.gradients.buckets import ALONE_BYTES, BUCKET_BYTES
 from pydist.grid import CHANNEL_AXIS, SAMPLE_AXES, SPATIAL_AXES, Grid
 from pydist.ops.channel_forms import cheapest_form
 from pydist.ops.coarsening import BYTE_S, ELEMENT_BYTES, EXCHANGE_S, FLOP_S, LAYERS
+from pydist.plan.estimate import PARTS, Estimate, StepModel
 from pydist.plan.messages import MessageTimes
 from pydist.plan.trace import SAMPLES, TracedCall
-
-if TYPE_CHECKING:
-    from pydist.plan.estimate import StepModel
 
 _OF_STATISTICS = 5
 """Numbers per channel that a norm sums over ranks, forward (3) and backward (2), in float64."""
 
 
-class StepOnMesh:
+def estimate_step(model: StepModel, grid: Grid) -> Estimate:
+    """Estimates a training step on a mesh.
+
+    Args:
+        model: of the step.
+        grid: the mesh.
+    """
+    step = _StepOnMesh(model, grid)
+    seconds = dict.fromkeys(PARTS, 0.0) | step.seconds()
+    return Estimate(grid, model.training.batch, seconds, step.memory())
+
+
+class _StepOnMesh:
     """Training step on one mesh, that of the rank with most to do in each call.
 
     Args:
@@ -61,9 +70,8 @@ class StepOnMesh:
         training, trace = self._model.training, self._trace
         parameters = float(sum(trace.parameters))
         scale = self._samples * self._model.narrow
-        memories = np.asarray(
-            [nbytes * scale * self._share(like) * self._part(like) for nbytes, like in trace.memories]
-        )
+        sizes = ((nbytes, self._share(n) * self._part(n)) for nbytes, n in trace.memories)
+        memories = np.asarray([nbytes * scale * share for nbytes, share in sizes])
         gradients = np.asarray([self._bytes(n) for n in range(len(trace.tensors))])
         kept, ranks = self._model.sweep.kept(memories), self._grid.size()
         found = {

@@ -14,7 +14,7 @@ from pydist import Mesh, ShardedTensor, distribute_tensor, parallelize
 from pydist.comm import Transport, run_local
 from pydist.grid import SPATIAL_AXES, Grid
 from pydist.models import CosmoFlow, UNet3d
-from pydist.plan import StepModel, Training, load_hardware, trace_network
+from pydist.plan import StepModel, Training, estimate_step, load_hardware, trace_network
 from pydist.stages.shapes import tensors_of
 from pydist.tensor import local_of
 
@@ -71,12 +71,12 @@ def test_activations_are_those_that_a_real_step_keeps(name: str, mesh: str) -> N
     made, sample = NETWORKS[name]
     spatial = MESHES[mesh]
     torch.manual_seed(0)
-    networks = [made() for _ in range(max(spatial))]
+    networks, batch = [made() for _ in range(max(spatial))], torch.rand(2, *sample)
 
     def step(world: Transport) -> int:
         mine = Mesh(world, spatial=spatial)
         network = parallelize(networks[world.rank], mine)
-        x = distribute_tensor(torch.rand(2, *sample), mine, dict(enumerate(SPATIAL_AXES, start=2)))
+        x = distribute_tensor(batch, mine, dict(enumerate(SPATIAL_AXES, start=2)))
         output = network(x)
         own = local_of(output) if isinstance(output, ShardedTensor) else output
         return kept_for_backward(own, [local_of(x), *network.parameters(), *network.buffers()])
@@ -87,6 +87,6 @@ def test_activations_are_those_that_a_real_step_keeps(name: str, mesh: str) -> N
         Training(batch=2),
         load_hardware("cpu"),
     )
-    memory = model.estimate(Grid.of(dict(zip(SPATIAL_AXES, spatial, strict=True)))).memory
+    memory = estimate_step(model, Grid.of(dict(zip(SPATIAL_AXES, spatial, strict=True)))).memory
     predicted = memory["activations"] + memory["halos"]
     assert 0.95 <= predicted / real <= 1.10
