@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable
 from functools import cache
@@ -103,7 +102,7 @@ def predicted(kind: str, width: int, mesh: str, hardware: dict[str, Any]) -> dic
     """Returns the plan's seconds and bytes of a mesh."""
     from pydist.grid import Grid
     from pydist.hardware import Hardware, Interconnect
-    from pydist.plan import StepModel, Training
+    from pydist.plan import StepModel, Training, estimate_step
     from pydist.plan.kept import KeptConvs
 
     links = {name: Interconnect(**hardware[name]) for name in ("within", "between")}
@@ -111,7 +110,7 @@ def predicted(kind: str, width: int, mesh: str, hardware: dict[str, Any]) -> dic
         traced(kind, width), Training(batch=BATCH), Hardware(**{**hardware, **links}),
         KeptConvs(hardware["threads"], measures=True),
     )  # fmt: skip
-    found = model.estimate(Grid.of(MESHES[mesh]))
+    found = estimate_step(model, Grid.of(MESHES[mesh]))
     return {"step": found.step, "seconds": dict(found.seconds), "memory": dict(found.memory)}
 
 
@@ -132,9 +131,9 @@ def made(kind: str, width: int) -> tuple[Any, tuple[int, ...], Any]:
     if kind == "cosmoflow":
         from pydist.models import CosmoFlow
 
-        network = CosmoFlow(width, batch_norm=True, dropout=0.0)
-        return network, (4, width, width, width), torch.ones(BATCH, 4)
-    from monai.networks.nets import UNet
+        cosmoflow = CosmoFlow(width, batch_norm=True, dropout=0.0)
+        return cosmoflow, (4, width, width, width), torch.ones(BATCH, 4)
+    from monai.networks.nets.unet import UNet
 
     network = UNet(3, 1, 2, (16, 32, 64, 128, 256), (2, 2, 2, 2), num_res_units=2)
     classes = torch.zeros(BATCH, width, width, width, dtype=torch.int64)

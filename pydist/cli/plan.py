@@ -37,7 +37,7 @@ def plan(arguments: Sequence[str]) -> int:
     if (options.ranks or 0) < 1:
         raise UsageError(f"--ranks {options.ranks}: 1 or more are possible")
     from pydist.grid import Grid
-    from pydist.plan import load_hardware, plan_meshes
+    from pydist.plan import estimate_step, load_hardware, plan_meshes
     from pydist.plan.table import mesh_table
     from pydist.train.planning import model_of
 
@@ -45,7 +45,7 @@ def plan(arguments: Sequence[str]) -> int:
     memory = _bytes_of(options.memory, hardware)
     model = model_of(config, hardware, options.ranks)
     found = plan_meshes(model, options.ranks, memory)
-    alone = model.estimate(Grid.of({}))
+    alone = estimate_step(model, Grid.of({}))
     if options.json:
         rows = [_row(each, memory) for each in found]
         print(json.dumps({"hardware": asdict(hardware), "memory": memory, "meshes": rows}))
@@ -60,8 +60,9 @@ def plan(arguments: Sequence[str]) -> int:
 def _heading(config: Config, model: StepModel, ranks: int, memory: int) -> str:
     hardware = model.hardware
     allocator = f"the allocator's peak is {hardware.slack:g} times that of tensors"
+    count = f"{ranks} rank{'s' if ranks > 1 else ''}"
     return (
-        f"{ranks} ranks of {hardware.name} ({hardware.source}), {memory / 2**30:.3g} GiB each "
+        f"{count} of {hardware.name} ({hardware.source}), {memory / 2**30:.3g} GiB each "
         f"({allocator}); batch {config.train.batch}; predicted, ms of a step"
     )
 

@@ -17,8 +17,8 @@ ChannelForm = Literal["sum", "scatter", "gather"]
 - "gather": the input. The result is cut; backward adds up the parts of dL/dx (reduce-scatter).
 """
 
-# Time per byte of a result, on one rank, for what follows a layer before the next one (a norm and an
-# activation, forward and backward, about 8 accesses to memory): ranks with a cut result share it.
+# Time per byte of a result, on one rank, for what follows a layer before the next one (a norm and
+# an activation, forward and backward, about 8 accesses to memory). A cut result divides it.
 # `benchmarks/python/channel_forms.py` measures the resulting choices.
 BETWEEN_S = 8 / CPU.bandwidth
 

@@ -16,9 +16,10 @@ from pydist.layout import Layout, Split
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box, Partition
 
-# Costs on one rank (CPU): the fixed cost of an exchange (call overhead, packing, and wake-up, without
-# planning), a message, a byte, and a useful flop of small convolutions, a quarter of the speed of
-# large ones. `benchmarks/python/thin_blocks.py` measures the effect of the resulting choices.
+# Costs on one rank (CPU): the fixed cost of an exchange (call overhead, packing, and wake-up,
+# without planning), a message, a byte, and a useful flop of small convolutions, which reach a
+# quarter of the speed of large ones. `benchmarks/python/thin_blocks.py` measures the effect of the
+# resulting choices.
 EXCHANGE_S = CPU.exchange
 MESSAGE_S = CPU.within.latency
 BYTE_S = 1 / CPU.within.bandwidth

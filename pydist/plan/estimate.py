@@ -1,4 +1,4 @@
-"""Estimates the time of a training step on a mesh, from a trace and a hardware profile.
+"""Describes what is planned, and the estimate of a training step on a mesh.
 
 Source of the structure: the performance model of the paper's authors (DiHydrogen's perfmodel.py,
 and the overlap of their implementation). Per layer, the halo is hidden by the main convolution;
@@ -16,7 +16,6 @@ from pydist.backend.problem import ConvProblem
 from pydist.grid import Grid
 from pydist.hardware import Hardware
 from pydist.plan.memory import ActivationSweep
-from pydist.plan.on_mesh import StepOnMesh
 from pydist.plan.placement import Cuts
 from pydist.plan.trace import Trace
 
@@ -92,7 +91,7 @@ class Estimate:
 
 
 class StepModel:
-    """Model that estimates a network's training step on any mesh.
+    """Model that has what the estimate of a step needs for any mesh.
 
     Args:
         trace: of the network.
@@ -115,9 +114,3 @@ class StepModel:
         self.flops = hardware.flops.get(name, hardware.flops["float32"])
         # Activations under autocast; a trace has the input's dtype.
         self.narrow = min(1.0, training.dtype.itemsize / 4)
-
-    def estimate(self, grid: Grid) -> Estimate:
-        """Estimates a step on a mesh."""
-        step = StepOnMesh(self, grid)
-        seconds = dict.fromkeys(PARTS, 0.0) | step.seconds()
-        return Estimate(grid, self.training.batch, seconds, step.memory())

@@ -69,10 +69,7 @@ def measure_hardware(world: Transport, name: str) -> Hardware:
     own = torch.tensor([*_alone(world)], dtype=torch.float64)
     world.all_reduce(own, "max")
     flop, byte, call, reading = own.tolist()
-    within, between = (
-        _connection(world, next((r for r, h in enumerate(hosts) if r and (h == hosts[0]) is here), 0))
-        for here in (True, False)
-    )
+    within, between = (_connection(world, _peer(hosts, here)) for here in (True, False))
     on_node = max(map(hosts.count, hosts))
     return replace(
         CPU,
@@ -126,6 +123,11 @@ def _seconds_of_a_call() -> float:
 
     step()
     return _least(step, _REPEATS) / (2 * _LAYERS)
+
+
+def _peer(hosts: Sequence[str], here: bool) -> int:
+    """Returns the first rank besides 0 on the host of rank 0, or on another one; 0 if none is."""
+    return next((r for r, host in enumerate(hosts) if r and (host == hosts[0]) is here), 0)
 
 
 def _connection(world: Transport, peer: int) -> Interconnect | None:

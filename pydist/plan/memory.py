@@ -17,8 +17,8 @@ KINDS = (
 )  # fmt: skip
 """What a rank's memory holds: parameters, their gradients, and the optimizer's state; activations
 that backward needs; what there is in addition at the peak, such as gradients of activations; halos
-and inputs in other memory formats that backward needs; buckets of gradients; batches that are read
-ahead; what the allocator holds in addition; libraries and a device's context."""
+and the input in another memory format that backward needs; buckets of gradients; batches that are
+read ahead; what the allocator holds in addition; libraries and a device's context."""
 
 
 class ActivationSweep:
@@ -58,9 +58,12 @@ class ActivationSweep:
                 if memory not in seen:
                     self._made[memory] = i
                     seen.add(memory)
+        # Gradients that a norm's backward has in two memory formats.
+        self._twice = [(i, c.outputs[0]) for i, c in enumerate(trace.calls) if c.kind == "norm"]
         self._calls = calls
         self._is_saved = self._saver < calls
         self._input = owner[0]
+        self._gradient = [tensor.gradient for tensor in trace.tensors]
 
     def kept(self, memories: np.ndarray) -> float:
         """Returns the bytes that backward needs, without the input.
@@ -88,6 +91,9 @@ class ActivationSweep:
         backward = _sums(self._saver, np.full(len(own), calls - 1), kept, calls)
         alive = self._consumer >= 0
         backward += _sums(self._producer[alive], self._consumer[alive], gradients[alive], calls)
+        for i, number in self._twice:
+            gradient = self._gradient[number]
+            backward[i] += 0.0 if gradient is None else gradients[gradient]
         return float(max(forward.max(), backward.max()))
 
 

@@ -6,7 +6,6 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,17 +14,27 @@ from pydist.gradients.buckets import ALONE_BYTES, BUCKET_BYTES
 from pydist.grid import CHANNEL_AXIS, SAMPLE_AXES, SPATIAL_AXES, Grid
 from pydist.ops.channel_forms import cheapest_form
 from pydist.ops.coarsening import BYTE_S, ELEMENT_BYTES, EXCHANGE_S, FLOP_S, LAYERS
+from pydist.plan.estimate import PARTS, Estimate, StepModel
 from pydist.plan.messages import MessageTimes
 from pydist.plan.trace import SAMPLES, TracedCall
-
-if TYPE_CHECKING:
-    from pydist.plan.estimate import StepModel
 
 _OF_STATISTICS = 5
 """Numbers per channel that a norm sums over ranks, forward (3) and backward (2), in float64."""
 
 
-class StepOnMesh:
+def estimate_step(model: StepModel, grid: Grid) -> Estimate:
+    """Estimates a training step on a mesh.
+
+    Args:
+        model: of the step.
+        grid: the mesh.
+    """
+    step = _StepOnMesh(model, grid)
+    seconds = dict.fromkeys(PARTS, 0.0) | step.seconds()
+    return Estimate(grid, model.training.batch, seconds, step.memory())
+
+
+class _StepOnMesh:
     """Training step on one mesh, that of the rank with most to do in each call.
 
     Args:
@@ -61,9 +70,8 @@ class StepOnMesh:
         training, trace = self._model.training, self._trace
         parameters = float(sum(trace.parameters))
         scale = self._samples * self._model.narrow
-        memories = np.asarray(
-            [nbytes * scale * self._share(like) * self._part(like) for nbytes, like in trace.memories]
-        )
+        sizes = ((nbytes, self._share(n) * self._part(n)) for nbytes, n in trace.memories)
+        memories = np.asarray([nbytes * scale * share for nbytes, share in sizes])
         gradients = np.asarray([self._bytes(n) for n in range(len(trace.tensors))])
         kept, ranks = self._model.sweep.kept(memories), self._grid.size()
         found = {
@@ -73,7 +81,7 @@ class StepOnMesh:
             "activations": kept,
             "transient": max(0.0, self._model.sweep.peak(memories, gradients) - kept),
             "halos": self._halo_bytes,
-            "copies": 0.0 if self._hardware.is_asynchronous else self._copies(),
+            "copies": self._copies(),
             "buckets": sum(n for n in trace.parameters if n < ALONE_BYTES) if ranks > 1 else 0.0,
             "input": (1 + training.prefetch) * self._bytes(0),
         }
@@ -83,17 +91,14 @@ class StepOnMesh:
         return found
 
     def _copies(self) -> float:
-        """Returns the bytes of inputs that convolutions on CPUs keep in memory formats of their own.
+        """Returns the bytes of the input in the memory format of convolutions, where that differs.
 
-        Others mostly have the format already, as the convolution before has chosen it.
+        Other inputs have it already: the convolution before has chosen it.
         """
-        read, nbytes = {self._trace.tensors[0].memory}, 0.0
-        for call in self._trace.calls:
-            if call.kind in ("conv", "transposed") and call.saved:
-                memory = self._trace.tensors[call.inputs[0]].memory
-                nbytes += self._bytes(call.inputs[0]) if memory in read else 0.0
-                read.add(memory)
-        return nbytes
+        source = self._trace.tensors[0]
+        reads = [c for c in self._trace.calls if c.window and c.weight and c.inputs[0] == 0]
+        differs = reads and source.shape[1] > 1 and not self._hardware.is_asynchronous
+        return self._bytes(0) if differs else 0.0
 
     def _run(self) -> None:
         """Follows the calls, then the rest of the step."""
@@ -276,12 +281,13 @@ class StepOnMesh:
         source, out = self._local(call.inputs[0]), self._local(call.outputs[0])
         if call.kind == "transposed":
             source, out = out, source
-        groups = call.groups if not self._has_part[call.inputs[0]] else 1
-        weight = (out[1], source[1] // max(1, groups), *call.weight[2:])
-        window = call.window
-        padding = tuple(before for before, _ in window.padding)
         if len(source) < 4:
             return None
+        parted = self._has_part[call.inputs[0]] or self._has_part[call.outputs[0]]
+        groups = max(1, call.groups // (self._channel if parted else 1))
+        weight = (out[1], source[1] // groups, *call.weight[2:])
+        window = call.window
+        padding = tuple(before for before, _ in window.padding)
         dtype = self._model.training.dtype
         problem = ConvProblem(
             source, weight, window.stride, padding, window.dilation, groups, dtype

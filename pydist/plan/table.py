@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from pydist.grid import AXES, Grid
 from pydist.plan.estimate import Estimate, StepModel
+from pydist.plan.on_mesh import estimate_step
 
 _MS = 1e3
 _GIB = 2**30
@@ -45,7 +46,7 @@ def plan_meshes(model: StepModel, ranks: int, memory: int | None = None) -> list
     def order(found: Estimate) -> tuple[bool, float]:
         return found.peak > limit, found.step if found.peak <= limit else found.peak
 
-    return sorted(map(model.estimate, legal_meshes(ranks)), key=order)
+    return sorted((estimate_step(model, grid) for grid in legal_meshes(ranks)), key=order)
 
 
 def mesh_table(found: Sequence[Estimate], alone: Estimate, memory: int) -> str:

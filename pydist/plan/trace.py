@@ -251,33 +251,12 @@ class _Recorder(TorchFunctionMode):
         self, call: TracedCall, func: Any, inputs: list[Tensor], results: list[Tensor]
     ) -> None:
         """Fills in what a call costs and keeps, as pydist runs it."""
-        maker = self._maker.get(self._tensors[call.inputs[0]].memory)
-        after = "" if maker is None else maker.kind
+        call.passes, hands_over = self._passes(call, func, results[0] is inputs[0])
+        released = call.kind in ("average", "maximum") or (hands_over and func in _PRELUS)
+        saved = [] if released else self._saved
         gradient = self._tensors[call.inputs[0]].gradient
-        hands_over = call.kind == "view"
-        saved = list(self._saved)
-        call.passes = 3.0  # read, write; backward reads dL/dy and a saved tensor, writes dL/dx
-        if call.kind == "view":
-            call.passes = 0.0
-        elif call.kind == "norm":
-            call.passes = 8.0  # see pydist.ops.normalization.norm
-        elif func in _PRELUS and after == "norm":
-            # The norm's result is not written, and backward reads the norm's input.
-            memory = self._tensors[call.inputs[0]].memory
-            self._memories[memory] = (0, self._memories[memory][1])
-            saved, call.passes, hands_over = [], 0.0, True
-        elif func in _RELUS and results[0] is inputs[0] and after == "norm":
-            call.passes, hands_over = 0.0, True
-        elif call.kind == "average":
-            # Fused with a ReLU in place it reads the convolution's outputs, which that has saved.
-            saved, call.passes = [], 3.25
-            if maker is not None and maker.kind == "other" and maker.name in ("leaky_relu", "relu"):
-                maker.passes = 0.0
-        elif call.kind == "maximum":
-            saved = []
         if call.kind in ("conv", "transposed", "product"):
-            needs = sum(x.requires_grad for x in inputs)
-            call.backward = float(needs + bool(call.weight))
+            call.backward = float(sum(x.requires_grad for x in inputs) + bool(call.weight))
         for x in results:
             needs_grad = x.requires_grad and x.is_floating_point()
             number = self._number(x, gradient if hands_over else None, needs_grad)
@@ -294,6 +273,27 @@ class _Recorder(TorchFunctionMode):
                 found = self._memory(x.nbytes, self._like(x, call))
                 self._memory_of[x.untyped_storage()._cdata] = found
             call.saved.append(found)
+
+    def _passes(self, call: TracedCall, func: Any, in_place: bool) -> tuple[float, bool]:
+        """Returns a call's passes over memory, and whether it hands over the gradient it gets."""
+        memory = self._tensors[call.inputs[0]].memory
+        maker = self._maker.get(memory)
+        if call.kind == "view":
+            return 0.0, True
+        if call.kind == "norm":
+            return 8.0, False  # see pydist.ops.normalization.norm
+        if maker is not None and maker.kind == "norm":
+            if func in _PRELUS:  # the norm's result is not written
+                self._memories[memory] = (0, self._memories[memory][1])
+                return 0.0, True
+            if func in _RELUS and in_place:
+                return 0.0, True
+        if call.kind == "average":
+            if maker is not None and maker.name in ("leaky_relu", "relu"):
+                if self._tensors[maker.inputs[0]].memory == memory:  # in place
+                    maker.passes = 0.0  # it reads the convolution's outputs, and applies the ReLU
+            return 3.25, False
+        return 3.0, False  # read, write; backward reads dL/dy and a tensor, and writes dL/dx
 
     def _like(self, x: Tensor, call: TracedCall) -> int:
         """Returns the tensor of a call that is cut like a tensor saved by it alone."""

@@ -81,9 +81,8 @@ def test_a_measured_profile_is_planned_with_and_its_meshes_measured(place, monke
     assert 1e8 < found["flops"]["float32"] < 1e13
     assert 1e7 < found["within"]["bandwidth"] < 1e12
     assert 0 < found["exchange"] < 0.1
-    own = ["--ranks", "2", "--mpi", "gloo", "--hardware", "mine.json", "--measure"]
+    own = ["--ranks", "1", "--mpi", "gloo", "--hardware", "mine.json", "--measure"]
     assert cli.main(["plan", "run.toml", *own]) == 0
     text = capfd.readouterr().out
-    assert "2 ranks of mine (pydist env --bench on 2 ranks" in text
-    measured = text.partition("measured here, the best 3:\n")[2]
-    assert len(re.findall(r"^\w+ 2: \S+ ms$", measured, re.MULTILINE)) == 3
+    assert "1 rank of mine (pydist env --bench on 2 ranks" in text
+    assert re.search(r"^measured here, the best 1:\n1 rank: \S+ ms$", text, re.MULTILINE)

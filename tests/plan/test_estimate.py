@@ -12,7 +12,7 @@ from torch import nn
 from pydist.grid import Grid
 from pydist.hardware import PROFILES, Hardware, Interconnect
 from pydist.models import CosmoFlow
-from pydist.plan import StepModel, Training, trace_network
+from pydist.plan import StepModel, Training, estimate_step, trace_network
 
 SLOW = Hardware(
     name="slow", source="this test", ranks_per_node=2, memory=1 << 30, reserved=0, slack=1.0,
@@ -33,7 +33,7 @@ def model(network: nn.Module, sample: tuple[int, ...] = (1, 8, 8, 8), **training
 
 
 def seconds(found: StepModel, **sizes: int) -> dict[str, float]:
-    return dict(found.estimate(Grid.of(sizes)).seconds)
+    return dict(estimate_step(found, Grid.of(sizes)).seconds)
 
 
 def test_a_convolution_on_one_rank_takes_its_flops() -> None:
@@ -93,7 +93,7 @@ def test_files_count_where_they_take_longer_than_the_step() -> None:
     assert seconds(found)["reading"] == 0.0
     found = model(conv(), file_bytes=10**6)
     found.flops = 1e9
-    step = found.estimate(Grid.of({"depth": 2})).step
+    step = estimate_step(found, Grid.of({"depth": 2})).step
     assert step == pytest.approx(10**6 / 2 / SLOW.reading)
 
 
@@ -108,7 +108,7 @@ def cosmoflow() -> StepModel:
 @pytest.mark.parametrize("axis", ["data", "depth", "height", "width", "channel"])
 def test_more_ranks_take_no_more_memory(cosmoflow: StepModel, axis: str) -> None:
     kinds = ("activations", "transient")
-    found = [cosmoflow.estimate(Grid.of({axis: n})).memory for n in (1, 2, 4, 8)]
+    found = [estimate_step(cosmoflow, Grid.of({axis: n})).memory for n in (1, 2, 4, 8)]
     sums = [sum(each[kind] for kind in kinds) for each in found]
     assert sums == sorted(sums, reverse=True)
     assert sums[1] < sums[0]
@@ -116,16 +116,16 @@ def test_more_ranks_take_no_more_memory(cosmoflow: StepModel, axis: str) -> None
 
 def test_slower_hardware_is_never_faster(cosmoflow: StepModel) -> None:
     grid = Grid.of({"data": 2, "depth": 8, "width": 2})
-    fast, before = cosmoflow.hardware, cosmoflow.estimate(grid).step
+    fast, before = cosmoflow.hardware, estimate_step(cosmoflow, grid).step
     worse = {
         "bandwidth": fast.bandwidth / 2, "call": fast.call * 20, "exchange": fast.exchange * 2,
         "within": Interconnect(fast.within.latency, fast.within.bandwidth / 9),
         "between": Interconnect(fast.between.latency * 99, fast.between.bandwidth),
-        "overlap": 0.0, "ranks_per_node": 1,
+        "overlap": 0.0,
     }  # fmt: skip
     for name, value in worse.items():
         slow = replace(fast, **{name: value})
-        step = StepModel(cosmoflow.trace, cosmoflow.training, slow).estimate(grid).step
+        step = estimate_step(StepModel(cosmoflow.trace, cosmoflow.training, slow), grid).step
         assert step > before, name
 
 
@@ -134,7 +134,7 @@ def test_a_larger_batch_takes_longer_and_more_memory(cosmoflow: StepModel) -> No
     found = []
     for batch in (2, 4, 8):
         training = replace(cosmoflow.training, batch=batch)
-        found.append(StepModel(cosmoflow.trace, training, cosmoflow.hardware).estimate(grid))
+        found.append(estimate_step(StepModel(cosmoflow.trace, training, cosmoflow.hardware), grid))
     assert [e.step for e in found] == sorted(e.step for e in found)
     assert [e.peak for e in found] == sorted(e.peak for e in found)
 
