@@ -90,7 +90,7 @@ def _local(targets: object) -> Tensor:
 
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_messages_travel_while_steps_compute(prefetch: int) -> None:
-    """A message takes 50 ms and a step 70 ms: without overlap waiting would take 40 % of the time."""
+    """A message takes 50 ms and a step 70 ms: without overlap, waiting is 40 % of the time."""
 
     def job(transport: Transport) -> None:
         mesh = Mesh(transport, 2, seed=1)
