@@ -7,8 +7,7 @@ widths measured so far are the curves of `pydist.balance`, which give the next r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -27,13 +26,11 @@ from pydist.train.parts import (
     waited,
     with_parts,
 )
-from pydist.train.trial import StepListener, take_steps
+from pydist.train.trial import recorded_steps
 
 if TYPE_CHECKING:
     from pydist.comm import Transport
     from pydist.train.config import Config
-    from pydist.train.log import Event
-    from pydist.train.state import RunState
 
 _LEAST_GAIN = 0.02
 """Fraction of the time that another round must promise to save."""
@@ -107,16 +104,8 @@ def measure(
             "pydist balance on CUDA devices: hosts do not know what a step of the device waits "
             'for; measure with train.device = "cpu", or set mesh.shares by hand'
         )
-    measured: list[tuple[float, float]] = []
-
-    @contextmanager
-    def measuring(_: RunState) -> Iterator[StepListener]:
-        def listen(event: Event) -> None:
-            measured.append((event["seconds"] - waited(event["parts"]), event["seconds"]))
-
-        yield listen
-
-    take_steps(config, mesh, WARMUP + steps, measuring)
-    busy, seconds = (median(each) for each in zip(*measured[WARMUP:], strict=True))
+    events = recorded_steps(config, mesh, steps, WARMUP)
+    busy = median(event["seconds"] - waited(event["parts"]) for event in events)
+    seconds = median(event["seconds"] for event in events)
     slowest = world.all_gather(torch.tensor(seconds).double()).max()
     return Round(sizes, busiest(axis, mesh, busy), float(slowest))

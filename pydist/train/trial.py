@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -73,3 +73,25 @@ def take_steps(
                 trainer.fit()
             except Stopped:
                 raise PydistError("stopped by a signal before the end of the measurement") from None
+
+
+def recorded_steps(config: Config, ranks: Mesh | Stages, steps: int, warmup: int) -> list[Event]:
+    """Trains for some steps without writing anything, and returns their events. Collective.
+
+    Args:
+        config: see `take_steps`.
+        ranks: the mesh, or the stages.
+        steps: number of recorded steps.
+        warmup: number of steps before them.
+
+    Raises:
+        PydistError: see `take_steps`.
+    """
+    recorded: list[Event] = []
+
+    @contextmanager
+    def recording(_: RunState) -> Iterator[StepListener]:
+        yield recorded.append
+
+    take_steps(config, ranks, warmup + steps, recording)
+    return recorded[warmup:]
