@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pydist import check, data, inference, models, optim, profile, slices, stages, tensor
+    from pydist import check, data, inference, models, optim, plan, profile, slices, stages, tensor
     from pydist.comm import run_local
     from pydist.global_loss import sum_over_groups
     from pydist.layout import Layout, Split, layout_for_sample
@@ -49,6 +49,7 @@ _MODULES = (
     "inference",
     "models",
     "optim",
+    "plan",
     "profile",
     "slices",
     "stages",
@@ -59,7 +60,7 @@ __all__ = [  # noqa: RUF022  the order of use
     "init", "Mesh", "parallelize", "distribute_tensor", "ShardedTensor", "sum_over_groups",
     "init_stages", "pipeline",
     "Layout", "Split", "Partition", "layout_for_sample", "run_local", "data", "models",
-    "optim", "slices", "inference", "profile", "check", "stages", "tensor",
+    "optim", "slices", "inference", "plan", "profile", "check", "stages", "tensor",
 ]  # fmt: skip
 
 

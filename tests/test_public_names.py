@@ -18,6 +18,7 @@ PACKAGES = [
     "pydist.models",
     "pydist.optim",
     "pydist.packs",
+    "pydist.plan",
     "pydist.profile",
     "pydist.slices",
     "pydist.stages",

@@ -116,7 +116,7 @@ def choose(
     ruled = by_rule(problems, group.rank)
     if not worth_choosing(problems, group.rank, _MEASURED_FLOPS):
         return ruled
-    threads = _thread_counts(problems)
+    threads = thread_counts(problems)
     subjects = [ConvSubject(problem, threads, group.size) for problem in problems]
     mine = subjects[group.rank]
     visits = _Visits(mine, x.detach(), weight.detach())
@@ -157,7 +157,8 @@ def _loaded(problem: ConvProblem, choice: Mapping[str, Any]) -> ConvKernels:
     return ConvKernels(problem, **choice)
 
 
-def _thread_counts(problems: Sequence[ConvProblem]) -> tuple[int, ...]:
+def thread_counts(problems: Sequence[ConvProblem]) -> tuple[int, ...]:
+    """Returns the numbers of threads among which kernels of some ranks' convolutions are chosen."""
     threads = torch.get_num_threads()
     large = max(problem.flops for problem in problems) >= _FLOPS_OF_THREADS
     return (threads,) if threads == 1 or large else (threads, 1)

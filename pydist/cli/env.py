@@ -1,4 +1,4 @@
-"""`pydist env`: reports the machine and the installation, for bug reports."""
+"""`pydist env`: reports the machine and the installation, for bug reports, or measures ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydist.cli.own_options import OwnOptions
-from pydist.errors import PydistError
+from pydist.errors import DiskError, PydistError
 from pydist.launch.backends import available, cores
 
 _PACKAGES = (
@@ -28,9 +28,43 @@ def env(arguments: Sequence[str]) -> int:
         description="Prints versions, CPU, memory, MPI, CUDA, what `auto` selects and why, and "
         "the environment variables that are set (docs/environment.md), for bug reports.",
     )
-    parser.parse_args(arguments)
+    parser.add_argument(
+        "--bench",
+        type=Path,
+        metavar="FILE",
+        help="instead measure the ranks and their connections, for pydist plan --hardware FILE",
+    )
+    parser.add_argument("-n", dest="ranks", type=int, help="number of ranks to measure")
+    parser.add_argument("--mpi", default="auto", help="launcher of these ranks, as of pydist run")
+    options = parser.parse_args(arguments)
+    if options.bench is not None:
+        return _bench(options.bench, options.ranks, options.mpi)
     for name, value in report():
         print(f"{name:<13}{value}")
+    return 0
+
+
+def _bench(path: Path, ranks: int | None, mpi: str) -> int:
+    """Measures the ranks of a job, which this process starts or is part of."""
+    if not path.parent.is_dir():
+        raise DiskError(f"{path.parent}: no such folder")
+    if ranks is not None:
+        from pydist.launch import launch
+
+        return launch(ranks, ["-m", "pydist", "env", "--bench", str(path)], mpi)
+    from pydist.comm.consensus import together
+    from pydist.plan.measuring import measure_hardware
+    from pydist.setup import init
+
+    world = init(transport="host").world
+    found = measure_hardware(world, path.stem)
+    with together(world, "writing the profile"):
+        if world.rank == 0:
+            found.save(path)
+    if world.rank == 0:
+        for name, value in vars(found).items():
+            print(f"{name:<16}{value}")
+    world.barrier()
     return 0
 
 

@@ -42,6 +42,7 @@ COMMANDS = {
     "export": Command("pydist.cli.export", "export", "extract the weights from a checkpoint"),
     "profile": Command("pydist.cli.profile", "profile", "measure a training step by layer"),
     "balance": Command("pydist.cli.balance", "balance", "suit parts to ranks of unequal speed"),
+    "plan": Command("pydist.cli.plan", "plan", "predict time and memory of every mesh"),
     "check": Command("pydist.cli.check", "check", "compare a split network with one device"),
     "store exec": Command("pydist.cli.store", "execute", "run a program on packs as files"),
     "env": Command("pydist.cli.env", "env", "report versions and hardware, for bug reports"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from pydist.hardware import CPU
 from pydist.layout import Layout, Split
 from pydist.ops.coarsening import BYTE_S, ELEMENT_BYTES, EXCHANGE_S
 
@@ -16,10 +17,10 @@ ChannelForm = Literal["sum", "scatter", "gather"]
 - "gather": the input. The result is cut; backward adds up the parts of dL/dx (reduce-scatter).
 """
 
-# Time per byte of a result, on one rank of a 2-core machine, for what follows a layer before the
-# next one (a norm and an activation, forward and backward, about 8 accesses to memory): ranks with
-# a cut result share it. `benchmarks/python/channel_forms.py` measures the resulting choices.
-BETWEEN_S = 8 / 8e9
+# Time per byte of a result, on one rank, for what follows a layer before the next one (a norm and
+# an activation, forward and backward, about 8 accesses to memory). A cut result divides it.
+# `benchmarks/python/channel_forms.py` measures the resulting choices.
+BETWEEN_S = 8 / CPU.bandwidth
 
 
 def channel_form(layout: Layout, outputs: tuple[int, ...]) -> ChannelForm:
@@ -41,8 +42,18 @@ def channel_form(layout: Layout, outputs: tuple[int, ...]) -> ChannelForm:
 def _choose(layout: Layout, outputs: tuple[int, ...]) -> ChannelForm:
     split = layout.splits[1]
     assert split is not None
-    parts = split.partition.parts
     of_input, of_result = (_bytes(layout, shape) for shape in (layout.shape, outputs))
+    return cheapest_form(split.partition.parts, of_input, of_result)
+
+
+def cheapest_form(parts: int, of_input: float, of_result: float) -> ChannelForm:
+    """Returns the form with the least estimated time, as `channel_form` does.
+
+    Args:
+        parts: ranks that the channels are cut over.
+        of_input: bytes of all channels of one rank's block of the input.
+        of_result: those of the result.
+    """
     moved = (parts - 1) / parts * BYTE_S
     both_ways = 2 * (EXCHANGE_S + of_result * moved)
     between = of_result * BETWEEN_S

@@ -11,17 +11,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pydist.hardware import CPU
 from pydist.layout import Layout, Split
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box, Partition
 
-# Costs on one rank of a 2-core machine (CPU): the fixed cost of an exchange (call overhead,
-# packing, and wake-up, without planning), a message, a byte, and a useful flop of small
-# convolutions. `benchmarks/python/thin_blocks.py` measures the effect of the resulting choices.
-EXCHANGE_S = 150e-6
-MESSAGE_S = 5e-6
-BYTE_S = 1 / 4e9
-FLOP_S = 1 / 20e9
+# Costs on one rank (CPU): the fixed cost of an exchange (call overhead, packing, and wake-up,
+# without planning), a message, a byte, and a useful flop of small convolutions, which reach a
+# quarter of the speed of large ones. `benchmarks/python/thin_blocks.py` measures the effect of the
+# resulting choices.
+EXCHANGE_S = CPU.exchange
+MESSAGE_S = CPU.within.latency
+BYTE_S = 1 / CPU.within.bandwidth
+FLOP_S = 4 / CPU.flops["float32"]
 ELEMENT_BYTES = 4
 # A layer with thin blocks is rarely the last: this many layers share the cost of moving.
 LAYERS = 3

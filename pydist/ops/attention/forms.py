@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from pydist.hardware import CPU
 from pydist.ops.coarsening import BYTE_S, ELEMENT_BYTES, EXCHANGE_S, FLOP_S
 
 AttentionForm = Literal["ring", "gather", "sum"]
@@ -14,8 +15,8 @@ AttentionForm = Literal["ring", "gather", "sum"]
 - "sum": maxima and sums of the softmax, and partial results. Keys and values stay where they are.
 """
 
-# Time per byte of an access to memory on one rank of a 2-core machine, as of a merged result.
-MEMORY_S = 1 / 8e9
+# Time per byte of an access to memory on one rank, as of a merged result.
+MEMORY_S = 1 / CPU.bandwidth
 # Exchanges of the written-out form, forward and backward, for the softmax and the product.
 SUMS = 7
 

@@ -1,0 +1,132 @@
+"""`pydist plan`: predicts time and memory of a training step on every mesh of some ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from pydist.cli.own_options import RunOptions
+from pydist.cli.train import load_config, mesh_of
+from pydist.errors import UsageError
+from pydist.grid import AXES, OTHER_AXES, SPATIAL_AXES
+from pydist.launch import launcher_env
+from pydist.parsing import byte_count
+
+if TYPE_CHECKING:
+    from pydist.hardware import Hardware
+    from pydist.plan import Estimate, StepModel
+    from pydist.train.config import Config
+
+PROG = (
+    "pydist plan CONFIG --ranks N [--memory 16GB] [--hardware NAME|FILE] [--rows N] [--measure] "
+    "[--json]"
+)
+_MEASURED = 3
+"""Meshes that `--measure` runs."""
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Runs `pydist plan`; see `pydist plan --help`."""
+    options, overrides = _parse(arguments)
+    config = load_config(options.config, overrides, PROG)
+    if options.measure and launcher_env.detect() is not None:
+        return _measure(config)
+    if (options.ranks or 0) < 1:
+        raise UsageError(f"--ranks {options.ranks}: 1 or more are possible")
+    from pydist.grid import Grid
+    from pydist.plan import estimate_step, load_hardware, plan_meshes
+    from pydist.plan.table import mesh_table
+    from pydist.train.planning import model_of
+
+    hardware = load_hardware(options.hardware)
+    memory = _bytes_of(options.memory, hardware)
+    model = model_of(config, hardware, options.ranks)
+    found = plan_meshes(model, options.ranks, memory)
+    alone = estimate_step(model, Grid.of({}))
+    if options.json:
+        rows = [_row(each, memory) for each in found]
+        print(json.dumps({"hardware": asdict(hardware), "memory": memory, "meshes": rows}))
+    else:
+        print(_heading(config, model, options.ranks, memory))
+        print(mesh_table(found[: options.rows], alone, memory))
+        if len(found) > options.rows:
+            print(f"{len(found) - options.rows} more meshes: --rows {len(found)}")
+    return _measure_best(found[:_MEASURED], options, overrides) if options.measure else 0
+
+
+def _heading(config: Config, model: StepModel, ranks: int, memory: int) -> str:
+    hardware = model.hardware
+    allocator = f"the allocator's peak is {hardware.slack:g} times that of tensors"
+    count = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    return (
+        f"{count} of {hardware.name} ({hardware.source}), {memory / 2**30:.3g} GiB each "
+        f"({allocator}); batch {config.train.batch}; predicted, ms of a step"
+    )
+
+
+def _row(found: Estimate, memory: int) -> dict[str, Any]:
+    return {
+        "mesh": dict(zip(AXES, found.grid.shape, strict=True)),
+        "step": found.step,
+        "samples_per_second": found.samples_per_second,
+        "peak": found.peak,
+        "fits": found.peak <= memory,
+        "limit": found.limit if found.peak <= memory else "memory",
+        "seconds": found.seconds,
+        "memory": found.memory,
+    }
+
+
+def _measure(config: Config) -> int:
+    """Measures a mesh in this process, which is one rank of a job."""
+    from pydist.train.planning import measured_step
+
+    mesh = mesh_of(config)
+    seconds = measured_step(config, mesh)
+    if mesh.rank == 0:
+        print(f"{mesh.grid}: {1e3 * seconds:.4g} ms", flush=True)
+    mesh.world.barrier()
+    return 0
+
+
+def _measure_best(
+    found: Sequence[Estimate], options: argparse.Namespace, overrides: Sequence[str]
+) -> int:
+    """Runs some steps on the best meshes, each in a job of its own."""
+    from pydist.launch import launch
+
+    print(f"measured here, the best {len(found)}:", flush=True)
+    for each in found:
+        sizes = {axis: str(n) for axis, n in zip(AXES, each.grid.shape, strict=True)}
+        chosen = ["--mesh.data", sizes["data"], "--mesh.spatial"]
+        chosen += [sizes[axis] for axis in SPATIAL_AXES]
+        chosen += [given for axis in OTHER_AXES for given in (f"--mesh.{axis}", sizes[axis])]
+        argv = ["-m", "pydist", "plan", str(options.config), "--measure", *overrides, *chosen]
+        code = launch(options.ranks, argv, options.mpi)
+        if code:
+            return code
+    return 0
+
+
+def _bytes_of(text: str | None, hardware: Hardware) -> int:
+    if text is None:
+        return hardware.memory
+    try:
+        return byte_count(text)
+    except ValueError as error:
+        raise UsageError(f"--memory {text}: {error}") from None
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = RunOptions("pydist plan", f"{PROG} [--train.batch 8 ...]")
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--memory")
+    parser.add_argument("--hardware", default="cpu")
+    parser.add_argument("--rows", type=int, default=20)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options, overrides = parser.parse(arguments)
+    return options, overrides

@@ -1,0 +1,209 @@
+"""Describes hardware by the few numbers that estimates of time and memory need.
+
+The built-in profiles are for plans of machines that are not at hand; `pydist env --bench` measures
+the one that is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pydist.errors import DiskError, UsageError
+from pydist.parsing import parse_json
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """Connection between ranks, whose messages take latency + bytes / bandwidth.
+
+    Attributes:
+        latency: in seconds.
+        bandwidth: of a rank within a node, or of a node between nodes, in bytes per second and
+            direction.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Hardware that a rank has, and its connections to others.
+
+    Attributes:
+        name: of the profile.
+        source: of its numbers.
+        ranks_per_node: ranks on a node, consecutive ones.
+        memory: bytes that a rank may use.
+        reserved: bytes that a rank uses before its first tensor: libraries, a device's context.
+        slack: bytes that the allocator holds at the peak, relative to those of tensors.
+        flops: of convolutions and products per second, by torch's name of the dtype. Attainable,
+            not peak: layers of few channels are limited by `bandwidth` instead.
+        bandwidth: bytes per second that a layer reads and writes.
+        call: seconds of a torch call besides its arithmetic, forward and backward.
+        exchange: seconds of an exchange besides its messages: packing, calls, waking up.
+        within: connection between two ranks of a node.
+        between: connection between two nodes, which the ranks of a node share.
+        reading: bytes per second that a rank reads from files.
+        overlap: part of a message's time that computation hides, if it takes long enough.
+        is_asynchronous: whether calls return before they are computed, as on CUDA devices: then
+            only the longer of both counts.
+        threads: of a rank's kernels on a CPU.
+        machine: for a measured profile, what `this_machine` returned there; else "".
+    """
+
+    name: str
+    source: str
+    ranks_per_node: int
+    memory: int
+    reserved: int
+    slack: float
+    flops: Mapping[str, float]
+    bandwidth: float
+    call: float
+    exchange: float
+    within: Interconnect
+    between: Interconnect
+    reading: float
+    overlap: float
+    is_asynchronous: bool = False
+    threads: int = 1
+    machine: str = field(default="")
+
+    def save(self, path: Path) -> None:
+        """Writes the profile as JSON.
+
+        Raises:
+            DiskError: the file can't be written.
+        """
+        try:
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        except OSError as error:
+            raise DiskError(f"can't write {path}: {error.strerror}") from error
+
+
+# The CPU's numbers are those of the repository's machine of 2 cores (docs/performance.md), also for
+# the choices of forms: `benchmarks/python/thin_blocks.py` and `channel_forms.py` measure those.
+CPU = Hardware(
+    name="cpu",
+    source="a 2-core machine, a thread per rank, Open MPI: docs/performance.md",
+    ranks_per_node=2,
+    memory=8 * _GIB,
+    reserved=450 << 20,
+    slack=1.3,  # with `pydist.memory.keep_freed_memory`, see the table there
+    flops={"float32": 80e9, "bfloat16": 80e9},
+    bandwidth=8e9,
+    call=150e-6,
+    exchange=150e-6,
+    within=Interconnect(5e-6, 4e9),
+    between=Interconnect(20e-6, 1e9),
+    reading=500e6,
+    overlap=0.5,  # host transports move bytes within calls
+)
+
+_PUBLIC = (
+    CPU,
+    Hardware(
+        name="v100",
+        source="Lassen: 4 V100 16 GB per node, NVLink2, EDR InfiniBand (NVIDIA V100 data sheet: "
+        "15.7 Tflop/s fp32, 125 fp16, 900 GB/s); alpha and beta of DiHydrogen's perfmodel.py. "
+        "Attainable: 0.6 of fp32, 0.27 of fp16 as on the H100, 0.8 of the memory's bandwidth",
+        ranks_per_node=4,
+        memory=16 * _GIB,
+        reserved=800 << 20,
+        slack=1.1,
+        flops={"float32": 9.4e12, "float16": 34e12},
+        bandwidth=720e9,
+        call=300e-6,
+        exchange=150e-6,
+        within=Interconnect(8e-6, 37.6e9),
+        between=Interconnect(1.2e-6, 25.7e9),
+        reading=1e9,
+        overlap=1.0,
+        is_asynchronous=True,
+    ),
+    Hardware(
+        name="a100",
+        source="Selene: 8 A100 80 GB per node, NVLink3, 8 HDR InfiniBand (NVIDIA A100 data sheet: "
+        "19.5 Tflop/s fp32, 312 bf16, 2039 GB/s, 600 GB/s NVLink in both directions). "
+        "Attainable: 0.3 of fp32 and 0.27 of bf16 as on the H100, 0.8 of all bandwidths",
+        ranks_per_node=8,
+        memory=80 * _GIB,
+        reserved=800 << 20,
+        slack=1.1,
+        flops={"float32": 5.9e12, "bfloat16": 85e12, "float16": 85e12},
+        bandwidth=1.63e12,
+        call=300e-6,
+        exchange=150e-6,
+        within=Interconnect(8e-6, 240e9),
+        between=Interconnect(5e-6, 160e9),
+        reading=2e9,
+        overlap=1.0,
+        is_asynchronous=True,
+    ),
+    Hardware(
+        name="h100",
+        source="Eos: 8 H100 80 GB per node, NVLink4, 8 NDR InfiniBand (NVIDIA H100 data sheet: "
+        "3.35 TB/s, 900 GB/s NVLink in both directions). Attainable, of one H100: "
+        "docs/performance.md (CosmoFlow fp32, the paper's U-Net bf16); 0.8 of all bandwidths",
+        ranks_per_node=8,
+        memory=80 * _GIB,
+        reserved=800 << 20,
+        slack=1.1,
+        flops={"float32": 20e12, "bfloat16": 270e12, "float16": 270e12},
+        bandwidth=2.68e12,
+        call=300e-6,
+        exchange=75e-6,
+        within=Interconnect(8e-6, 360e9),
+        between=Interconnect(5e-6, 320e9),
+        reading=4e9,
+        overlap=1.0,
+        is_asynchronous=True,
+    ),
+)
+PROFILES = {each.name: each for each in _PUBLIC}
+"""The built-in profiles by name; sources: data sheets, and the measurements named in each."""
+
+
+def load_hardware(name: str) -> Hardware:
+    """Returns a built-in profile, or one from a file that `pydist env --bench` has written.
+
+    Args:
+        name: of the profile, or path of the file.
+
+    Raises:
+        UsageError: there is no such profile, or the file is not one.
+    """
+    if name in PROFILES:
+        return PROFILES[name]
+    path = Path(name)
+    if not path.is_file():
+        raise UsageError(
+            f"hardware {name!r}: possible are {', '.join(PROFILES)}, or a file that "
+            "`pydist env --bench FILE` has written"
+        )
+    try:
+        return _loaded(parse_json(path.read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{path} is no hardware profile: {error}") from error
+
+
+def _loaded(content: Any) -> Hardware:
+    if not isinstance(content, dict) or content.keys() != {each.name for each in fields(Hardware)}:
+        raise ValueError(f"expected {', '.join(each.name for each in fields(Hardware))}")
+    given = dict(content)
+    for name in ("within", "between"):
+        given[name] = Interconnect(**given[name])
+    texts = {"name", "source", "machine", "flops", "within", "between"}
+    numbers = [value for name, value in given.items() if name not in texts]
+    numbers += [*given["flops"].values(), *vars(given["within"]).values()]
+    numbers += vars(given["between"]).values()
+    if not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
+        raise ValueError("its numbers must be finite and not negative")
+    return Hardware(**given)

@@ -1,0 +1,116 @@
+"""Describes what is planned, and the estimate of a training step on a mesh.
+
+Source of the structure: the performance model of the paper's authors (DiHydrogen's perfmodel.py,
+and the overlap of their implementation). Per layer, the halo is hidden by the main convolution;
+the reduction of gradients by the rest of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pydist.backend.problem import ConvProblem
+from pydist.grid import Grid
+from pydist.hardware import Hardware
+from pydist.plan.memory import ActivationSweep
+from pydist.plan.placement import Cuts
+from pydist.plan.trace import Trace
+
+KeptSeconds = Callable[[ConvProblem, int], Sequence[float] | None]
+"""Returns measured seconds of a convolution's forward, dgrad and wgrad, of ranks that compute one
+sample together; `None` if they are unknown."""
+
+PARTS = ("compute", "halo", "channels", "statistics", "gather", "gradients", "optimizer", "reading")
+"""What takes the time of a step: computation of layers; halos; sums and gathers of channels; sums
+of norms; gathering a sample for layers without a spatial dim; the reduction of gradients; the
+optimizer's step; files. Messages count as far as computation does not hide them, and files as far
+as the rest of the step does not."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training that is planned, besides its network.
+
+    Attributes:
+        batch: samples of a step, of all groups.
+        passes: in which a step's samples go through the network.
+        state: bytes of the optimizer's state per byte of parameters: 2 for Adam, 1 with momentum.
+        dtype: in which convolutions compute.
+        partitioned: whether the optimizer is partitioned over the ranks (ZeRO-1).
+        prefetch: batches that are read ahead.
+        file_bytes: of a sample in its files; 0 without files.
+    """
+
+    batch: int = 1
+    passes: int = 1
+    state: float = 2.0
+    dtype: torch.dtype = torch.float32
+    partitioned: bool = False
+    prefetch: int = 0
+    file_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate that describes a training step on a mesh.
+
+    Attributes:
+        grid: the mesh.
+        batch: samples of a step.
+        seconds: of the slowest rank, by `PARTS`.
+        memory: bytes of the largest rank by kind, see `pydist.plan.memory.KINDS`.
+    """
+
+    grid: Grid
+    batch: int
+    seconds: Mapping[str, float]
+    memory: Mapping[str, float]
+
+    @property
+    def step(self) -> float:
+        """Seconds that a step takes."""
+        return sum(self.seconds.values())
+
+    @property
+    def peak(self) -> float:
+        """Bytes that the largest rank needs."""
+        return sum(self.memory.values())
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples that are trained on in a second."""
+        return self.batch / self.step
+
+    @property
+    def limit(self) -> str:
+        """Part of the step that takes most time."""
+        return max(self.seconds, key=self.seconds.__getitem__)
+
+
+class StepModel:
+    """Model that has what the estimate of a step needs for any mesh.
+
+    Args:
+        trace: of the network.
+        training: what is trained, and how.
+        hardware: of a rank.
+        kept: measured seconds of convolutions, where they are known.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        training: Training,
+        hardware: Hardware,
+        kept: KeptSeconds = lambda problem, ranks: None,
+    ) -> None:
+        self.trace, self.training, self.hardware, self.kept = trace, training, hardware, kept
+        self.cuts = Cuts(trace)
+        self.sweep = ActivationSweep(trace)
+        name = str(training.dtype).removeprefix("torch.")
+        self.flops = hardware.flops.get(name, hardware.flops["float32"])
+        # Activations under autocast; a trace has the input's dtype.
+        self.narrow = min(1.0, training.dtype.itemsize / 4)

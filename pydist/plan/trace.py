@@ -1,0 +1,354 @@
+"""Traces a network's calls on shapes alone: what each computes, sends, and keeps for backward.
+
+The network runs once on torch's meta device, where nothing is computed and no memory is used.
+torch's own autograd tells which tensors its backward keeps; where pydist keeps fewer, by fused
+calls and its own poolings, the trace follows pydist.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from pydist.errors import NotSupported
+from pydist.ops.windows import Window, as_tuple, symmetric
+from pydist.stages.shapes import tensors_of
+
+SAMPLES = 2
+"""Samples of a trace; of one alone batch norm after the last pool has no statistics."""
+
+_T: Any = torch
+_CONV = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+_TRANSPOSED = {F.conv_transpose1d: 1, F.conv_transpose2d: 2, F.conv_transpose3d: 3}
+_AVERAGE = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}
+_MAXIMUM: dict[Any, int] = {
+    each: dims
+    for dims in (1, 2, 3)
+    for each in (getattr(F, f"max_pool{dims}d"), getattr(torch, f"max_pool{dims}d"))
+}
+_NORMS = {F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm, F.rms_norm}
+_RELUS = {F.relu, F.leaky_relu, F.relu_, F.leaky_relu_, _T.relu_, _T.Tensor.relu_}
+_PRELUS = {F.prelu, torch.prelu}
+_OPTIONS: Mapping[str, Sequence[tuple[str, Any]]] = {
+    "conv": (
+        ("input", None), ("weight", None), ("bias", None), ("stride", 1), ("padding", 0),
+        ("dilation", 1), ("groups", 1),
+    ),
+    "transposed": (
+        ("input", None), ("weight", None), ("bias", None), ("stride", 1), ("padding", 0),
+        ("output_padding", 0), ("groups", 1), ("dilation", 1),
+    ),
+    "average": (("input", None), ("kernel_size", None), ("stride", None), ("padding", 0)),
+    "maximum": (
+        ("input", None), ("kernel_size", None), ("stride", None), ("padding", 0), ("dilation", 1),
+    ),
+}  # fmt: skip
+"""Arguments of calls with a window, in torch's order, with their defaults."""
+
+
+@dataclass(frozen=True)
+class TracedTensor:
+    """Tensor that a traced pass reads or makes.
+
+    Attributes:
+        shape: of all samples.
+        nbytes: of its elements.
+        memory: number of the memory that it shares with other tensors of the pass.
+        gradient: number of the gradient that backward computes for it; `None` if there is none.
+            Views and fused calls hand over the same gradient.
+    """
+
+    shape: tuple[int, ...]
+    nbytes: int
+    memory: int
+    gradient: int | None
+
+
+@dataclass
+class TracedCall:
+    """Call of torch that a traced pass makes.
+
+    Attributes:
+        module: path of the module that makes it.
+        name: of torch's function.
+        kind: "conv", "transposed", "average", "maximum", "norm", "product", "view", or "other".
+        inputs: numbers of the tensors that it reads, without parameters.
+        outputs: numbers of the tensors that it makes.
+        saved: memories that its backward needs.
+        flops: of its forward pass, of all samples.
+        backward: backward's flops relative to `flops`.
+        weight: shape of its largest parameter; () without one.
+        window: of a convolution or pool.
+        groups: of a convolution's channels.
+        passes: bytes that it reads and writes, forward and backward, relative to those of its
+            largest tensor.
+    """
+
+    module: str
+    name: str
+    kind: str
+    inputs: list[int]
+    outputs: list[int]
+    saved: list[int] = field(default_factory=list)
+    flops: float = 0.0
+    backward: float = 0.0
+    weight: tuple[int, ...] = ()
+    window: Window | None = None
+    groups: int = 1
+    passes: float = 0.0
+
+
+@dataclass
+class Trace:
+    """Trace that describes a network's forward pass on shapes.
+
+    Attributes:
+        tensors: of the pass, in the order of their creation; the first is the input.
+        memories: bytes of each memory, and the number of a tensor with its extents.
+        calls: in order.
+        parameters: bytes of each parameter that is trained, those of the last layers at the end.
+    """
+
+    tensors: list[TracedTensor]
+    memories: list[tuple[int, int]]
+    calls: list[TracedCall]
+    parameters: list[int]
+
+
+def trace_network(
+    model: nn.Module,
+    sample: Sequence[int],
+    criterion: Callable[[Any], Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Trace:
+    """Traces the training step of a network, without computing it.
+
+    Args:
+        model: the plain network; unchanged.
+        sample: shape of a sample, channels first.
+        criterion: computes the loss from the output on the meta device; by default the mean.
+        dtype: of the input.
+
+    Raises:
+        NotSupported: the network reads values, as in `if x.max() > 0`, which shapes do not tell.
+    """
+    with torch.device("meta"):
+        network = copy.deepcopy(model).to("meta").train()
+        x = torch.empty(SAMPLES, *sample, dtype=dtype)
+    recorder = _Recorder(network)
+    recorder.enter(x)
+    counter = FlopCounterMode(display=False)
+    try:
+        with (
+            torch.enable_grad(), torch.device("meta"), counter,
+            saved_tensors_hooks(recorder.save, lambda kept: kept),
+        ):  # fmt: skip
+            recorder.count = counter.get_total_flops
+            with recorder:
+                out = network(x)
+                if criterion is not None:
+                    criterion(out)
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise NotSupported(
+            f"{type(model).__name__} reads values of tensors in {recorder.module or 'its forward'},"
+            f" so shapes do not tell what it computes: {error}"
+        ) from error
+    return recorder.trace()
+
+
+class _Recorder(TorchFunctionMode):
+    """Records the outermost calls of torch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.count: Callable[[], int] = int
+        self._parameters = {id(p): p for p in model.parameters()}
+        self._trained = [p.nbytes for p in model.parameters() if p.requires_grad]
+        self._path: list[str] = []
+        for path, module in model.named_modules():
+            module.register_forward_pre_hook(lambda *_, path=path: self._path.append(path))
+            module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        self._weights = {p.untyped_storage()._cdata for p in model.parameters()}
+        self._weights |= {b.untyped_storage()._cdata for b in model.buffers()}
+        self._alive: list[Tensor] = []  # so that no other tensor has their ids
+        self._numbers: dict[int, int] = {}
+        self._memory_of: dict[int, int] = {}
+        self._tensors: list[TracedTensor] = []
+        self._memories: list[tuple[int, int]] = []
+        self._calls: list[TracedCall] = []
+        self._saved: list[Tensor] = []
+        self._maker: dict[int, TracedCall] = {}  # by memory: the last call that wrote it
+
+    @property
+    def module(self) -> str:
+        """Path of the innermost module that is being called."""
+        return self._path[-1] if self._path else ""
+
+    def _leave(self) -> None:
+        self._path.pop()
+
+    def enter(self, x: Tensor) -> None:
+        """Adds the input."""
+        self._number(x, None)
+
+    def save(self, x: Tensor) -> Tensor:
+        """Is told a tensor that backward needs."""
+        if x.untyped_storage()._cdata not in self._weights:
+            self._saved.append(x)
+        return x
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        before = self.count()
+        self._saved = []
+        operands = tensors_of((args, given))
+        inputs = [x for x in operands if id(x) in self._numbers]
+        versions = [x._version for x in inputs]
+        result = func(*args, **given)
+        results = [x for x in tensors_of(result) if x.is_meta]
+        if results and inputs:
+            changes = versions != [x._version for x in inputs]
+            self._add(func, args, given, inputs, results, self.count() - before, changes)
+        return result
+
+    def _add(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], results: list[Tensor],
+        flops: int, changes: bool,
+    ) -> None:  # fmt: skip
+        weights = [p for p in tensors_of((args, kwargs)) if id(p) in self._parameters]
+        read = [self._numbers[id(x)] for x in inputs]
+        known = {self._tensors[n].memory for n in read}
+        memories = [self._memory_of.get(x.untyped_storage()._cdata) for x in results]
+        kind, window, groups = _kind_of(func, args, kwargs)
+        largest = max(weights, key=Tensor.numel, default=None)
+        name = getattr(func, "__name__", str(func))
+        call = TracedCall(self.module, name, kind, read, [])
+        call.window, call.groups = window, groups
+        call.weight = () if largest is None else tuple(largest.shape)
+        call.flops = float(flops)
+        if kind == "other" and flops:
+            call.kind = "product"
+        elif kind == "other" and not changes and known.issuperset(memories):
+            call.kind = "view"
+        self._finish(call, func, inputs, results)
+        self._calls.append(call)
+
+    def _finish(
+        self, call: TracedCall, func: Any, inputs: list[Tensor], results: list[Tensor]
+    ) -> None:
+        """Fills in what a call costs and keeps, as pydist runs it."""
+        call.passes, hands_over = self._passes(call, func, results[0] is inputs[0])
+        released = call.kind in ("average", "maximum") or (hands_over and func in _PRELUS)
+        saved = [] if released else self._saved
+        gradient = self._tensors[call.inputs[0]].gradient
+        if call.kind in ("conv", "transposed", "product"):
+            call.backward = float(sum(x.requires_grad for x in inputs) + bool(call.weight))
+        for x in results:
+            needs_grad = x.requires_grad and x.is_floating_point()
+            number = self._number(x, gradient if hands_over else None, needs_grad)
+            call.outputs.append(number)
+            if call.kind != "view":
+                self._maker[self._tensors[number].memory] = call
+        if call.kind == "maximum":  # a byte for each output says which input was the largest
+            shape = self._tensors[call.outputs[0]].shape
+            call.saved.append(self._memory(math.prod(shape), call.outputs[0]))
+        for x in saved:
+            found = self._memory_of.get(x.untyped_storage()._cdata)
+            if found is None:
+                self._alive.append(x)
+                found = self._memory(x.nbytes, self._like(x, call))
+                self._memory_of[x.untyped_storage()._cdata] = found
+            call.saved.append(found)
+
+    def _passes(self, call: TracedCall, func: Any, in_place: bool) -> tuple[float, bool]:
+        """Returns a call's passes over memory, and whether it hands over the gradient it gets."""
+        memory = self._tensors[call.inputs[0]].memory
+        maker = self._maker.get(memory)
+        if call.kind == "view":
+            return 0.0, True
+        if call.kind == "norm":
+            return 8.0, False  # see pydist.ops.normalization.norm
+        if maker is not None and maker.kind == "norm":
+            if func in _PRELUS:  # the norm's result is not written
+                self._memories[memory] = (0, self._memories[memory][1])
+                return 0.0, True
+            if func in _RELUS and in_place:
+                return 0.0, True
+        if call.kind == "average":
+            # It reads a convolution's outputs and applies a ReLU in place itself.
+            if (
+                maker is not None
+                and maker.name in ("leaky_relu", "relu")
+                and (self._tensors[maker.inputs[0]].memory == memory)
+            ):
+                maker.passes = 0.0
+            return 3.25, False
+        return 3.0, False  # read, write; backward reads dL/dy and a tensor, and writes dL/dx
+
+    def _like(self, x: Tensor, call: TracedCall) -> int:
+        """Returns the tensor of a call that is cut like a tensor saved by it alone."""
+        numbers = (*call.outputs, *call.inputs)
+        shape = tuple(x.shape)
+        return next((n for n in numbers if self._tensors[n].shape == shape), call.outputs[0])
+
+    def _number(self, x: Tensor, gradient: int | None, needs_grad: bool = False) -> int:
+        number = len(self._tensors)
+        memory = self._memory_of.get(x.untyped_storage()._cdata)
+        if memory is None:
+            memory = self._memory(x.untyped_storage().nbytes(), number)
+            self._memory_of[x.untyped_storage()._cdata] = memory
+        if needs_grad and gradient is None:
+            gradient = number
+        self._tensors.append(
+            TracedTensor(tuple(x.shape), x.nbytes, memory, gradient if needs_grad else None)
+        )
+        self._numbers[id(x)] = number
+        self._alive.append(x)
+        return number
+
+    def _memory(self, nbytes: int, like: int) -> int:
+        self._memories.append((nbytes, like))
+        return len(self._memories) - 1
+
+    def trace(self) -> Trace:
+        """Returns the trace."""
+        return Trace(self._tensors, self._memories, self._calls, self._trained)
+
+
+def _kind_of(func: Any, args: Any, kwargs: Any) -> tuple[str, Window | None, int]:
+    """Returns the kind of a call, its window, and its groups of channels."""
+    tables = (("conv", _CONV), ("transposed", _TRANSPOSED), ("average", _AVERAGE))
+    for kind, table in (*tables, ("maximum", _MAXIMUM)):
+        if func in table:
+            names = _OPTIONS[kind]
+            given = dict(names) | dict(zip((n for n, _ in names), args, strict=False)) | kwargs
+            return kind, _window_of(table[func], given), given.get("groups", 1)
+    return "norm" if func in _NORMS else "other", None, 1
+
+
+def _window_of(dims: int, given: Mapping[str, Any]) -> Window:
+    weight = given.get("weight")
+    size = given.get("kernel_size") if weight is None else tuple(weight.shape[2:])
+    kernel = as_tuple(size, dims)  # type: ignore[arg-type]
+    stride = given["stride"]
+    strides = kernel if stride in (None, (), []) else as_tuple(stride, dims)
+    dilation = as_tuple(given.get("dilation", 1), dims)
+    padding = given["padding"]
+    if isinstance(padding, str):
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        padding = 0 if padding == "valid" else [t // 2 for t in totals]
+    return Window(kernel, strides, dilation, symmetric(as_tuple(padding, dims)))

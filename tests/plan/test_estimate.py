@@ -1,0 +1,148 @@
+"""Tests of the cost model: times computed by hand, and what must grow or shrink with what."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from pydist.grid import Grid
+from pydist.hardware import PROFILES, Hardware, Interconnect
+from pydist.models import CosmoFlow
+from pydist.plan import StepModel, Training, estimate_step, trace_network
+
+SLOW = Hardware(
+    name="slow", source="this test", ranks_per_node=2, memory=1 << 30, reserved=0, slack=1.0,
+    flops={"float32": 1.0}, bandwidth=1e9, call=100.0, exchange=1000.0,
+    within=Interconnect(10.0, 2.0), between=Interconnect(30.0, 1.0), reading=4.0, overlap=0.0,
+)  # fmt: skip
+FLOPS = 2 * 27 * 1 * 2 * 8**3
+"""Of a convolution 1 → 2 channels of 8³, forward; its input needs no gradient."""
+WEIGHTS = 2 * 27 * 4
+
+
+def conv() -> nn.Module:
+    return nn.Conv3d(1, 2, 3, padding=1, bias=False)
+
+
+def model(network: nn.Module, sample: tuple[int, ...] = (1, 8, 8, 8), **training) -> StepModel:
+    return StepModel(trace_network(network, sample), Training(**training), SLOW)
+
+
+def seconds(found: StepModel, **sizes: int) -> dict[str, float]:
+    return dict(estimate_step(found, Grid.of(sizes)).seconds)
+
+
+def test_a_convolution_on_one_rank_takes_its_flops() -> None:
+    found = seconds(model(conv()))
+    # Forward and the gradient of the weight; the call, and that of the loss.
+    assert found.pop("compute") == pytest.approx(2 * FLOPS + SLOW.call, rel=1e-6)
+    assert found.pop("optimizer") == pytest.approx(7 * WEIGHTS / SLOW.bandwidth)
+    assert found == dict.fromkeys(found, 0.0)
+
+
+def test_a_cut_convolution_adds_a_face_and_the_sum_of_its_gradient() -> None:
+    found = seconds(model(conv()), depth=2)
+    # A face of 8 × 8 values reaches one of three taps of the planes next to it, of 4.
+    assert found["compute"] == pytest.approx(FLOPS * (1 + 1 / 12) + SLOW.call, rel=1e-6)
+    assert found["halo"] == pytest.approx(1000 + 10 + 8 * 8 * 4 / 2)
+    # Short messages: one round of recursive doubling.
+    assert found["gradients"] == pytest.approx(1000 + 10 + WEIGHTS / 2)
+
+
+def test_corners_are_messages_of_their_own() -> None:
+    found = seconds(model(conv()), depth=2, height=2)
+    # 4 ranks on 2 nodes: width and height are within a node, depth is between.
+    depth, height = 8 * 4 * 4, 8 * (4 + 1) * 4
+    assert found["halo"] == pytest.approx(1000 + 3 * 30 + depth / (1 / 2) + height / 2)
+
+
+def test_computation_hides_messages_as_far_as_the_hardware_lets_it() -> None:
+    found = model(conv())
+    for overlap, left in ((0.25, 0.75), (1.0, 0.0)):
+        found.hardware = replace(SLOW, overlap=overlap)
+        assert seconds(found, depth=2)["halo"] == pytest.approx(left * (1000 + 10 + 128))
+    found.flops = 1e9  # only the call's own time in forward is left
+    left = 1000 + 10 + 128 - SLOW.call / 3
+    assert seconds(found, depth=2)["halo"] == pytest.approx(left, rel=1e-3)
+
+
+def test_long_gradients_are_reduced_by_rabenseifners_algorithm() -> None:
+    wide = nn.Conv3d(4, 32, 3, padding=1, bias=False)
+    nbytes = 4 * 32 * 27 * 4
+    found = seconds(model(wide, (4, 8, 8, 8), batch=2), data=2)
+    assert found["gradients"] == pytest.approx(1000 + 2 * (10 + 0.5 * nbytes / 2))
+
+
+def test_channels_are_split_by_outputs_then_by_inputs() -> None:
+    pair = nn.Sequential(conv(), nn.Conv3d(2, 4, 1, bias=False))
+    found = seconds(model(pair), channel=2)
+    second = 2 * 2 * 4 * 8**3
+    assert found["compute"] == pytest.approx((2 * FLOPS + 3 * second) / 2 + 200, rel=1e-6)
+    # The first layer's input needs no gradient.
+    # Of the forms, a sum of the result has the fewest messages.
+    of_result = 4 * 8**3 * 4
+    assert found["channels"] == pytest.approx(1000 + 2 * (10 + 0.5 * of_result / 2))
+
+
+def test_files_count_where_they_take_longer_than_the_step() -> None:
+    found = model(conv(), file_bytes=8**3)
+    assert seconds(found)["reading"] == 0.0
+    found = model(conv(), file_bytes=10**6)
+    found.flops = 1e9
+    step = estimate_step(found, Grid.of({"depth": 2})).step
+    assert step == pytest.approx(10**6 / 2 / SLOW.reading)
+
+
+@pytest.fixture(scope="module")
+def cosmoflow() -> StepModel:
+    with torch.device("meta"):
+        network = CosmoFlow(128, batch_norm=True)
+    trace = trace_network(network, (4, 128, 128, 128))
+    return StepModel(trace, Training(batch=16), PROFILES["v100"])
+
+
+@pytest.mark.parametrize("axis", ["data", "depth", "height", "width", "channel"])
+def test_more_ranks_take_no_more_memory(cosmoflow: StepModel, axis: str) -> None:
+    kinds = ("activations", "transient")
+    found = [estimate_step(cosmoflow, Grid.of({axis: n})).memory for n in (1, 2, 4, 8)]
+    sums = [sum(each[kind] for kind in kinds) for each in found]
+    assert sums == sorted(sums, reverse=True)
+    assert sums[1] < sums[0]
+
+
+def test_slower_hardware_is_never_faster(cosmoflow: StepModel) -> None:
+    grid = Grid.of({"data": 2, "depth": 8, "width": 2})
+    fast, before = cosmoflow.hardware, estimate_step(cosmoflow, grid).step
+    worse = {
+        "bandwidth": fast.bandwidth / 2, "call": fast.call * 20, "exchange": fast.exchange * 2,
+        "within": Interconnect(fast.within.latency, fast.within.bandwidth / 9),
+        "between": Interconnect(fast.between.latency * 99, fast.between.bandwidth),
+        "overlap": 0.0,
+    }  # fmt: skip
+    for name, value in worse.items():
+        slow = replace(fast, **{name: value})
+        step = estimate_step(StepModel(cosmoflow.trace, cosmoflow.training, slow), grid).step
+        assert step > before, name
+
+
+def test_a_larger_batch_takes_longer_and_more_memory(cosmoflow: StepModel) -> None:
+    grid = Grid.of({"data": 2, "depth": 2})
+    found = []
+    for batch in (2, 4, 8):
+        training = replace(cosmoflow.training, batch=batch)
+        found.append(estimate_step(StepModel(cosmoflow.trace, training, cosmoflow.hardware), grid))
+    assert [e.step for e in found] == sorted(e.step for e in found)
+    assert [e.peak for e in found] == sorted(e.peak for e in found)
+
+
+def test_the_paper_networks_numbers(cosmoflow: StepModel) -> None:
+    """Parameters and Gflop of CosmoFlow 128³ as in the paper (9.44 M, 55.55)."""
+    trace = cosmoflow.trace
+    assert sum(trace.parameters) == 4 * (9_437_636 + 2_016)
+    convs = [call for call in trace.calls if call.kind == "conv"]
+    assert 3 * sum(call.flops for call in convs) / 2 == pytest.approx(55.55e9, rel=1e-3)
+    assert math.prod(trace.tensors[0].shape) == 2 * 4 * 128**3
