@@ -61,7 +61,7 @@ def mesh_table(found: Sequence[Estimate], alone: Estimate, memory: int) -> str:
         "mesh", "GiB", "fits", "compute", "halo", "sums", "gradient", "optimiz.", "reading", "ms",
         "samples/s", "effic.", "most time",
     )  # fmt: skip
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for each in found:
         s = each.seconds
         columns = (

@@ -289,9 +289,13 @@ class _Recorder(TorchFunctionMode):
             if func in _RELUS and in_place:
                 return 0.0, True
         if call.kind == "average":
-            if maker is not None and maker.name in ("leaky_relu", "relu"):
-                if self._tensors[maker.inputs[0]].memory == memory:  # in place
-                    maker.passes = 0.0  # it reads the convolution's outputs, and applies the ReLU
+            # It reads a convolution's outputs and applies a ReLU in place itself.
+            if (
+                maker is not None
+                and maker.name in ("leaky_relu", "relu")
+                and (self._tensors[maker.inputs[0]].memory == memory)
+            ):
+                maker.passes = 0.0
             return 3.25, False
         return 3.0, False  # read, write; backward reads dL/dy and a tensor, and writes dL/dx
 
