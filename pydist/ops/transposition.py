@@ -26,6 +26,9 @@ def whole_along(layout: Layout, dims: Collection[int]) -> Layout:
     no dim has enough elements, the ranks along an axis hold copies.
     """
 
+    if not layout.shape:
+        return layout  # torch accepts dim 0 of a tensor without dims
+
     def make() -> Layout:
         mesh, splits = layout.mesh, list(layout.splits)
         freed = [a for d in dims if (s := splits[d]) is not None for a in s.axes]
