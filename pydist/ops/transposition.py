@@ -25,7 +25,6 @@ def whole_along(layout: Layout, dims: Collection[int]) -> Layout:
     The axes that split them split the other dims further, the one with the longest blocks first. If
     no dim has enough elements, the ranks along an axis hold copies.
     """
-
     if not layout.shape:
         return layout  # torch accepts dim 0 of a tensor without dims
 
