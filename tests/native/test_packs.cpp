@@ -1,6 +1,7 @@
 // Packs: what was written is found and read, and damage is refused with a reason.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <set>
@@ -317,7 +318,8 @@ TEST(PackCodec, BloscSortsTheBitsOfValues) {
   std::vector<std::byte> out(raw.size());
   decompress(Codec::kBlosc, counts, out);
   EXPECT_EQ(out, raw);
-  for (const std::uint8_t item_size : {1, 3, 7, 255}) {  // also where it is not that of the values
+  // Also where it is not that of the values.
+  for (const auto item_size : std::to_array<std::uint8_t>({1, 3, 7, 255})) {
     decompress(Codec::kBlosc, compress({Codec::kBlosc, item_size}, raw), out);
     EXPECT_EQ(out, raw) << int{item_size};
   }
