@@ -86,7 +86,7 @@ tests kernels 70 kernels conv norm &
 tests operators 160 format operators &
 tests steps 110 graph input &
 tests ranks 160 split forms training cuda_mpi &
-tests transports 160 nccl ipc &
+tests transports 160 nccl ipc staged &
 tests split_operators 160 split_operators &
 sanitize memcheck initcheck &
 sanitize racecheck synccheck &

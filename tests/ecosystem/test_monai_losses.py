@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pydist import ShardedTensor
-from pydist.errors import NotSupported
 from support.equivalence import even_points, layout_at, on_ranks, randint, randn, shard
 
 losses = pytest.importorskip("monai.losses")
@@ -88,12 +87,14 @@ def test_on_the_whole_tensor():
     on_ranks((2, 2, 2), body)
 
 
-def test_what_leaves_torch_is_refused_with_its_line():
-    """The Hausdorff loss computes distance transforms in SciPy."""
+def test_what_leaves_torch_is_computed_of_the_whole_tensor():
+    """The Hausdorff loss computes distance transforms in SciPy, from the full tensor."""
+    loss = losses.HausdorffDTLoss(**SOFTMAX)
+    expected = gradient(loss, X.clone().requires_grad_(), LABELS)
 
     def body(mesh):
-        x = shard(X, layout_at(mesh, SHAPE, POINTS))
-        with pytest.raises(NotSupported, match=r"monai/.*\.py:\d+ .*full_tensor"):
-            losses.HausdorffDTLoss(**SOFTMAX)(x, LABELS)
+        return [whole(t) for t in gradient(loss, shard(X, layout_at(mesh, SHAPE, POINTS)), LABELS)]
 
-    on_ranks((2, 2, 2), body)
+    for found in on_ranks((2, 2, 2), body):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)

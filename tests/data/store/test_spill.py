@@ -39,7 +39,7 @@ def test_an_entry_that_is_replaced_while_it_is_written(tmp_path: Path) -> None:
                 disk.put(sample, others[0])
 
     others: list[Entry] = []
-    disk = Disk(Interrupted(tmp_path, "raw"), lambda _: FORMAT, 1 << 20, pytest.fail)
+    disk = Disk(Interrupted(tmp_path, "raw", 1), lambda _: FORMAT, 1 << 20, pytest.fail)
     disk.put(5, entry_of(1))
     until = time.monotonic() + 10
     while not others or disk.leaving_bytes:
@@ -55,7 +55,7 @@ def test_an_entry_that_is_replaced_while_it_is_written(tmp_path: Path) -> None:
 def test_blocks_are_forgotten_while_others_are_published(tmp_path: Path) -> None:
     count = 4000
     spill = LastingSpill(
-        tmp_path, "raw", {"samples": count}, lambda _: FORMAT.nbytes, 1 << 20, pytest.fail
+        tmp_path, "raw", 1, {"samples": count}, lambda _: FORMAT.nbytes, 1 << 20, pytest.fail
     )
     for sample in range(count):
         spill.write(sample, entry_of(sample).memory)
