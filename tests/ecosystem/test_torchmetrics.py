@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pydist import ShardedTensor
+from pydist.errors import NotSupported
 from support.equivalence import layout_at, on_ranks, randint, randn, shard
 from support.networks.vision import declare_missing_operators
 
@@ -56,7 +57,6 @@ METRICS = {
     "Dice": (lambda: segmentation.DiceScore(3, input_format="index"), _labels),
     "mean IoU": (lambda: segmentation.MeanIoU(3, input_format="index"), _labels),
     "average precision": (classification.BinaryAveragePrecision, _binary),
-    "exact AUROC": (classification.BinaryAUROC, _binary),
     "PSNR": (lambda: image.PeakSignalNoiseRatio(data_range=2.0), _values),
 }
 WAYS = {"sharded": lambda x: x, "full_tensor": lambda x: x.full_tensor()}
@@ -78,3 +78,16 @@ def test_after_two_updates(make, inputs, way):
 
     for found in on_ranks((2, 2, 2), body):
         torch.testing.assert_close(found, value(X), rtol=1e-5, atol=1e-7)
+
+
+def test_areas_under_curves_of_single_values_need_the_full_tensor():
+    """They are sums of trapezoids, of values that were sorted."""
+
+    def body(mesh):
+        x = shard(X, layout_at(mesh, SHAPE, POINTS)).detach()
+        metric = classification.BinaryAUROC(sync_on_compute=False)
+        metric.update(*_binary(x))
+        with pytest.raises(NotSupported, match="full_tensor"):
+            metric.compute()
+
+    on_ranks((2, 2, 2), body)
