@@ -21,6 +21,7 @@ from pydist.gradients.partitioned_bucket import PartitionedBucket
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.optim import gather_gradients, sharded
+from pydist.optim.partitioned import ShardedOptimizer
 from pydist.parallel import entry_hook_of
 
 RATE = 1e-4
@@ -113,9 +114,12 @@ class Pydist(Plain):
         parallel = pydist.parallelize(model, self._mesh)
         super().__init__(parallel, torch.get_num_threads(), rate=rate, loss=loss)
         self._optimizer = sharded(self._optimizer, parallel, share)
-        reducer = entry_hook_of(parallel).reducer
-        for name in ("_finish", "start_gathering_values", "finish_gathering_values"):
-            setattr(reducer, name, self._timed(getattr(reducer, name)))
+        waits: list[tuple[Any, str]] = [(entry_hook_of(parallel).reducer, "_finish")]
+        if isinstance(self._optimizer, ShardedOptimizer):
+            gathering = ("_start_gathering_values", "_finish_gathering_values")
+            waits += [(self._optimizer, name) for name in gathering]
+        for owner, name in waits:
+            setattr(owner, name, self._timed(getattr(owner, name)))
         self._activations.quiet, self._gradients.quiet = silent_halo, silent_gradients
 
     def prepare(self, x: Tensor, target: Tensor) -> None:
