@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -194,7 +195,7 @@ TOOLS = (
 
 
 def _seen(value: Any, over: str) -> Seen:
-    if isinstance(value, (list, float)):  # compared like tensors
+    if isinstance(value, (list, float, np.ndarray)):  # compared like tensors
         return Seen(over, torch.tensor(value), (type(value).__name__,))
     if not isinstance(value, Tensor):
         return Seen(over, value, (type(value).__name__,))

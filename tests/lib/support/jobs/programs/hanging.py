@@ -84,14 +84,13 @@ def run_training(world: Any) -> None:
         TrainConfig,
     )
     from pydist.train.network import MeshNetwork
-    from pydist.train.state import RunState
 
     if PHASE == "opening":
         strike(pydist.train.run, "open_datasets")
     elif PHASE == "loader":
         strike(pydist.data.read_ahead, "read_group", calls=2)
     elif PHASE == "saving":
-        strike(RunState, "_parts")
+        strike(MeshNetwork, "state")
     else:
         strike(MeshNetwork, "collect")
     config = Config(
