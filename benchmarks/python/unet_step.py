@@ -1,8 +1,7 @@
 """A training step of a 3D U-Net (forward, backward, Adam) on 1 rank and split over 2.
 
 MONAI's UNet (residual units, instance norm, PReLU, transposed convolutions of stride 2), the U-Net
-of the paper, or a transformer of MONAI (SwinUNETR, UNETR; split over depth), all unmodified. The
-references are plain torch, and the no-exchange bound: the same shards, kernels and optimizer on
+of the paper, or MONAI's SwinUNETR (split over depth), all unmodified. The references are plain torch, and the no-exchange bound: the same shards, kernels and optimizer on
 both ranks, with silent transports. Cross-entropy over three classes; one thread per rank; fresh
 data each step; loss and gradients of all contestants that exchange are first compared with torch in
 double precision.
@@ -28,9 +27,8 @@ CLASSES = 3
 TOLERANCE = 2e-2
 BOUND = ", nothing exchanged"
 SPLITS = {"depth": (2, 1, 1), "height": (1, 2, 1), "width": (1, 1, 2)}
-WIDTHS = {"monai": 96, "paper": 64, "swin_unetr": 64, "unetr": 64}
-"""Edge of the cube, by network; transformers at 96³ need more than 24 GB for all contestants."""
-TRANSFORMERS = ("swin_unetr", "unetr")
+WIDTHS = {"monai": 96, "paper": 64, "swin_unetr": 64}
+"""Edge of the cube, by network; at 96³ SwinUNETR needs more than 24 GB for all contestants."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +73,14 @@ def main() -> None:
         return
     width, rounds = options.width or WIDTHS[options.network], options.rounds
     if options.quick:
-        width, rounds = 64 if options.network in TRANSFORMERS else 16, 2
+        width, rounds = 64 if options.network == "swin_unetr" else 16, 2
     setting = {"network": options.network, "width": width}
 
     def start(ranks: int, threads: int, malloc: bool) -> Any:
         text = json.dumps({**setting, "malloc": malloc})
         return lambda: jobs.Job(__file__, ranks, ["--worker", text], options.mpi, threads)
 
-    all_of_them = entries(options.quick or options.network in TRANSFORMERS)
+    all_of_them = entries(options.quick or options.network == "swin_unetr")
     with jobs.running(
         **{
             "plain": start(1, 2, False), "plain-malloc": start(1, 2, True),
@@ -164,10 +162,6 @@ def make_network(network: str, width: int) -> Any:
         from monai.networks.nets.swin_unetr import SwinUNETR
 
         return SwinUNETR(1, CLASSES, feature_size=12)
-    if network == "unetr":
-        from monai.networks.nets.unetr import UNETR
-
-        return UNETR(1, CLASSES, (width,) * 3, hidden_size=384, mlp_dim=1536)
     from monai.networks.nets.unet import UNet
 
     channels = (16, 32, 64) if width < 32 else (16, 32, 64, 128, 256)
