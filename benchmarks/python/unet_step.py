@@ -1,10 +1,10 @@
 """A training step of a 3D U-Net (forward, backward, Adam) on 1 rank and split over 2.
 
 MONAI's UNet (residual units, instance norm, PReLU, transposed convolutions of stride 2), the U-Net
-of the paper, or MONAI's SwinUNETR (split over depth), all unmodified. The references are plain torch, and the no-exchange bound: the same shards, kernels and optimizer on
-both ranks, with silent transports. Cross-entropy over three classes; one thread per rank; fresh
-data each step; loss and gradients of all contestants that exchange are first compared with torch in
-double precision.
+of the paper, or MONAI's SwinUNETR (split over depth), all unmodified. The references are plain
+torch, and the no-exchange bound: the same shards, kernels and optimizer on both ranks, with silent
+transports. Cross-entropy over three classes; one thread per rank; fresh data each step; loss and
+gradients of all contestants that exchange are first compared with torch in double precision.
 
     python benchmarks/python/unet_step.py --network monai --width 96
     python benchmarks/python/unet_step.py --network paper --width 64
