@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 
-from pydist.comm.interface.ledger import SAMPLE_GROUPS
 from pydist.errors import NotSupported, UsageError
 from pydist.grid import AXES, OTHER_AXES, SAMPLE_AXES, SPATIAL_AXES, Grid
 from pydist.session import Session
@@ -84,8 +83,6 @@ class Mesh:
         self.coords = self.grid.coords(self.rank)
         self.sample_size = self.grid.size(SAMPLE_AXES)
         self.sample_index = self.grid.index(self.coords, SAMPLE_AXES)
-        if self.sample_size > 1:
-            SAMPLE_GROUPS.add(self.sample_size)
         everywhere = self.grid.split()
         self._groups = {everywhere: world}
         self.groups = {everywhere: world} if everywhere else {}

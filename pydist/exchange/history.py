@@ -8,8 +8,8 @@ start a backward pass, enter a running hash of the group (`Ledger.history`), whi
 at the end of each backward pass.
 
 A rank may make additional calls, for example to inspect a value: their results enter no hash of the
-group. Sample groups may differ too, as with different augmentations. Where no mesh has a sample
-group of several ranks, nothing is hashed.
+group. Sample groups may differ too, as with different augmentations. A rank
+without others in its job hashes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pydist._loader import native
 from pydist.comm.interface.ledger import (
     CAUSE,
     DIFFERENT,
-    SAMPLE_GROUPS,
+    GROUP_SIZES,
     calling_module,
 )
 from pydist.errors import UsageError
@@ -89,7 +89,7 @@ _recent = _Recent()
 
 def history_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Returns the hash of a program's call on sharded tensors, which is never 0."""
-    if not SAMPLE_GROUPS:
+    if not GROUP_SIZES:
         return NO_HISTORY
     code = _codes.get(func)
     if code is None:

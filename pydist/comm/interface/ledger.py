@@ -58,8 +58,10 @@ class _Cause(threading.local):
 
 
 CAUSE = _Cause()
-SAMPLE_GROUPS: set[int] = set()
-"""Sizes above 1 of this process's sample groups; while there are none, no call needs a history."""
+GROUP_SIZES: set[int] = set()
+"""Sizes above 1 of the groups in which this process has made calls; while there are none, it is the
+only rank of its job, and no call needs a history. The same on all ranks of a job, whatever meshes
+they have."""
 
 DIFFERENT = "the ranks make different calls"
 

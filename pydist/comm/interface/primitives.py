@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pydist.comm.interface.checks import check_elements
 from pydist.comm.interface.handles import Channel, Work
-from pydist.comm.interface.ledger import Ledger
+from pydist.comm.interface.ledger import GROUP_SIZES, Ledger
 from pydist.comm.interface.reduction import ReduceOp, SliceSum
 from pydist.errors import NotSupported
 
@@ -54,6 +54,8 @@ class Primitives(ABC):
     @cached_property
     def ledger(self) -> Ledger:
         """The calls that this rank has started in the group, for comparison with other ranks."""
+        if self.size > 1:
+            GROUP_SIZES.add(self.size)
         return Ledger()
 
     def _check(self, call: str, tensor: Tensor) -> None:

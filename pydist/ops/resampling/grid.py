@@ -8,7 +8,8 @@ displacements a halo, in general all.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,8 @@ _REACH = {"bilinear": 1, "nearest": 1, "bicubic": 2}
 """Inputs on each side of a position that an output reads."""
 _STEPS = 8
 """Boxes begin and end at multiples of this fraction of an extent, so that few plans are made."""
+_PLANS = 16
+"""Plans that are kept, of all calls of a mesh."""
 
 
 @implements(F.grid_sample)
@@ -133,6 +136,24 @@ def _needed(
     return found
 
 
+class _LatestPlans:
+    """Plans of the boxes that grids have read lately: the same ones on all ranks, in one order.
+
+    Boxes follow from values, so a session that kept all plans would grow with each step.
+    """
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[Hashable, Exchanger] = OrderedDict()
+
+    def plan(self, key: Hashable, make: Callable[[], Exchanger]) -> Exchanger:
+        """Returns the plan with a key, which becomes the latest one; creates it if needed."""
+        found = self._plans.pop(key, None) or make()
+        self._plans[key] = found
+        if len(self._plans) > _PLANS:
+            self._plans.popitem(last=False)
+        return found
+
+
 def _gathered(x: ShardedTensor, needed: Sequence[tuple[int, int]], out: Layout) -> Tensor:
     """Gathers this rank's box; the channels and samples are those of its part of the result."""
     mesh, layout = x.mesh, x._layout
@@ -146,8 +167,8 @@ def _gathered(x: ShardedTensor, needed: Sequence[tuple[int, int]], out: Layout) 
     def make() -> Exchanger:
         return Exchanger(mesh.sample, layout.boxes, [[box] for box in boxes], mesh.session.timers)
 
-    key = ("grid sample", layout, tuple((tuple(b.lo), tuple(b.hi)) for b in boxes))
-    exchanger = mesh.session.plan(key, make)
+    key = layout, tuple((tuple(b.lo), tuple(b.hi)) for b in boxes)
+    exchanger = mesh.session.service(_LatestPlans, _LatestPlans).plan(key, make)
     held = average_grad(local_of(x), mesh, layout.unused_axes)
     return gather_box(held, exchanger, mesh, weight=layout.replicas / out.replicas)
 

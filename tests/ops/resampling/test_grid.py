@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import pydist.ops.resampling.grid as grid_module
 from pydist import layout_for_sample
 from support.equivalence import Cut, check_function, layout_at, on_ranks, randn, shard
 
@@ -83,6 +84,32 @@ def test_affine_map_of_the_network():
     check_function(call, randn(*SHAPE), (), [[0, 2, 9], [0, 3, 8], None])
 
 
+def latest(mesh):
+    """Returns the plans that a mesh keeps of grids."""
+    return mesh.session.find(grid_module._LatestPlans)._plans.values()
+
+
+def test_few_plans_are_kept_of_many_grids():
+    """Boxes follow from values, which differ in each step."""
+    thetas = randn(60, 1, 3, 4)
+    x, points = randn(1, 2, 16, 16, 16), [[0, 3, 9, 16], None, None]
+    expected = [
+        F.grid_sample(x, F.affine_grid(t, x.shape, False), align_corners=False) for t in thetas
+    ]
+
+    def body(mesh):
+        cut = shard(x, layout_at(mesh, x.shape, points))
+        for theta, whole in zip(thetas, expected, strict=True):
+            grid = F.affine_grid(theta, x.shape, False).movedim(-1, 1)
+            grid = shard(grid, layout_at(mesh, grid.shape, points)).movedim(1, -1)
+            y = F.grid_sample(cut, grid, align_corners=False)
+            torch.testing.assert_close(y.full_tensor(), whole, rtol=0, atol=1e-12)
+            y.sum().backward()
+        return len(latest(mesh))
+
+    assert on_ranks((3, 1, 1), body) == [grid_module._PLANS] * 3
+
+
 def test_bounded_displacements_gather_a_halo():
     """A rank of four receives less than half of the others' planes."""
 
@@ -92,7 +119,7 @@ def test_bounded_displacements_gather_a_halo():
         base = identity(64, 4, 4).movedim(-1, 1)
         grid = shard(base, layout_at(mesh, base.shape, quarters)).movedim(1, -1)
         F.grid_sample(x, grid, align_corners=False)
-        plans = [p for k, p in mesh.session.plans.items() if k[0] == "grid sample"]
-        assert [slot.shape[2] <= 32 for slot in plans[0].slots] == [True]
+        (plan,) = latest(mesh)
+        assert [slot.shape[2] <= 32 for slot in plan.slots] == [True]
 
     on_ranks((4, 1, 1), body)
