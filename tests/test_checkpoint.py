@@ -23,7 +23,7 @@ from support.training.accumulated import Samples, network
 
 SAMPLES = Samples(7)
 STEPS = 7
-"""Of batches of 4, so two an epoch, of which the second one has 3 samples."""
+"""Number of steps, of 4 samples each; the second step of an epoch has the 3 that are left."""
 
 
 class Noisy(Dataset[Any]):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import common
@@ -30,11 +29,7 @@ HEAD = ("layers", "form", "median, ms", "least, ms", "sum / form")
 
 def main() -> None:
     """Starts the ranks and shows their measurements, or runs one of them."""
-    parser = common.parser(__doc__, rounds=20)
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds = 2
+    options = common.rank_options(__doc__, 20)
     if options.rank is not None:
         measure(options)
         return

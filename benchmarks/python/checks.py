@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 import common
 
@@ -29,11 +28,7 @@ HEAD = ("step", "median, ms", "least, ms", "cost, ms", "cost, %")
 
 def main() -> None:
     """Starts the ranks and shows their measurements, or runs one of them."""
-    parser = common.parser(__doc__, rounds=400)
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds = 2
+    options = common.rank_options(__doc__, 400)
     if options.rank is not None:
         measure(options)
         return

@@ -46,6 +46,24 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     return made
 
 
+def rank_options(description: str | None, rounds: int) -> argparse.Namespace:
+    """Parses the options of a benchmark that starts its own ranks; see `on_ranks`.
+
+    Args:
+        description: the script's docstring.
+        rounds: default number of timings per contestant; 2 in a quick run.
+
+    Returns:
+        The options; `rank` is the file for the results on a rank, `None` where ranks are started.
+    """
+    made = parser(description, rounds)
+    made.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    options = made.parse_args()
+    if options.quick:
+        options.rounds = 2
+    return options
+
+
 def on_ranks(
     script: str,
     options: argparse.Namespace,

@@ -19,7 +19,6 @@ import argparse
 import copy
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import common
@@ -32,11 +31,7 @@ TOLERANCE = 2e-2  # as in `unet_step.py`; single-precision torch has such errors
 
 def main() -> None:
     """Starts the ranks and shows their measurements, or runs one of them."""
-    parser = common.parser(__doc__, rounds=9)
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds = 2
+    options = common.rank_options(__doc__, 9)
     if options.rank is not None:
         measure(options)
         return

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import common
@@ -38,11 +37,7 @@ HEAD = ("network", "ranks", "step", "median, s", "cost, s", "cost, %", "peak, MB
 
 def main() -> None:
     """Starts the ranks and shows their measurements, or runs one of them."""
-    parser = common.parser(__doc__, rounds=15)
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds = 2
+    options = common.rank_options(__doc__, 15)
     if options.rank is not None:
         measure(options)
         return

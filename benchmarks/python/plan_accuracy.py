@@ -31,6 +31,8 @@ MESHES: dict[str, dict[str, int]] = {
     "width 2": {"width": 2},
 }
 BATCH = 2
+_CHOOSING = 15
+"""First steps, which are not measured: the autotuner spreads its measurements over ten of them."""
 HEAD = ("network", "mesh", "predicted, s", "measured, s", "ratio", "MB predicted", "counted", "/")
 COUNTED = ("gradients", "activations", "transient", "halos", "copies", "buckets")
 """Parts of a predicted peak that are allocated in a step."""
@@ -220,7 +222,7 @@ class Contestant:
         if kind == "monai":
             cut = {dim - 1: axis for dim, axis in dims.items()}
             self._targets = pydist.distribute_tensor(self._targets, made_mesh, cut)
-        for _ in range(2):
+        for _ in range(_CHOOSING):
             self()
 
     def __call__(self) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import common
@@ -26,11 +25,7 @@ HEAD = ("call", "form", "median, ms", "least, ms", "one rank / form")
 
 def main() -> None:
     """Starts the ranks and shows their measurements, or runs one of them."""
-    parser = common.parser(__doc__, rounds=8)
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds = 2
+    options = common.rank_options(__doc__, 8)
     if options.rank is not None:
         measure(options)
         return

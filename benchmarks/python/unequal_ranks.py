@@ -59,7 +59,7 @@ THREE = {"data": Case({"data": 3}, 32, 20, 4), "depth": Case({"spatial": (3, 1, 
 PARTS_OF_TIME = (0.7, 0.25, 0.05)
 """In which the three ranks run."""
 PERIOD = 0.02
-"""Seconds, of which a rank runs in its part."""
+"""Seconds in which each rank runs for its part of the time, and is stopped for the rest."""
 HEAD = ("axis", "even", "s", "balanced", "s", "even / balanced", "ideal, s", "balanced / ideal")
 
 

@@ -35,7 +35,7 @@ NOISE = 1e-3
 
 
 class Summed(nn.Module):
-    """A network of which all floating-point outputs count, in evaluation mode if it is random."""
+    """A network whose floating-point outputs all count; in evaluation mode if it is random."""
 
     def __init__(self, network: nn.Module, *arguments: Any, is_random: bool = False) -> None:
         super().__init__()
