@@ -55,10 +55,6 @@ def refusal(
 
 
 def _advice(name: str) -> str:
-    if name == "aten::detach":
-        return (
-            "remove the inner one of nested checkpoints, or the code that copies the wrapper itself"
-        )
     if name.startswith("torch.distributed."):
         return (
             "all ranks of a sample group hold the same batch: sum with pydist.sum_over_groups,"

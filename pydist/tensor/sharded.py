@@ -369,7 +369,33 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         # Only calls that bypass __torch_function__ get here (torch.func, vmap, torch.tensor(x),
         # code that disabled the override): they would see a tensor without storage.
+        if func is torch.ops.aten.detach.default:
+            return _unpacked(*args)
         raise refusal(func, args, kwargs or {})
+
+
+class _Unpacked(Deferred):
+    """A shard that gets a gradient if autograd has set that its wrapper does."""
+
+    def __init__(self, x: ShardedTensor) -> None:
+        self._x = x
+
+    def complete(self) -> None:
+        self._x._shard.requires_grad_(of_wrapper(GET_REQUIRES_GRAD, self._x))
+
+
+def _unpacked(x: ShardedTensor) -> ShardedTensor:
+    """Returns what autograd makes of an argument of a checkpoint in a checkpoint.
+
+    Autograd packs the argument, as it does any saved tensor, and torch's outer checkpoint detaches
+    what is packed. Unpacking makes a new tensor of that and sets whether it needs a gradient. Its
+    shard must agree: the inner checkpoint has to save as many tensors when it recomputes.
+    """
+    # Deferred work is part of the graph, to which calls in __torch_dispatch__ do not add.
+    with torch.overrides.enable_reentrant_dispatch(), torch.enable_grad():
+        made = wrap(x._local.detach(), x._layout, x)
+    made._deferred = _Unpacked(made)
+    return made
 
 
 def wrap(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:

@@ -213,17 +213,3 @@ def test_tensors_of_two_meshes_do_not_mix():
             x + shard(randn(*SHAPE), layout_for_sample(other, SHAPE))
 
     on_shards(body)
-
-
-def test_a_checkpoint_within_a_checkpoint_is_refused_with_the_way_on():
-    def inner(x):
-        return (x * x).tanh()
-
-    def outer(x):
-        return checkpoint(inner, x * 2, use_reentrant=False) * x
-
-    def body(x, mesh):
-        with pytest.raises(NotSupported, match="nested checkpoints"):
-            checkpoint(outer, x, use_reentrant=False).sum().backward()
-
-    on_shards(body)
