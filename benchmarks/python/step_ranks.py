@@ -75,4 +75,4 @@ class StepRanks(ABC):
             target = target.double()
         loss = self._loss(model(x.double()), target)
         loss.backward()
-        return {"loss": loss.item(), "grads": [p.grad for p in model.parameters()]}
+        return {"loss": loss.item(), "grads": [p.grad for p in model.parameters() if p.grad is not None]}
