@@ -75,4 +75,7 @@ class StepRanks(ABC):
             target = target.double()
         loss = self._loss(model(x.double()), target)
         loss.backward()
-        return {"loss": loss.item(), "grads": [p.grad for p in model.parameters() if p.grad is not None]}
+        return {
+            "loss": loss.item(),
+            "grads": [p.grad for p in model.parameters() if p.grad is not None],
+        }
