@@ -47,7 +47,7 @@ _JOB_SECONDS = 120
 
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
 # The same examples in every run; `dev` draws new ones each time, `nightly` draws many.
-hypothesis.settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
 # Ranks must draw the same examples; a database would be shared while they run.
 hypothesis.settings.register_profile(
