@@ -27,12 +27,14 @@ run() {
   printf '== %s\n' "$1"
   "$@" || failed=1
 }
+# Types take as long as all else, on one core.
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+mypy pydist tools/*.py benchmarks/python tests/lib >"$types" 2>&1 &
+mypy=$!
+
 run ruff check "$@"
 run ruff format --check "$@"
-run mypy
-run mypy tools/*.py
-run mypy benchmarks/python
-run mypy tests/lib
 run lint-imports
 printf '== clang-format\n'
 native | xargs clang-format --dry-run --Werror || failed=1
@@ -43,4 +45,7 @@ if [ -f tools/check_layers.py ]; then
 fi
 printf '== documentation\n'
 NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet || failed=1
+printf '== mypy\n'
+wait "$mypy" || failed=1
+cat "$types"
 exit "$failed"

@@ -95,8 +95,11 @@ def wait_until_gone(folder: Path, deadline: float) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("fault", ["forward", "backward", "buckets"])
+# With reductions in flight under each launcher. Otherwise the place changes nothing for a launcher.
+@pytest.mark.parametrize(
+    ("fault", "launcher"),
+    [("forward", "openmpi"), ("backward", "mpich"), *(("buckets", name) for name in LAUNCHERS)],
+)
 def test_an_exception_on_one_rank_ends_all(fault: str, launcher: str, tmp_path: Path) -> None:
     process = start(*plain_launcher(launcher, tmp_path, [str(SCRIPT), str(tmp_path), fault]))
     outcome = finish(process, tmp_path)

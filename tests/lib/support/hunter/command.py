@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
+import multiprocessing
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from support.hunter.generator import INGREDIENTS, KNOWN
@@ -83,17 +86,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def hunt_mutations(given: argparse.Namespace) -> int:
     """Looks for each known fault; returns 1 if one was not found."""
     missed = 0
-    most = MUTANT_PROGRAMS if given.programs is None else given.programs
-    for name in given.mutations or MUTATIONS:
-        mutation = MUTATIONS[name]
-        only = mutation.only if given.only is None else tuple(given.only)
-        programs, text = found_in(mutation, only, given.seed, most, given.seconds)
-        missed += not programs
-        how = f"found by program {programs}" if programs else "NOT FOUND"
-        print(
-            f"point {mutation.point}, {name} (--only {' '.join(only)}): {how}: {text}", flush=True
-        )
+    names = given.mutations or MUTATIONS
+    # A process has one fault at a time.
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(given.workers, context) as pool:
+        for programs, text in pool.map(functools.partial(_hunt_mutation, given), names):
+            missed += not programs
+            print(text, flush=True)
     return 1 if missed else 0
+
+
+def _hunt_mutation(given: argparse.Namespace, name: str) -> tuple[int, str]:
+    """Returns what `found_in` does for a known fault, with the line to print."""
+    mutation = MUTATIONS[name]
+    most = MUTANT_PROGRAMS if given.programs is None else given.programs
+    only = mutation.only if given.only is None else tuple(given.only)
+    programs, text = found_in(mutation, only, given.seed, most, given.seconds)
+    how = f"found by program {programs}" if programs else "NOT FOUND"
+    return programs, f"point {mutation.point}, {name} (--only {' '.join(only)}): {how}: {text}"
 
 
 def found_in(
