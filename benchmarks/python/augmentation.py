@@ -26,8 +26,8 @@ from pydist.mesh import Mesh
 from pydist.models import UNet3d
 
 OPTIONS = AugmentOptions(
-    flip=("depth", "height", "width"), rotate=0.5, probability=0.2, noise=0.1, blur=1.0,
-    scale=0.25, shift=0.1, low_resolution=0.5, gamma=1.5,
+    flip=("depth", "height", "width"), rotate=0.5, probability=0.2, noise=0.1, blur=(0.1, 1.0),
+    scale=0.25, shift=0.1, low_resolution=0.5, gamma=(0.7, 1.5),
 )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def test_class_weights_and_an_ignored_label_are_of_the_global_batch(
 def test_augmented_training_does_not_depend_on_the_split(segmentation, tmp_path):
     text = (
         'data = {augment = {crop = [8, 8, 8], flip = ["depth"], rotate = 0.5, noise = 0.1,'
-        " probability = 1.0, blur = 1.0, gamma = 1.5}}"
+        " probability = 1.0, blur = [0.5, 1.0], gamma = [0.7, 1.5], angle = 20.0}}"
     )
     augment = config_io.loads(text, "t").data.augment
     config = change(segmentation, data={"augment": augment}, train={"steps": 2})
