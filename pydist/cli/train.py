@@ -32,12 +32,20 @@ def train(arguments: Sequence[str]) -> int:
 
         config = load_config(options.config, overrides, PROG)
         check_ranks(config, options.ranks)  # raises errors before any rank starts
+        _check_data(config.data.path)
         view = ProgressView(verbose=True)
         return launch_training(options.config, overrides, options.ranks, options.mpi, view)
     from pydist.train.signals import ending_at_once
 
     with ending_at_once():
         return _train_here(load_config(options.config, overrides, PROG))
+
+
+def _check_data(folder: Path) -> None:
+    """Raises errors of a data set that its manifest shows; ranks report the others."""
+    from pydist.data.manifest import Manifest
+
+    Manifest.load(folder)
 
 
 def launch_training(

@@ -262,11 +262,6 @@ class DataConfig(Table):
         """
         self.store_options.check("data.")
         self.augment.check("data.augment.")
-        if self.augment.changes and self.store != "off":
-            raise UsageError(
-                f'data.store = "{self.store}" with data.augment: the store keeps blocks, and '
-                'augmentation needs others in each epoch; "off" is possible'
-            )
 
 
 def _known_transport(name: str) -> str:

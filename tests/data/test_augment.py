@@ -324,11 +324,3 @@ def test_batches_of_a_loader_do_not_depend_on_the_split():
 def test_impossible_options_are_named(options, complaint):
     with pytest.raises(UsageError, match=complaint):
         Augmented(Volumes(8, 8, 8), AugmentOptions(**options))
-
-
-def test_a_store_and_augmentation_are_refused():
-    def body(mesh: Any) -> None:
-        with pytest.raises(UsageError, match=r'store = "memory".*"off" is possible'):
-            Loader(Augmented(Volumes(8, 8, 8), ALL), mesh, 2, store="memory")
-
-    on_ranks((1, 1, 1), body)

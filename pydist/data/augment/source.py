@@ -90,6 +90,19 @@ class Augmented:
         found.epoch = epoch
         return found
 
+    def over(self, dataset: BlockSource) -> Augmented:
+        """Returns the same changes of the same samples from another source."""
+        found = copy(self)
+        found.dataset = dataset
+        return found
+
+    def source_box(self, index: int, box: Box) -> Box:
+        """Returns the box of the unchanged sample that a box of the changed one depends on.
+
+        Both are in the samples' indices (D, H, W).
+        """
+        return boxes_of(list(self._changes(index)), box)[0]
+
     @property
     def sample_shape(self) -> tuple[int, int, int, int]:
         """Shape (C, D, H, W) that a sample has; see `BlockSource.sample_shape`."""
