@@ -124,8 +124,14 @@ class Noise(_InPlace):
         first, second = (torch.empty(x.shape, dtype=torch.float64) for _ in self.keys)
         for out, key in zip((first, second), self.keys, strict=True):
             native.keyed_uniform(out, key, (0, *wanted.lo), shape)
-        radius, angle = np.sqrt(-2 * np.log1p(-first.numpy())), 2 * np.pi * second.numpy()
-        return (x + self.deviation * radius * np.cos(angle)).astype(x.dtype)
+        # Uniform numbers are less than 1, so that no radius is infinite; functions of single
+        # precision are several times faster.
+        noise = np.log((1 - first.numpy()).astype(x.dtype))
+        noise *= -2 * self.deviation**2
+        np.sqrt(noise, out=noise)
+        noise *= np.cos((2 * np.pi * second.numpy()).astype(x.dtype))
+        noise += x
+        return noise
 
 
 @dataclass(frozen=True)
