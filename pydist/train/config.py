@@ -246,8 +246,8 @@ class DataConfig(Table):
     augment: Annotated[AugmentOptions, BeforeValidator(_completed)] = field(
         default_factory=AugmentOptions
     )
-    """Random changes of the training samples, in each epoch anew; "nnunet", or a table with preset =
-    "nnunet" and changes of it, is nnU-Net's default."""
+    """Random changes of the training samples, in each epoch anew; "nnunet", or a table with
+    preset = "nnunet" and changes of it, is nnU-Net's default."""
 
     @property
     def store_options(self) -> StoreOptions:

@@ -121,7 +121,7 @@ def test_what_cant_be_stored_is_refused(volumes):
         data = ShardDataset(volumes, normalize="ct")
         own: Any = Own(data)
         assert isinstance(own, EpochSource)
-        with pytest.raises(UsageError, match=r'store = "memory": .* those of Own change from epoch'):
+        with pytest.raises(UsageError, match=r'store = "memory": .* of Own change from epoch'):
             Loader(own, mesh, 2, store="memory")
         with pytest.raises(UsageError, match="with augmentation: possible in training"):
             Loader(Augmented(data, OPTIONS), mesh, 2, training=False, store="memory")

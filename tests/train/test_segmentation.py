@@ -126,7 +126,6 @@ def test_augmented_training_does_not_depend_on_the_split(segmentation, tmp_path)
     assert curve(stored) == pytest.approx(curve(whole), abs=5e-6)
 
 
-
 @pytest.mark.parametrize("loss", ["dice_ce", "cross_entropy"])
 def test_groups_without_samples_enter_no_statistics(segmentation, tmp_path, loss):
     """With four samples in batches of three, the last batch leaves two of three groups empty."""

@@ -54,9 +54,9 @@ class Augmented:
 
     What is drawn depends on seed, epoch and sample, and noise also on the voxel: so each split of a
     sample over ranks has blocks of the same augmented sample. A rank reads the box that its block
-    depends on. Targets that are no labels stay as they are. Contrast and gamma refer to the range of
-    the data set's values (`Bounded`), not to the sample's own, which no block shows; without one, to
-    0 and to the absolute values.
+    depends on. Targets that are no labels stay as they are. Contrast and gamma refer to the range
+    of the data set's values (`Bounded`), not to the sample's own, which no block shows; without
+    one, to 0 and to the absolute values.
 
     Args:
         dataset: the samples, normalized.
@@ -214,9 +214,7 @@ class Augmented:
         likelihood = self.options.likelihood(name)
         return likelihood > 0 and draws.uniform(f"whether {name}") < likelihood
 
-    def _warp(
-        self, draws: SampleDraws, first: Triple, before: Triple, size: Triple
-    ) -> Warp | None:
+    def _warp(self, draws: SampleDraws, first: Triple, before: Triple, size: Triple) -> Warp | None:
         """Returns the affine map and the elastic deformation; None if there is neither."""
         options = self.options
         names = ("angle", "zoom", "shear", "translation", "elastic")
@@ -237,8 +235,15 @@ class Augmented:
             # A volume of one slice has no rotations out of its plane.
             flat = [n == 1 for n in before]
             planes = ((1, 2), (0, 2), (0, 1))
-            matrix = rotation([0.0 if flat[a] or flat[b] else each
-                               for each, (a, b) in zip(angles, planes, strict=True)]) @ matrix
+            matrix = (
+                rotation(
+                    [
+                        0.0 if flat[a] or flat[b] else each
+                        for each, (a, b) in zip(angles, planes, strict=True)
+                    ]
+                )
+                @ matrix
+            )
         if translation:
             for dim, n in enumerate(size):
                 most = options.translation * n

@@ -206,9 +206,7 @@ def low_resolution(factor: float, extents: Triple) -> WeightedSum:
     return WeightedSum(rows)
 
 
-def curved(
-    x: Array, exponent: float, bounds: Range | None, *, inverted: bool = False
-) -> Array:
+def curved(x: Array, exponent: float, bounds: Range | None, *, inverted: bool = False) -> Array:
     """Returns lower + r * ((x - lower) / r) ** exponent, with the range r = upper - lower.
 
     Values below the range are curved symmetrically about its lower end.

@@ -8,17 +8,16 @@ come from the ranks that hold them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
-from torch import Tensor
 
+from pydist.data.augment.pieces import BoxSource, Piece, slices_of
 from pydist.data.augment.source import Augmented
-from pydist.data.blocks import StoredSource
 from pydist.data.store.delivery import Delivery
 from pydist.data.store.directory import Budget, Directory, Moves
 from pydist.data.store.entry import Entry, EntryFormat, copy
@@ -27,16 +26,12 @@ from pydist.data.store.options import StoreOptions
 from pydist.data.store.source import BatchSource
 from pydist.errors import UsageError
 from pydist.grid import AXES, SAMPLE_AXES, SPATIAL_AXES
-from pydist.interop import as_tensor
 from pydist.layout import Layout, layout_for_sample
-from pydist.partition import Box, subtract
+from pydist.partition import Box
 
 if TYPE_CHECKING:
     from pydist.comm.interface.handles import Channel
     from pydist.mesh import Mesh
-
-
-_T = TypeVar("_T")
 
 
 class _Place(NamedTuple):
@@ -45,18 +40,6 @@ class _Place(NamedTuple):
     group: int
     index: int
     part: int
-
-
-class Piece(NamedTuple):
-    """Part of a sample, unchanged, that is here or on its way.
-
-    Attributes:
-        box: in the sample's indices (D, H, W).
-        find: returns its values and targets, once they are here; None if they could not be read.
-    """
-
-    box: Box
-    find: Callable[[], Entry | None]
 
 
 @dataclass
@@ -77,95 +60,12 @@ class _Order:
     """What is being sent and received."""
 
 
-class BoxSource(BatchSource):
-    """`BlockSource` of one batch that joins boxes of unchanged samples from pieces and files.
-
-    A piece that could not be read is read from the file as without a store: with the same result,
-    or the same error. In an epoch its samples are those of `augmented`.
-    """
-
-    def __init__(self, store: BoxStore, augmented: Augmented) -> None:
-        super().__init__(store.unchanged, store.form.raw, {}, (), (), store.holdings)
-        self.pieces: dict[int, list[Piece]] = {}
-        """Pieces by sample."""
-        self._store, self._augmented = store, augmented
-
-    def in_epoch(self, epoch: int) -> Augmented:
-        """Returns the changed samples of an epoch."""
-        return self._augmented.over(self).in_epoch(epoch)
-
-    def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
-        """Joins the inputs of a box; see `BlockSource.read_block`."""
-        self.figures.blocks += 1
-        channels, *extents = self.dataset.shape_of(index)
-        whole = Box((0, 0, 0, 0), (channels, *extents)) if box is None else box
-        wanted = Box(whole.lo[1:], whole.hi[1:])
-        first, after = whole.lo[0], whole.hi[0]
-        joined = torch.empty((after - first, *wanted.shape), dtype=self._store.form.dtype)
-        missing = [wanted]
-        for piece, entry, common in self._found(index, wanted):
-            values = entry.block[first:after][(slice(None), *_slices(common, piece.box))]
-            copy(values, joined[(slice(None), *_slices(common, wanted))])
-            missing = [rest for each in missing for rest in subtract(each, common)]
-        self.figures.file_blocks += bool(missing)
-        for rest in missing:
-            self._read_rest(index, rest, whole, joined[(slice(None), *_slices(rest, wanted))])
-        if not self._raw:
-            return joined
-        inputs = torch.empty(joined.shape, dtype=self.dtype)
-        if self._normalize(index, whole, joined, inputs):
-            return inputs
-        return as_tensor(self._store.from_file(self, lambda: self.dataset.read_block(index, whole)))
-
-    def read_labels(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
-        """Joins the labels of a box; see `BlockSource.read_labels`."""
-        wanted = Box((0, 0, 0), self.dataset.shape_of(index)[1:]) if box is None else box
-        joined = torch.empty(wanted.shape, dtype=torch.int64)
-        missing = [wanted]
-        for piece, entry, common in self._found(index, wanted):
-            copy(entry.targets[_slices(common, piece.box)], joined[_slices(common, wanted)])
-            missing = [rest for each in missing for rest in subtract(each, common)]
-        for rest in missing:
-            labels = self._store.from_file(self, lambda b=rest: self.dataset.read_labels(index, b))
-            copy(as_tensor(labels), joined[_slices(rest, wanted)])
-        return joined
-
-    def target(self, index: int) -> Tensor:
-        """Returns the values to predict; see `BlockSource.target`."""
-        for piece in self.pieces.get(index, ()):
-            entry = piece.find()
-            if entry is not None and entry.is_good:
-                return entry.targets
-        return as_tensor(self._store.from_file(self, lambda: self.dataset.target(index)))
-
-    def _found(self, index: int, wanted: Box) -> Iterator[tuple[Piece, Entry, Box]]:
-        """Yields the pieces that are good, with what they have in common with a box."""
-        for piece in self.pieces.get(index, ()):
-            common = piece.box.intersect(wanted)
-            if not common.empty:
-                entry = piece.find()
-                if entry is not None and entry.is_good:
-                    yield piece, entry, common
-
-    def _read_rest(self, index: int, rest: Box, whole: Box, room: Tensor) -> None:
-        """Reads a part of a box that no rank holds from the file."""
-        box = Box((whole.lo[0], *rest.lo), (whole.hi[0], *rest.hi))
-        if self._raw:
-            stored, values = cast(StoredSource, self.dataset), torch.empty_like(room)
-            values = values.contiguous()
-            self._store.from_file(self, lambda: stored.read_stored(index, box, values))
-            copy(values, room)
-        else:
-            values = self._store.from_file(self, lambda: self.dataset.read_block(index, box))
-            copy(as_tensor(values), room)
-
-
 class BoxStore(MemoryStore):
     """Store for samples that change from epoch to epoch.
 
-    Ranks keep the blocks of the unchanged samples, as `MemoryStore` decides. The box that a block of
-    a changed sample depends on is joined from the blocks of all parts of the sample, wherever they
-    are held. In its first epoch a rank reads the blocks that it is to keep, and nothing else.
+    Ranks keep the blocks of the unchanged samples, as `MemoryStore` decides. The box that a block
+    of a changed sample depends on is joined from the blocks of all parts of the sample, wherever
+    they are held. In its first epoch a rank reads the blocks that it is to keep, and nothing else.
 
     Args:
         augmented: the changed samples.
@@ -190,7 +90,9 @@ class BoxStore(MemoryStore):
         coords = [mesh.grid.coords(rank, AXES) for rank in range(mesh.size)]
         self._ranks = [
             _Place(
-                each["data"], mesh.grid.index(each, SAMPLE_AXES), mesh.grid.index(each, SPATIAL_AXES)
+                each["data"],
+                mesh.grid.index(each, SAMPLE_AXES),
+                mesh.grid.index(each, SPATIAL_AXES),
             )
             for each in coords
         ]
@@ -205,7 +107,7 @@ class BoxStore(MemoryStore):
         self._filling: dict[int, Future[None]] = {}
         self._filler = ThreadPoolExecutor(1, "pydist-store")
         self._reads_file = threading.Lock()
-        self.files = BoxSource(self, augmented)
+        self.files = self._box_source()
 
     @property
     def ahead(self) -> int:
@@ -223,8 +125,10 @@ class BoxStore(MemoryStore):
             future = self._filler.submit(self._fill_alone, order.keeper, sample)
             self._filling[sample] = future
             order.filled.append(future)
-        source = BoxSource(self, self._augmented)
-        delivery = Delivery(moves, source, lambda each: self._begin_boxes(each, order), self._unstage)
+        source = self._box_source()
+        delivery = Delivery(
+            moves, source, lambda each: self._begin_boxes(each, order), self._unstage
+        )
         changed = self._augmented.in_epoch(epoch)
         for group in self.directory.groups:
             for sample in batches[group]:
@@ -273,11 +177,6 @@ class BoxStore(MemoryStore):
         """Releases the disk and its threads after a failure; leaves the communicators alone."""
         self._filler.shutdown(wait=True, cancel_futures=True)
         super().abandon()
-
-    def from_file(self, source: BatchSource, read: Callable[[], _T]) -> _T:
-        """Reads from a file, one thread at a time, and counts the bytes in a source's figures."""
-        with self._reads_file:
-            return source.from_file(read)
 
     # -- plans ------------------------------------------------------------------------------
 
@@ -361,7 +260,7 @@ class BoxStore(MemoryStore):
             piece = Entry(self._format(box))
             entry = self._sent(delivery, sample)
             if entry.is_good:
-                inside = _slices(box, block)
+                inside = slices_of(box, block)
                 copy(entry.block[(slice(None), *inside)], piece.block)
                 labelled = self.unchanged.labelled
                 copy(entry.targets[inside] if labelled else entry.targets, piece.targets)
@@ -386,6 +285,9 @@ class BoxStore(MemoryStore):
         if unchanged.labelled:
             return EntryFormat(block, self.form.dtype, sizes, self.form.label_dtype)
         return EntryFormat(block, self.form.dtype, (unchanged.num_targets,), unchanged.dtype)
+
+    def _box_source(self) -> BoxSource:
+        return BoxSource(self._augmented, self.form, self.holdings, self._reads_file)
 
     # -- blocks of the ranks ----------------------------------------------------------------
 
@@ -427,12 +329,6 @@ class BoxStore(MemoryStore):
 def _spatial(box: Box) -> Box:
     """Returns the box over (D, H, W) of one over [N, C, D, H, W]."""
     return Box(box.lo[2:], box.hi[2:])
-
-
-def _slices(box: Box, within: Box) -> tuple[slice, ...]:
-    """Returns the place of a box in an array of another one."""
-    bounds = zip(box.lo, box.hi, within.lo, strict=True)
-    return tuple(slice(a - first, b - first) for a, b, first in bounds)
 
 
 def _nothing() -> None:

@@ -1,8 +1,8 @@
 """Affine maps and elastic deformations of one sample, computed for a box of the result.
 
-A deformation is a cubic B-spline whose control points are displaced at random (Rueckert et al. 1999,
-IEEE TMI 18, 712). Its values lie between the displacements of the control points around them, which
-gives the box of the sample that a box of the result depends on.
+A deformation is a cubic B-spline whose control points are displaced at random (Rueckert et al.
+1999, IEEE TMI 18, 712). Its values lie between the displacements of the control points around them,
+which gives the box of the sample that a box of the result depends on.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def _spline(t: Floats) -> tuple[Floats, Floats, Floats, Floats]:
 class Warp:
     """Change that takes each voxel from another place of the sample before.
 
-    Voxel o is at `matrix` @ (o - `center`) + `place`, plus its displacement. Values are interpolated
-    linearly, labels (integers) are those of the nearest voxel. Beyond its edges a sample has the
-    values at its edges.
+    Voxel o is at `matrix` @ (o - `center`) + `place`, plus its displacement. Values are
+    interpolated linearly, labels (integers) are those of the nearest voxel. Beyond its edges a
+    sample has the values at its edges.
 
     Attributes:
         matrix: [3, 3], voxels of the sample per voxel of the result.
@@ -120,7 +120,7 @@ class Warp:
 
     def needs(self, box: Box) -> Box:
         """Returns the box of the sample whose voxels are interpolated."""
-        least, most = (self.elastic.bounds(box) if self.elastic else ([0.0] * 3, [0.0] * 3))
+        least, most = self.elastic.bounds(box) if self.elastic else ([0.0] * 3, [0.0] * 3)
         found = []
         for dim, n in enumerate(self.extents):
             ends = [
@@ -158,9 +158,7 @@ class Warp:
         for dim, n in enumerate(self.extents):
             parts = [
                 row * (np.arange(a, b) - c)
-                for row, a, b, c in zip(
-                    self.matrix[dim], box.lo, box.hi, self.center, strict=True
-                )
+                for row, a, b, c in zip(self.matrix[dim], box.lo, box.hi, self.center, strict=True)
             ]
             # The same operations for each voxel, whatever the box: nearest voxels do not differ.
             across = (self.place[dim] + parts[0])[:, None] + parts[1]
@@ -192,11 +190,8 @@ def _linear(x: Array, has: Box, places: list[Floats], extents: Triple, out: Arra
     for channel, room in zip(x, out, strict=True):
         values = [np.take(channel.reshape(-1), corner, mode="clip") for corner in corners]
         for upper in reversed(uppers):
-            for low, high in zip(values[::2], values[1::2], strict=True):
-                high -= low
-                high *= upper
-                low += high
-            values = values[::2]
+            pairs = zip(values[::2], values[1::2], strict=True)
+            values = [low + (high - low) * upper for low, high in pairs]
         room[...] = values[0]
 
 
