@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar, cast
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -68,12 +69,12 @@ class BoxSource(BatchSource):
         joined = torch.empty((after - first, *wanted.shape), dtype=self._dtype)
         missing = [wanted]
         for piece, entry, common in self._found(index, wanted):
-            values = entry.block[first:after][(slice(None), *slices_of(common, piece.box))]
-            copy(values, joined[(slice(None), *slices_of(common, wanted))])
+            values = entry.block[first:after][slices_of(common, piece.box)]
+            copy(values, joined[slices_of(common, wanted)])
             missing = [rest for each in missing for rest in subtract(each, common)]
         self.figures.file_blocks += bool(missing)
         for rest in missing:
-            self._read_rest(index, rest, whole, joined[(slice(None), *slices_of(rest, wanted))])
+            self._read_rest(index, rest, whole, joined[slices_of(rest, wanted)])
         if not self._raw:
             return joined
         inputs = torch.empty(joined.shape, dtype=self.dtype)
@@ -90,7 +91,7 @@ class BoxSource(BatchSource):
             copy(entry.targets[slices_of(common, piece.box)], joined[slices_of(common, wanted)])
             missing = [rest for each in missing for rest in subtract(each, common)]
         for rest in missing:
-            labels = self.from_file(lambda b=rest: self.dataset.read_labels(index, b))
+            labels = self.from_file(partial(self.dataset.read_labels, index, rest))
             copy(as_tensor(labels), joined[slices_of(rest, wanted)])
         return joined
 
@@ -128,7 +129,7 @@ class BoxSource(BatchSource):
             copy(as_tensor(self.from_file(lambda: self.dataset.read_block(index, box))), room)
 
 
-def slices_of(box: Box, within: Box) -> tuple[slice, ...]:
-    """Returns the place of a box in an array of another one."""
+def slices_of(box: Box, within: Box) -> tuple[Any, ...]:
+    """Returns the place of a box in an array [..., D, H, W] of another one."""
     bounds = zip(box.lo, box.hi, within.lo, strict=True)
-    return tuple(slice(a - first, b - first) for a, b, first in bounds)
+    return ..., *(slice(a - first, b - first) for a, b, first in bounds)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -38,7 +38,7 @@ class _Place(NamedTuple):
     """Place of a rank on the mesh: its sample group, its index in there, its part of a sample."""
 
     group: int
-    index: int
+    within: int
     part: int
 
 
@@ -196,7 +196,7 @@ class BoxStore(MemoryStore):
         for receiver, place in enumerate(self._ranks):
             if place.group != group or me not in (receiver, holders[self._part]):
                 continue
-            wanted = _spatial(results.boxes[place.index])
+            wanted = _spatial(results.boxes[place.within])
             if wanted.empty:
                 continue
             needed = changed.source_box(sample, wanted)
@@ -236,7 +236,7 @@ class BoxStore(MemoryStore):
         return None if owner < 0 else self._members[part][owner]
 
     def _block(self, blocks: Layout, part: int) -> Box:
-        return _spatial(blocks.boxes[self._ranks[self._members[part][0]].index])
+        return _spatial(blocks.boxes[self._ranks[self._members[part][0]].within])
 
     def _layout(self, shape: tuple[int, ...]) -> Layout:
         if shape not in self._layouts:
@@ -261,7 +261,7 @@ class BoxStore(MemoryStore):
             entry = self._sent(delivery, sample)
             if entry.is_good:
                 inside = slices_of(box, block)
-                copy(entry.block[(slice(None), *inside)], piece.block)
+                copy(entry.block[inside], piece.block)
                 labelled = self.unchanged.labelled
                 copy(entry.targets[inside] if labelled else entry.targets, piece.targets)
                 piece.approve()
@@ -271,7 +271,7 @@ class BoxStore(MemoryStore):
             piece = Entry(self._format(box))
             order.memory.append(piece)
             recvs.append((sender, piece.memory))
-            found = Piece(box, lambda entry=piece: entry)
+            found = Piece(box, partial(_itself, piece))
             source.pieces.setdefault(sample, []).append(found)
         self._number += 1  # a tag that all ranks know; neighbors may be one delivery apart
         source.figures.received_bytes = sum(memory.nbytes for _, memory in recvs)
@@ -313,7 +313,7 @@ class BoxStore(MemoryStore):
                 -1,
                 [self._ranks[rank].group for rank in members],
                 [budgets[rank] for rank in members],
-                lambda sample, part=part: self._size_of(sample, part),
+                partial(self._size_of, part),
             )
             row = adopted[members[0]]
             held = [(row == owner).nonzero().flatten().tolist() for owner in range(len(members))]
@@ -321,7 +321,7 @@ class BoxStore(MemoryStore):
             found.append(directory)
         return found
 
-    def _size_of(self, sample: int, part: int) -> int:
+    def _size_of(self, part: int, sample: int) -> int:
         blocks = self._layout(self.unchanged.shape_of(sample))
         return self._format(self._block(blocks, part)).nbytes
 
@@ -329,6 +329,10 @@ class BoxStore(MemoryStore):
 def _spatial(box: Box) -> Box:
     """Returns the box over (D, H, W) of one over [N, C, D, H, W]."""
     return Box(box.lo[2:], box.hi[2:])
+
+
+def _itself(entry: Entry) -> Entry:
+    return entry
 
 
 def _nothing() -> None:
