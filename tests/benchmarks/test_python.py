@@ -328,3 +328,9 @@ def test_augmentation(tmp_path):
     for row in result["rows"]:
         check_times(row)
         assert 0 <= row["waited"] <= sum(row["quartiles"])
+
+
+def test_augmented_dice(tmp_path):
+    rows = run("augmented_dice", tmp_path)["rows"]
+    assert [(row["augment"], row["seed"]) for row in rows] == [("none", 0), ("nnunet", 0)]
+    assert all(0 <= row[name] <= 1 for row in rows for name in ("liver", "tumour"))
