@@ -22,7 +22,7 @@ from pydist.partition import Box, subtract
 _T = TypeVar("_T")
 
 
-class Piece(NamedTuple):
+class HeldPart(NamedTuple):
     """Part of a sample, unchanged, that is here or on its way.
 
     Attributes:
@@ -51,7 +51,7 @@ class BoxSource(BatchSource):
         self, augmented: Augmented, form: BlockForm, holdings: Holdings, reading: threading.Lock
     ) -> None:
         super().__init__(augmented.dataset, form.raw, {}, (), (), holdings)
-        self.pieces: dict[int, list[Piece]] = {}
+        self.pieces: dict[int, list[HeldPart]] = {}
         """Pieces by sample."""
         self._augmented, self._dtype, self._reading = augmented, form.dtype, reading
 
@@ -108,7 +108,7 @@ class BoxSource(BatchSource):
                 return entry.targets
         return as_tensor(self.from_file(lambda: self.dataset.target(index)))
 
-    def _found(self, index: int, wanted: Box) -> Iterator[tuple[Piece, Entry, Box]]:
+    def _found(self, index: int, wanted: Box) -> Iterator[tuple[HeldPart, Entry, Box]]:
         """Yields the pieces that are good, with what they have in common with a box."""
         for piece in self.pieces.get(index, ()):
             common = piece.box.intersect(wanted)

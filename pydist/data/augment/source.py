@@ -40,7 +40,7 @@ from pydist.partition import Box
 
 
 @runtime_checkable
-class Bounded(Protocol):
+class KnownRange(Protocol):
     """A `BlockSource` that may know the range of its values."""
 
     @property
@@ -55,7 +55,7 @@ class Augmented:
     What is drawn depends on seed, epoch and sample, and noise also on the voxel: so each split of a
     sample over ranks has blocks of the same augmented sample. A rank reads the box that its block
     depends on. Targets that are no labels stay as they are. Contrast and gamma refer to the range
-    of the data set's values (`Bounded`), not to the sample's own, which no block shows; without
+    of the data set's values (`KnownRange`), not to the sample's own, which no block shows; without
     one, to 0 and to the absolute values.
 
     Args:
@@ -74,7 +74,7 @@ class Augmented:
         options.check()
         self.dataset, self.options, self.seed, self.epoch = dataset, options, seed, 0
         self._range: Range | None = None
-        if isinstance(dataset, Bounded) and dataset.value_range is not None:
+        if isinstance(dataset, KnownRange) and dataset.value_range is not None:
             lower, upper = (np.reshape(each, (-1, 1, 1, 1)) for each in dataset.value_range)
             self._range = lower, upper
         crop = options.crop

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from pydist.data.augment.pieces import BoxSource, Piece, slices_of
+from pydist.data.augment.pieces import BoxSource, HeldPart, slices_of
 from pydist.data.augment.source import Augmented
 from pydist.data.store.delivery import Delivery
 from pydist.data.store.directory import Budget, Directory, Moves
@@ -211,7 +211,7 @@ class BoxStore(MemoryStore):
                 elif holder != me:
                     order.recvs.append((holder, sample, box))
                 else:
-                    whole = Piece(self._block(blocks, part), self._own(source, sample))
+                    whole = HeldPart(self._block(blocks, part), self._own(source, sample))
                     source.pieces.setdefault(sample, []).append(whole)
 
     def _own(self, source: BoxSource, sample: int) -> Callable[[], Entry | None]:
@@ -271,7 +271,7 @@ class BoxStore(MemoryStore):
             piece = Entry(self._format(box))
             order.memory.append(piece)
             recvs.append((sender, piece.memory))
-            found = Piece(box, partial(_itself, piece))
+            found = HeldPart(box, partial(_itself, piece))
             source.pieces.setdefault(sample, []).append(found)
         self._number += 1  # a tag that all ranks know; neighbors may be one delivery apart
         source.figures.received_bytes = sum(memory.nbytes for _, memory in recvs)

@@ -20,7 +20,7 @@ from pydist._loader import native
 from pydist.data.augment.steps import Array, Triple, box_of
 from pydist.partition import Box
 
-Floats: TypeAlias = npt.NDArray[np.float64]
+Positions: TypeAlias = npt.NDArray[np.float64]
 
 _MARGIN = 1e-6
 """Voxels added to bounds of positions, far more than the rounding errors of both."""
@@ -29,7 +29,7 @@ _SLAB = 1 << 15
 """Voxels computed at a time, so that their positions stay in the cache."""
 
 
-def rotation(angles: Sequence[float]) -> Floats:
+def rotation(angles: Sequence[float]) -> Positions:
     """Returns the product of the rotations in the planes (1, 2), (0, 2), (0, 1) by `angles`."""
     product = np.eye(3)
     for angle, (a, b) in zip(angles, ((1, 2), (0, 2), (0, 1)), strict=True):
@@ -56,7 +56,7 @@ class Elastic:
     keys: tuple[int, int, int]
     extents: Triple
 
-    def controls(self, box: Box) -> tuple[Floats, list[int]]:
+    def controls(self, box: Box) -> tuple[Positions, list[int]]:
         """Returns the displaced control points [3, ...] around a box, and the first one's index."""
         first = [int(a // self.spacing) for a in box.lo]
         after = [int((b - 1) // self.spacing) + 4 for b in box.hi]
@@ -73,7 +73,7 @@ class Elastic:
         flat = points.reshape(3, -1)
         return flat.min(1).tolist(), flat.max(1).tolist()
 
-    def __call__(self, box: Box) -> Floats:
+    def __call__(self, box: Box) -> Positions:
         """Returns the displacements [3, D, H, W] of the voxels of a box."""
         field, first = self.controls(box)
         for dim in (2, 1, 0):
@@ -88,7 +88,7 @@ class Elastic:
         return field
 
 
-def _spline(t: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+def _spline(t: Positions) -> tuple[Positions, Positions, Positions, Positions]:
     """Returns the weights of the four control points around a place, t after the second one."""
     s = 1 - t
     inner = (4 - 6 * t**2 + 3 * t**3) / 6
@@ -111,7 +111,7 @@ class Warp:
         elastic: the displacements; None without any.
     """
 
-    matrix: Floats
+    matrix: Positions
     center: tuple[float, ...]
     place: tuple[float, ...]
     extents: Triple
@@ -151,7 +151,7 @@ class Warp:
             take(x, has, places, self.extents, found[:, start:stop])
         return found
 
-    def _places(self, box: Box) -> list[Floats]:
+    def _places(self, box: Box) -> list[Positions]:
         """Returns the places in the sample of the voxels of a box, by dim; within the sample."""
         moved = self.elastic(box) if self.elastic else None
         found = []
@@ -169,7 +169,7 @@ class Warp:
         return found
 
 
-def _nearest(x: Array, has: Box, places: list[Floats], extents: Triple, out: Array) -> None:
+def _nearest(x: Array, has: Box, places: list[Positions], extents: Triple, out: Array) -> None:
     index = np.zeros(out.shape[1:], np.intp)
     for place, first, stride in zip(places, has.lo, _strides(x), strict=True):
         index += (np.floor(place + 0.5).astype(np.intp) - first) * stride
@@ -177,7 +177,7 @@ def _nearest(x: Array, has: Box, places: list[Floats], extents: Triple, out: Arr
         np.take(channel.reshape(-1), index, out=room, mode="clip")
 
 
-def _linear(x: Array, has: Box, places: list[Floats], extents: Triple, out: Array) -> None:
+def _linear(x: Array, has: Box, places: list[Positions], extents: Triple, out: Array) -> None:
     index = np.zeros(out.shape[1:], np.intp)
     steps, uppers = [], []
     for place, first, stride, n in zip(places, has.lo, _strides(x), extents, strict=True):
