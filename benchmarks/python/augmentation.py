@@ -25,6 +25,7 @@ from pydist.data import Augmented, AugmentOptions, CTOptions, Loader, ShardDatas
 from pydist.data.blocks import BlockSource, in_epoch
 from pydist.mesh import Mesh
 from pydist.models import UNet3d
+from pydist.tensor import ShardedTensor
 
 OPTIONS = AugmentOptions.preset("nnunet")
 
@@ -38,6 +39,7 @@ def changed_share(source: BlockSource, data: ShardDataset, mesh: Mesh) -> float:
     with Loader(source, mesh, 2) as loader:
         for batch in loader:
             now = in_epoch(source, batch.epoch)
+            assert isinstance(batch.targets, ShardedTensor)
             inputs, labels = batch.inputs.to_local(), batch.targets.to_local()
             for n, index in enumerate(batch.indices):
                 assert torch.equal(inputs[n], torch.as_tensor(now.read_block(index)))
