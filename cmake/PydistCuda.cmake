@@ -16,6 +16,25 @@ macro(pydist_report_spills)
   endif()
 endmacro()
 
+# Architectures that `pip install` compiles for if none are named: those of the devices at hand.
+# Without one in sight, as on a login node, it is one, whose PTX newer devices compile for themselves
+# at their first use. Each more would take minutes.
+function(pydist_default_architectures result)
+  set(${result} 80 PARENT_SCOPE)
+  find_program(PYDIST_NVIDIA_SMI nvidia-smi)
+  if(NOT PYDIST_NVIDIA_SMI)
+    return()
+  endif()
+  execute_process(COMMAND "${PYDIST_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
+                  OUTPUT_VARIABLE found ERROR_QUIET TIMEOUT 30)
+  string(REGEX MATCHALL "[0-9]+\\.[0-9]+" found "${found}")
+  list(TRANSFORM found REPLACE "\\." "")
+  list(REMOVE_DUPLICATES found)
+  if(found)
+    set(${result} ${found} PARENT_SCOPE)
+  endif()
+endfunction()
+
 set(PYDIST_HAS_CUDA OFF)
 if(PYDIST_CUDA STREQUAL "EMULATED")
   if(DEFINED SKBUILD)
@@ -30,7 +49,7 @@ elseif(PYDIST_CUDA STREQUAL "AUTO" OR PYDIST_CUDA)
     if(PYDIST_CUDA_ARCHITECTURES)
       set(CMAKE_CUDA_ARCHITECTURES "${PYDIST_CUDA_ARCHITECTURES}")
     else()
-      set(CMAKE_CUDA_ARCHITECTURES "80-real;90") # machine code for both, and PTX for what follows
+      pydist_default_architectures(CMAKE_CUDA_ARCHITECTURES)
     endif()
     enable_language(CUDA)
     find_package(CUDAToolkit REQUIRED)

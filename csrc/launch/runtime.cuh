@@ -20,8 +20,14 @@ inline cudaStream_t stream_of(const Queue& queue) {
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // an error that is not sticky must not surface in an unrelated call
-  throw CudaError(std::string(what) + ": " + cudaGetErrorName(status) + ", " +
-                  cudaGetErrorString(status));
+  std::string text =
+      std::string(what) + ": " + cudaGetErrorName(status) + ", " + cudaGetErrorString(status);
+  if (status == cudaErrorNoKernelImageForDevice) {
+    text +=
+        "; pydist was compiled for other GPUs (PYDIST_CUDA_ARCHITECTURES): on a machine with "
+        "this one, run: pip install --force-reinstall --no-deps .";
+  }
+  throw CudaError(text);
 }
 
 // Makes a device current, and restores the previous one.

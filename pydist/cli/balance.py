@@ -105,11 +105,11 @@ def _sizes(found: Round) -> str:
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = RunOptions("pydist balance", f"{PROG} [--train.batch 8 ...]")
-    parser.add_argument("--axis")
-    parser.add_argument("--multiple", type=int)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--axis", metavar="NAME", help="axis to divide: data, depth, ...")
+    parser.add_argument("--multiple", type=int, help="divisor of the parts")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a round (10)")
+    parser.add_argument("--rounds", type=int, default=5, help="divisions to try (5)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the balanced configuration")
     options, overrides = parser.parse(arguments)
     if options.steps < 1 or options.rounds < 1:
         raise UsageError(

@@ -6,6 +6,7 @@ Subcommands are imported when they are called: `pydist --help` must not wait for
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import os
 import sys
@@ -115,7 +116,20 @@ def _dispatch(arguments: Sequence[str]) -> int:
         print(_group_usage(arguments[0], group))
         return 0 if len(arguments) > 1 else UsageError.exit_code
     given = " ".join(arguments[: 2 if group else 1])
-    raise UsageError(f"no command {given!r}; there are: {', '.join(COMMANDS)}")
+    raise UsageError(f"no command {given!r}; {_likely(arguments) or 'there are: ' + _all()}")
+
+
+def _likely(arguments: Sequence[str]) -> str:
+    """Returns a question about the commands that were likely meant; nothing without any."""
+    for words in (2, 1):
+        given = " ".join(arguments[:words])
+        if found := difflib.get_close_matches(given, COMMANDS, cutoff=0.75):
+            return f"did you mean {' or '.join(found)}?"
+    return ""
+
+
+def _all() -> str:
+    return ", ".join(COMMANDS)
 
 
 def _described(names: Iterable[str]) -> list[str]:

@@ -30,20 +30,50 @@ class RunOptions(OwnOptions):
     """
 
     def __init__(self, prog: str, usage: str) -> None:
-        super().__init__(prog=prog, add_help=False, allow_abbrev=False)
+        super().__init__(
+            prog=prog,
+            usage=usage,
+            add_help=False,
+            allow_abbrev=False,
+            epilog="The settings follow, with the values of CONFIG; without one, of the defaults.",
+        )
         self._usage_line = usage
-        self.add_argument("config", nargs="?", type=Path)
-        self.add_argument("-n", dest="ranks", type=int)
-        self.add_argument("--mpi", default="auto")
+        self.add_argument(
+            "config",
+            nargs="?",
+            type=Path,
+            metavar="CONFIG",
+            help="the TOML file of the run, such as those in examples/",
+        )
+        self.add_argument(
+            "-n",
+            dest="ranks",
+            type=int,
+            metavar="RANKS",
+            help="start this many ranks on this machine; without it this process is one rank, of "
+            "the job that mpirun, torchrun or srun started, or alone",
+        )
+        self.add_argument(
+            "--mpi",
+            default="auto",
+            metavar="NAME",
+            help="with -n: openmpi, mpich, gloo (no MPI), or auto, the first of these that is "
+            "installed",
+        )
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Returns the command's own options, and those of the configuration.
+
+        If help is requested, prints its own part; the configuration's options print theirs.
 
         Raises:
             UsageError: no configuration, or a misspelled option of the command.
         """
         options, overrides = self.parse_known_args(arguments)
-        if options.config is None and not {"-h", "--help"} & set(overrides):
+        if {"-h", "--help"} & set(overrides):
+            self.print_help()
+            print(flush=True)
+        elif options.config is None:
             raise UsageError(f"no configuration file was given; usage: {self._usage_line}")
         for given in overrides:  # before the configuration's options are searched for matches
             name = given.partition("=")[0]

@@ -122,11 +122,11 @@ def _bytes_of(text: str | None, hardware: Hardware) -> int:
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = RunOptions("pydist plan", f"{PROG} [--train.batch 8 ...]")
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--memory")
-    parser.add_argument("--hardware", default="cpu")
-    parser.add_argument("--rows", type=int, default=20)
-    parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--ranks", type=int, help="number of ranks to plan for")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of a rank, such as 16GB")
+    parser.add_argument("--hardware", default="cpu", help="a profile's name, or its file")
+    parser.add_argument("--rows", type=int, default=20, help="meshes to show (20)")
+    parser.add_argument("--measure", action="store_true", help="run the best meshes here")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options, overrides = parser.parse(arguments)
     return options, overrides

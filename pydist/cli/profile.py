@@ -107,10 +107,10 @@ def _profile_here(config: Config, options: argparse.Namespace) -> int:
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = RunOptions("pydist profile", f"{PROG} [--train.batch 8 ...]")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--steps", type=int, default=10, help="steps to measure (10)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (3)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the schedule of stages")
     options, overrides = parser.parse(arguments)
     if options.steps < 1 or options.warmup < 0:
         raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -46,6 +47,7 @@ class ProgressView:
         self.console = console or Console()
         self.label = label
         self.verbose = verbose
+        self._config: Mapping[str, Any] = {}
         self._recent: deque[Event] = deque(maxlen=_RECENT_STEPS)
         self._validation = ""
         self._steps = 0
@@ -84,6 +86,7 @@ class ProgressView:
             for table, values in event["config"].items():
                 self.say(table, "  ".join(f"{key}={value}" for key, value in values.items()))
         self._steps, self._epochs = event["steps"], event["epochs"]
+        self._config = event["config"]
         resumed = f", resuming after step {event['step']}" if event["step"] else ""
         self.say(
             self.label,
@@ -136,6 +139,22 @@ class ProgressView:
         if self._recent and self._live is None:
             self._line(self._recent[-1])
         self.close()
+        if self.verbose and event["status"] == "done":
+            self._say_results()
+
+    def _say_results(self) -> None:
+        """Says where the results of a run are stored, and which commands take them."""
+        folder = Path(self._config["output"]["folder"])
+        files = ("result.png", "predictions.csv", "dice.csv", "log.jsonl", "ckpt/last")
+        found = [name for name in files if (folder / name).exists()]
+        self.say("result", f"{folder}: {', '.join(found)}")
+        if "ckpt/last" not in found:
+            return
+        model = self._config["model"]
+        factory = f" --factory {model['factory']}" if "factory" in model else ""
+        if model["name"] == "unet3d" or model.get("task") == "segmentation":
+            self.say("next", f"pydist predict {folder} case.nii.gz -o labels.nii.gz{factory}")
+        self.say("next", f"pydist export {folder} model.safetensors{factory}")
 
     def _line(self, event: Event) -> None:
         self._last_line = time.monotonic()

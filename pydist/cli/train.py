@@ -28,16 +28,27 @@ def train(arguments: Sequence[str]) -> int:
     )
     if options.ranks is not None:
         from pydist.cli.progress import ProgressView
-        from pydist.train.ranks import check_ranks
 
         config = load_config(options.config, overrides, PROG)
-        check_ranks(config, options.ranks)  # raises errors before any rank starts
+        _check(config, options.ranks, options.mpi)
         view = ProgressView(verbose=True)
         return launch_training(options.config, overrides, options.ranks, options.mpi, view)
     from pydist.train.signals import ending_at_once
 
     with ending_at_once():
         return _train_here(load_config(options.config, overrides, PROG))
+
+
+def _check(config: Config, ranks: int, mpi: str) -> None:
+    """Raises the errors that can be known before ranks start; they report the others."""
+    from pydist.data.manifest import Manifest
+    from pydist.launch import backend_named
+    from pydist.train.ranks import check_ranks
+
+    check_ranks(config, ranks)
+    backend_named(mpi)
+    if ranks > 0:  # else the launcher says what is possible
+        Manifest.load(config.data.path)
 
 
 def launch_training(

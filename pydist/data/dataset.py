@@ -117,6 +117,11 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         chosen += [] if self.ignore_label is None else [f"ignores {self.ignore_label}"]
         return " ".join(chosen)
 
+    @property
+    def value_range(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+        """Least and largest value of each channel after normalization; None if it clips none."""
+        return self._normalizer.value_range
+
     def shape_of(self, index: int) -> tuple[int, int, int, int]:
         """Returns the shape (C, D, H, W) of one sample."""
         extents = self.manifest.table.extents_of(self._number(index))

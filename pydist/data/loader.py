@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from pydist.comm.consensus import require_same
+from pydist.data.augment.source import Augmented
+from pydist.data.augment.stored import BoxStore
 from pydist.data.batch_sizes import BatchSizes, PassRule
 from pydist.data.blocks import (
     BlockSource,
@@ -173,10 +175,11 @@ class Loader:
             store, store_memory, store_disk, store_folder, store_codec, store_reuse, store_preload
         )
         options.check()
-        if store != "off" and isinstance(dataset, EpochSource):
+        augmented = isinstance(dataset, Augmented)
+        if store != "off" and isinstance(dataset, EpochSource) and not augmented:
             raise UsageError(
-                f'store = "{store}": it keeps blocks of samples, and these change from epoch to '
-                'epoch (augmentation); "off" is possible'
+                f'store = "{store}": it keeps blocks of samples, and those of '
+                f'{type(dataset).__name__} change from epoch to epoch; "off" is possible'
             )
         self.dataset = dataset
         self.mesh = mesh
@@ -216,7 +219,9 @@ class Loader:
         )
         self.store: MemoryStore | None = None
         """The store of blocks, with counts of hits and bytes; None without one."""
-        if store == "memory":
+        if store == "memory" and isinstance(dataset, Augmented):
+            self.store = BoxStore(dataset, mesh, options, training=training)
+        elif store == "memory":
             self.store = MemoryStore(
                 dataset,
                 mesh,

@@ -94,6 +94,14 @@ class Normalizer:
         self.launch(block, block.dtype, first_channel, sample_mean, out, found)
         return not found[0]
 
+    @property
+    def value_range(self) -> tuple[Volume, Volume] | None:
+        """Least and largest input of each channel, [C] each; None where nothing is clipped."""
+        if self.kind not in ("window", "ct"):
+            return None
+        lower, upper = self._lower, self._upper
+        return (lower - self._shift) / self._scale, (upper - self._shift) / self._scale
+
     def launch(
         self,
         block: Block,

@@ -134,7 +134,8 @@ class ReadAhead:
         if self._store is None:
             return None
         groups = self._store.directory.groups
-        return self._store.order(self.sampler.samples_of(groups, plan.epoch, plan.step, plan.part))
+        batches = self.sampler.samples_of(groups, plan.epoch, plan.step, plan.part)
+        return self._store.order(batches, plan.epoch)
 
     def _following(self, plan: GroupBatch) -> Position | None:
         """Returns the position of the next batch; `None` after the epoch of an evaluation."""

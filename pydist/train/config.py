@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from pydist.data.augment.options import AugmentOptions
+from pydist.data.augment.options import AugmentOptions, with_preset
 from pydist.data.store.options import StoreOptions
 from pydist.errors import UsageError
 from pydist.grid import AXES, SPATIAL_AXES
@@ -198,6 +198,14 @@ class FactoryConfig(ModelConfig):
         return losses[0] if train.loss == "auto" else train.loss
 
 
+def _completed(table: Any) -> Any:
+    """Replaces the name of a preset of augmentation by its settings."""
+    try:
+        return with_preset(table)
+    except UsageError as error:
+        raise PydanticCustomError("preset", "{why}", {"why": str(error)}) from None
+
+
 @dataclass(frozen=True)
 class DataConfig(Table):
     """Table that configures the data set."""
@@ -235,8 +243,11 @@ class DataConfig(Table):
     """Whether samples stay on disk, those in memory as well, so that the next run reads no file."""
     store_preload: Flag = False
     """Whether all samples are read before the first step."""
-    augment: AugmentOptions = field(default_factory=AugmentOptions)
-    """Random changes of the training samples, in each epoch anew."""
+    augment: Annotated[AugmentOptions, BeforeValidator(_completed)] = field(
+        default_factory=AugmentOptions
+    )
+    """Random changes of the training samples, in each epoch anew; "nnunet", or a table with
+    preset = "nnunet" and changes of it, is nnU-Net's default."""
 
     @property
     def store_options(self) -> StoreOptions:
@@ -251,11 +262,6 @@ class DataConfig(Table):
         """
         self.store_options.check("data.")
         self.augment.check("data.augment.")
-        if self.augment.changes and self.store != "off":
-            raise UsageError(
-                f'data.store = "{self.store}" with data.augment: the store keeps blocks, and '
-                'augmentation needs others in each epoch; "off" is possible'
-            )
 
 
 def _known_transport(name: str) -> str:

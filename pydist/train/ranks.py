@@ -36,15 +36,16 @@ def check_settings(config: Config) -> None:
 
 
 def check_ranks(config: Config, ranks: int) -> None:
-    """Checks that a number of ranks suits the description of stages.
+    """Checks that a number of ranks suits the description of a mesh or of stages.
 
     Raises:
         UsageError: it does not.
     """
     mesh = config.mesh
-    if mesh.stages is None:
-        return  # the mesh itself says so
     each, groups = ranks_a_sample(mesh), mesh.data
+    if mesh.stages is None:
+        _check_mesh(config, ranks, each)
+        return
     if ranks % each or (groups is not None and ranks != groups * each):
         sizes = " + ".join(str(ranks_a_sample(stage)) for stage in meshes_of(mesh))
         possible = f"multiples of {each}" if groups is None else str(groups * each)
@@ -55,6 +56,26 @@ def check_ranks(config: Config, ranks: int) -> None:
         )
     if found := [*_mistakes_in_batch(config, ranks // each)]:
         raise UsageError(found[0])
+
+
+def _check_mesh(config: Config, ranks: int, each: int) -> None:
+    """Checks that ranks fill a mesh of one stage, and a batch its sample groups."""
+    mesh = config.mesh
+    if ranks < 1:
+        return  # the launcher says what is possible
+    groups = mesh.data or max(1, ranks // each)
+    if groups * each != ranks:
+        parts = " × ".join(f"{axis} {n}" for axis, n in mesh.parts().items() if n > 1) or "1 rank"
+        possible = f"{groups * each}" if mesh.data else f"multiples of {each}"
+        raise UsageError(
+            f"the mesh of the configuration ({parts}) and {ranks} "
+            f"rank{'s' if ranks > 1 else ''}: possible are {possible}"
+        )
+    if config.train.batch < groups:
+        raise UsageError(
+            f"train.batch = {config.train.batch} with {groups} sample groups: at least one sample "
+            f"for each is possible, {groups} or more"
+        )
 
 
 def least_samples(batch: int, groups: int, shares: Sequence[float] | None) -> int:

@@ -322,6 +322,15 @@ def test_transposition(tmp_path):
 def test_augmentation(tmp_path):
     result = run("augmentation", tmp_path)
     assert [row["who"] for row in result["rows"]] == ["plain", "augmented"]
+    plain, augmented = result["rows"]
+    assert plain["changed"] == 0.0
+    assert augmented["changed"] >= 0.5  # flips alone change 7 of 8; the script compares each sample
     for row in result["rows"]:
         check_times(row)
-        assert row["waited"] <= row["median"] * 2
+        assert 0 <= row["waited"] <= sum(row["quartiles"])
+
+
+def test_augmented_dice(tmp_path):
+    rows = run("augmented_dice", tmp_path)["rows"]
+    assert [(row["augment"], row["seed"]) for row in rows] == [("none", 0), ("nnunet", 0)]
+    assert all(0 <= row[name] <= 1 for row in rows for name in ("liver", "tumour"))

@@ -59,7 +59,8 @@ def test_version_is_that_of_the_package(capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["trian"], 2, "no command 'trian'; there are: data universes, data ct"),
+        (["trian"], 2, "no command 'trian'; did you mean train?"),
+        (["xyz"], 2, "no command 'xyz'; there are: data universes, data ct"),
         (["train"], 2, "no configuration file was given"),
         (["train", "nowhere.toml"], 2, "can't read the configuration nowhere.toml"),
         (["train", "wrong.toml"], 2, 'model.widht is not a setting; did you mean "width"?'),

@@ -74,7 +74,7 @@ def refused(capsys, arguments: list[str], code: int) -> str:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ("data foo", 2, "no command 'data foo'; there are: data universes"),
+        ("data foo", 2, "no command 'data foo'; did you mean data info?"),
         ("data nifti scans out --cube 0", 2, "error: cube=0: at least 1 voxel"),
         ("data nifti scans out --spacing nan 1 1", 2, "lengths in mm > 0"),
         ("data nifti scans file", 74, "file: it is a file, and a folder is needed"),
@@ -88,6 +88,10 @@ def refused(capsys, arguments: list[str], code: int) -> str:
         ("predict run file -o x.nii -n 0", 2, "0 ranks: at least 1 is needed"),
         ("run file", 2, "arguments are required: -n; pydist run --help tells more"),
         ("train file -n x", 2, "argument -n: invalid int value: 'x'"),
+        ("train run.toml -n 3 --mesh.spatial 2 1 1", 2, "(depth 2) and 3 ranks: possible are mult"),
+        ("train run.toml -n 3 --mesh.data 2", 2, "(data 2) and 3 ranks: possible are 2"),
+        ("train run.toml -n 3 --train.batch 2", 2, "train.batch = 2 with 3 sample groups"),
+        ("train run.toml -n 2", 65, "none: no such folder; `pydist data universes none`"),
         ("demo unet --width 20", 2, "--width 20: multiples of 8 are possible"),
         ("check broken.py:f --sample 1,8", 2, "can't import broken.py: SyntaxError: invalid"),
         ("check nets.py:fails --sample 1,8,8,8", 71, "ValueError: no"),

@@ -18,7 +18,8 @@ from pydist.train import log
 
 START = {
     "event": "start", "steps": 4, "epochs": 2, "step": 0, "parameters": 9437636, "samples": 6,
-    "mesh": "4 ranks: data 2 × depth 2", "config": {"train": {"batch": 3}},
+    "mesh": "4 ranks: data 2 × depth 2",
+    "config": {"train": {"batch": 3}, "model": {"name": "unet3d"}, "output": {"folder": "runs/x"}},
     "device": "cpu", "transport": "mpi", "precision": "fp32",
     "unused_device": "rank 3 on n07: torch sees no GPU",
 }  # fmt: skip
@@ -58,6 +59,27 @@ def test_speed_loss_and_parts_are_shown(terminal):
     assert "step 100 ms: compute 70 % · halo 20 % · waiting for data 10 %" in text
     assert ("━" in text) == terminal
     assert "batch=3" in text
+    assert "result     runs/x: " in text
+
+
+def test_a_run_ends_with_its_results_and_the_next_commands(tmp_path):
+    for name in ("log.jsonl", "dice.csv", "ckpt/last/manifest.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    made = {"name": "factory", "factory": "nets.py:make", "task": "regression"}
+    out = io.StringIO()
+    for model in ({"name": "unet3d"}, made):
+        view = ProgressView(Console(file=out, width=200), verbose=True)
+        view({**START, "config": {"model": model, "output": {"folder": tmp_path}}})
+        view({"event": "end", "status": "done", "step": 0, "seconds": 1.0, "reason": ""})
+    lines = [line for line in out.getvalue().splitlines() if line.startswith(("result", "next"))]
+    assert lines == [
+        f"result     {tmp_path}: dice.csv, log.jsonl, ckpt/last",
+        f"next       pydist predict {tmp_path} case.nii.gz -o labels.nii.gz",
+        f"next       pydist export {tmp_path} model.safetensors",
+        f"result     {tmp_path}: dice.csv, log.jsonl, ckpt/last",
+        f"next       pydist export {tmp_path} model.safetensors --factory nets.py:make",
+    ]
 
 
 def test_figures_of_another_task_are_shown():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -13,14 +14,18 @@ from scipy import ndimage
 
 from pydist.data import Augmented, AugmentOptions
 from pydist.data.augment.draws import SampleDraws
+from pydist.data.augment.warp import Elastic, Warp
 from pydist.data.loader import Loader
 from pydist.errors import UsageError
 from pydist.partition import Box
 from support.equivalence import on_ranks
 
 ALL = AugmentOptions(
-    crop=(6, 7, 6), flip=("depth", "height", "width"), rotate=0.7, probability=0.5, noise=0.3,
-    blur=1.5, scale=0.25, shift=0.5, low_resolution=0.4, gamma=1.5,
+    crop=(6, 7, 6), angle=40.0, zoom=(0.7, 1.4), shear=0.2, translation=0.2, elastic=2.0,
+    elastic_spacing=5.0, flip=("depth", "height", "width"), rotate=0.7, probability=0.5,
+    probabilities={"angle": 0.2, "zoom": 0.2, "shear": 0.1, "translation": 0.1, "elastic": 0.2},
+    noise=0.3, blur=(0.2, 1.5), scale=0.25, contrast=0.3, shift=0.5, low_resolution=0.4,
+    inverted_gamma=(0.7, 1.5), gamma=(0.7, 1.5),
 )  # fmt: skip
 
 
@@ -117,13 +122,146 @@ def test_filters_are_those_of_scipy_and_torch(epoch):
     expected = np.stack(
         [ndimage.gaussian_filter(each.numpy(), deviation, mode="nearest") for each in x]
     )
-    np.testing.assert_allclose(changed(data, epoch, blur=2.0).numpy(), expected, atol=1e-13)
+    np.testing.assert_allclose(changed(data, epoch, blur=(0.2, 2.0)).numpy(), expected, atol=1e-13)
     factor = draws.uniform("resolution", 0.3)
     coarse = [max(1, round(n * factor)) for n in x.shape[1:]]
     low = F.interpolate(x[None], coarse, mode="nearest-exact")
     expected = F.interpolate(low, x.shape[1:], mode="trilinear", align_corners=False)[0]
     found = changed(data, epoch, low_resolution=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class Recorded(Volumes):
+    """Volumes that record the boxes that are read."""
+
+    def __init__(self, *extents: int) -> None:
+        super().__init__(*extents)
+        self.boxes: list[Box] = []
+
+    def read_block(self, index: int, box: Box, out: Any = None) -> Any:
+        self.boxes.append(box)
+        return super().read_block(index, box)
+
+
+def places(warp: Warp, extents: tuple[int, ...]) -> list[Any]:
+    """Returns the places in the sample of all voxels of a result, by SciPy's cubic splines."""
+    voxels = np.indices(extents)
+    along = np.tensordot(warp.matrix, voxels - np.reshape(warp.center, (3, 1, 1, 1)), 1)
+    found = along + np.reshape(warp.place, (3, 1, 1, 1))
+    if warp.elastic is not None:
+        points, _ = warp.elastic.controls(Box((0, 0, 0), extents))
+        at = voxels / warp.elastic.spacing + 1
+        found += [ndimage.map_coordinates(each, at, order=3, prefilter=False) for each in points]
+    return found
+
+
+@pytest.mark.parametrize("crop", [None, (6, 5, 7)])
+def test_warps_are_those_of_scipy_and_torch(crop):
+    data = Volumes(9, 8, 10)
+    options = AugmentOptions(
+        crop=crop, angle=40.0, zoom=(0.6, 1.5), shear=0.3, translation=0.2, elastic=2.0,
+        elastic_spacing=5.0, probability=0.6,
+    )  # fmt: skip
+    warps = 0
+    for epoch in range(12):
+        source = Augmented(data, options, 5).in_epoch(epoch)
+        image, labels = source.read_block(3), source.read_labels(3)
+        (warp,) = source._changes(3)
+        if not isinstance(warp, Warp):
+            continue
+        warps += 1
+        at = places(warp, labels.shape)
+        x = data.inputs[3]
+        for found, each in zip(image, x, strict=True):
+            expected = ndimage.map_coordinates(each.numpy(), at, order=1, mode="nearest")
+            np.testing.assert_allclose(found.numpy(), expected, atol=1e-12)
+        expected = ndimage.map_coordinates(data.labels.numpy(), at, order=0, mode="nearest")
+        assert np.array_equal(labels.numpy(), expected)
+        extents = np.array(x.shape[1:])
+        grid = 2 * np.moveaxis(at, 0, -1)[..., ::-1] / (extents[::-1] - 1) - 1
+        expected = F.grid_sample(
+            x[None], torch.from_numpy(grid.copy())[None], padding_mode="border", align_corners=True
+        )[0]
+        torch.testing.assert_close(image, expected, rtol=1e-11, atol=1e-11)
+    assert warps > 8
+
+
+def test_a_block_of_a_warp_reads_the_box_that_it_needs():
+    data = Recorded(40, 40, 40)
+    source = Augmented(data, AugmentOptions(angle=20.0, elastic=3.0, probability=1.0), 1)
+    for epoch in range(4):
+        block = Box((0, 16, 16, 16), (2, 24, 24, 24))
+        source.in_epoch(epoch).read_block(0, block)
+        box = data.boxes.pop()
+        # 8 voxels, turned by up to 20 degrees in three planes, displaced by up to 3 on each side.
+        assert all(8 <= b - a <= 26 for a, b in zip(box.lo[1:], box.hi[1:], strict=True))
+    assert not data.boxes
+
+
+def test_elastic_deformations_move_voxels_smoothly_and_never_fold():
+    for key in range(3):
+        most = 0.4 * 6.0
+        elastic = Elastic(most, 6.0, (key, key + 10, key + 20), (30, 30, 30))
+        field = elastic(Box((0, 0, 0), (30, 30, 30)))
+        assert 0.5 * most < np.abs(field).max() < most
+        place = field + np.indices((30, 30, 30))
+        rows = [[np.diff(place[i], axis=j)[:29, :29, :29] for j in range(3)] for i in range(3)]
+        assert np.linalg.det(np.moveaxis(rows, (0, 1), (-2, -1))).min() > 0
+
+
+def test_a_volume_of_one_slice_is_turned_within_it():
+    source = Augmented(Volumes(1, 9, 9), AugmentOptions(angle=90.0, probability=1.0), 2)
+    for epoch in range(4):
+        (warp,) = source.in_epoch(epoch)._changes(0)
+        np.testing.assert_array_equal(warp.matrix[0], [1, 0, 0])
+
+
+class Ranged(Volumes):
+    """Volumes whose channels have known ranges."""
+
+    value_range = (np.array([-4.0, -5.0]), np.array([4.0, 6.0]))
+
+
+def test_contrast_and_gamma_refer_to_the_range_of_the_data_set():
+    data = Ranged(6, 6, 6)
+    x = data.inputs[0]
+    lower, upper = (torch.from_numpy(each).view(2, 1, 1, 1) for each in data.value_range)
+    middle, extent = (lower + upper) / 2, upper - lower
+    for epoch in range(6):
+        draws = SampleDraws(5, epoch, 0)
+        stretch = draws.uniform("contrast", 0.5, 1.5)
+        expected = (middle + stretch * (x - middle)).clip(lower, upper)
+        torch.testing.assert_close(changed(data, epoch, contrast=0.5), expected)
+        found = changed(data, epoch, gamma=(0.7, 1.5))
+        share = (x - lower) / extent
+        exponent = (((found - lower) / extent).log() / share.log()).median()
+        assert 0.7 <= exponent <= 1.5
+        torch.testing.assert_close(found, lower + extent * share**exponent)
+        found = changed(data, epoch, inverted_gamma=(0.7, 1.5))
+        share = (upper - x) / extent
+        exponent = (((upper - found) / extent).log() / share.log()).median()
+        assert 0.7 <= exponent <= 1.5
+        torch.testing.assert_close(found, upper - extent * share**exponent)
+
+
+def test_the_preset_changes_samples_as_often_as_nnunet():
+    options = AugmentOptions.preset("nnunet", crop=(8, 8, 8))
+    source = Augmented(Ranged(9, 9, 9), options)
+    kinds: Counter[str] = Counter()
+    for epoch in range(1000):
+        changes = list(source.in_epoch(epoch)._changes(0))
+        kinds.update(type(each).__name__ for each in changes)
+    # One of two changes of probability 0.2; blur and low resolution; four changes of values.
+    expected = {"Warp": 360, "Turn": 875, "Noise": 100, "WeightedSum": 450, "Values": 700}
+    for kind, count in expected.items():
+        assert abs(kinds[kind] - count) < 4 * count**0.5
+    assert options.probabilities["gamma"] == 0.3
+    own = AugmentOptions.preset("nnunet", noise=0.5, probabilities={"blur": 0.0})
+    assert own.noise == 0.5
+    assert own.probabilities["blur"] == 0.0
+    assert own.probabilities["noise"] == 0.1
+    with pytest.raises(UsageError, match="preset = 'nnu': possible are nnunet"):
+        AugmentOptions.preset("nnu")
 
 
 def test_values_change_within_their_bounds():
@@ -136,7 +274,7 @@ def test_values_change_within_their_bounds():
         added = changed(data, epoch, shift=0.5) - x
         assert float(added.max() - added.min()) < 1e-12
         assert abs(float(added.mean())) <= 0.5
-        curved = changed(data, epoch, gamma=2.0)
+        curved = changed(data, epoch, gamma=(0.5, 2.0))
         exponent = (curved.abs().log() / x.abs().log()).median()
         assert 0.5 <= exponent <= 2
         torch.testing.assert_close(curved, x.sign() * x.abs() ** exponent)
@@ -175,18 +313,14 @@ def test_batches_of_a_loader_do_not_depend_on_the_split():
         ({"crop": (4, 9, 4)}, r"crop = \[4, 9, 4\]: a sample has 8 × 8 × 8 voxels"),
         ({"flip": ("deep",)}, "flip = .*: possible are some of depth, height, width"),
         ({"rotate": 2.0}, "rotate = 2.0: possible are 0 to 1"),
-        ({"gamma": 0.5}, "gamma = 0.5: possible are 1 to 10"),
+        ({"gamma": (2.0, 1.0)}, r"gamma = \[2.0, 1.0\]: .*\[least, largest\] from 0.1 to 10"),
+        ({"elastic": 7.0}, "elastic = 7.0: possible are 0 to 0.4 of elastic_spacing, 6.4"),
+        ({"angle": -3.0}, "angle = -3.0: possible are 0 to 180"),
+        ({"probabilities": {"noize": 0.1}}, "probabilities = .*: possible are 0 to 1 for some of"),
+        ({"probabilities": {"noise": 2.0}}, "probabilities = .*: possible are 0 to 1 for some of"),
         ({"low_resolution": 0.0}, "low_resolution = 0.0: possible are more than 0"),
     ],
 )
 def test_impossible_options_are_named(options, complaint):
     with pytest.raises(UsageError, match=complaint):
         Augmented(Volumes(8, 8, 8), AugmentOptions(**options))
-
-
-def test_a_store_and_augmentation_are_refused():
-    def body(mesh: Any) -> None:
-        with pytest.raises(UsageError, match=r'store = "memory".*"off" is possible'):
-            Loader(Augmented(Volumes(8, 8, 8), ALL), mesh, 2, store="memory")
-
-    on_ranks((1, 1, 1), body)

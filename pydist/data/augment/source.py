@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from copy import copy
-from itertools import pairwise
+from itertools import combinations, pairwise
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,14 +19,18 @@ from pydist.data.augment.steps import (
     Change,
     Crop,
     Noise,
+    Range,
     Triple,
     Turn,
     Values,
     blur,
     boxes_of,
+    curved,
     low_resolution,
+    stretched,
     volume,
 )
+from pydist.data.augment.warp import Elastic, Warp, rotation
 from pydist.data.blocks import BlockSource
 from pydist.data.store.source import CountedReads
 from pydist.errors import UsageError
@@ -33,12 +39,24 @@ from pydist.interop import ArrayLike, as_tensor
 from pydist.partition import Box
 
 
+@runtime_checkable
+class KnownRange(Protocol):
+    """A `BlockSource` that may know the range of its values."""
+
+    @property
+    def value_range(self) -> tuple[Array, Array] | None:
+        """Least and largest value of each channel, [C] each; None if unknown."""
+        ...
+
+
 class Augmented:
     """`BlockSource` that changes the samples of another one at random, in each epoch anew.
 
     What is drawn depends on seed, epoch and sample, and noise also on the voxel: so each split of a
     sample over ranks has blocks of the same augmented sample. A rank reads the box that its block
-    depends on. Targets that are no labels stay as they are.
+    depends on. Targets that are no labels stay as they are. Contrast and gamma refer to the range
+    of the data set's values (`KnownRange`), not to the sample's own, which no block shows; without
+    one, to 0 and to the absolute values.
 
     Args:
         dataset: the samples, normalized.
@@ -55,6 +73,10 @@ class Augmented:
     def __init__(self, dataset: BlockSource, options: AugmentOptions, seed: int = 0) -> None:
         options.check()
         self.dataset, self.options, self.seed, self.epoch = dataset, options, seed, 0
+        self._range: Range | None = None
+        if isinstance(dataset, KnownRange) and dataset.value_range is not None:
+            lower, upper = (np.reshape(each, (-1, 1, 1, 1)) for each in dataset.value_range)
+            self._range = lower, upper
         crop = options.crop
         for shape in {dataset.shape_of(index) for index in range(len(dataset))}:
             if crop is not None and any(n < m for n, m in zip(shape[1:], crop, strict=True)):
@@ -67,6 +89,19 @@ class Augmented:
         found = copy(self)
         found.epoch = epoch
         return found
+
+    def over(self, dataset: BlockSource) -> Augmented:
+        """Returns the same changes of the same samples from another source."""
+        found = copy(self)
+        found.dataset = dataset
+        return found
+
+    def source_box(self, index: int, box: Box) -> Box:
+        """Returns the box of the unchanged sample that a box of the changed one depends on.
+
+        Both are in the samples' indices (D, H, W).
+        """
+        return boxes_of(list(self._changes(index)), box)[0]
 
     @property
     def sample_shape(self) -> tuple[int, int, int, int]:
@@ -139,33 +174,86 @@ class Augmented:
     def _changes(self, index: int) -> Iterator[Change]:
         """SampleDraws the changes of a sample, in their order."""
         draws, options = SampleDraws(self.seed, self.epoch, index), self.options
-        _, *extents = self.dataset.shape_of(index)
-        if options.crop is not None:
-            room = [n - m + 1 for n, m in zip(extents, options.crop, strict=True)]
-            d, h, w = (draws.below(f"crop {dim}", n) for dim, n in enumerate(room))
-            yield Crop((d, h, w))
-            extents = list(options.crop)
-        size: Triple = (extents[0], extents[1], extents[2])
+        before, size = _triple(self.dataset.shape_of(index)[1:]), _triple(self.shape_of(index)[1:])
+        room = [n - m + 1 for n, m in zip(before, size, strict=True)]
+        first = _triple([draws.below(f"crop {dim}", n) for dim, n in enumerate(room)])
+        warp = self._warp(draws, first, before, size)
+        if warp is not None:
+            yield warp  # which reads beyond the crop
+        elif options.crop is not None:
+            yield Crop(first)
         yield from self._turns(draws, size)
-        if self._happens(draws, "noise", options.noise):
+        yield from self._value_changes(draws, size)
+
+    def _value_changes(self, draws: SampleDraws, size: Triple) -> Iterator[Change]:
+        options = self.options
+        if self._happens(draws, "noise"):
             deviation = draws.uniform("noise", 0, options.noise)
             yield Noise(deviation, (draws.key("radius"), draws.key("angle")), size)
-        if self._happens(draws, "blur", options.blur):
-            yield blur(draws.uniform("blur", 0.1 * options.blur, options.blur), size)
-        if self._happens(draws, "scale", options.scale):
+        if self._happens(draws, "blur"):
+            yield blur(draws.uniform("blur", *options.blur), size)
+        if self._happens(draws, "scale"):
             factor = draws.uniform("scale", 1 - options.scale, 1 + options.scale)
             yield Values(lambda x: x * x.dtype.type(factor))
-        if self._happens(draws, "shift", options.shift):
+        if self._happens(draws, "contrast"):
+            stretch = draws.uniform("contrast", 1 - options.contrast, 1 + options.contrast)
+            yield Values(lambda x: stretched(x, stretch, self._range))
+        if self._happens(draws, "shift"):
             added = draws.uniform("shift", -options.shift, options.shift)
             yield Values(lambda x: x + x.dtype.type(added))
-        if self._happens(draws, "low resolution", 1 - options.low_resolution):
+        if self._happens(draws, "low_resolution"):
             yield low_resolution(draws.uniform("resolution", options.low_resolution), size)
-        if self._happens(draws, "gamma", options.gamma - 1):
-            exponent = options.gamma ** draws.uniform("gamma", -1)
-            yield Values(lambda x: np.sign(x) * np.abs(x) ** x.dtype.type(exponent))
+        if self._happens(draws, "inverted_gamma"):
+            inverted = _exponent(draws, "inverted_gamma", options.inverted_gamma)
+            yield Values(lambda x: curved(x, inverted, self._range, inverted=True))
+        if self._happens(draws, "gamma"):
+            exponent = _exponent(draws, "gamma", options.gamma)
+            yield Values(lambda x: curved(x, exponent, self._range))
 
-    def _happens(self, draws: SampleDraws, name: str, most: float) -> bool:
-        return most > 0 and draws.uniform(f"whether {name}") < self.options.probability
+    def _happens(self, draws: SampleDraws, name: str) -> bool:
+        likelihood = self.options.likelihood(name)
+        return likelihood > 0 and draws.uniform(f"whether {name}") < likelihood
+
+    def _warp(self, draws: SampleDraws, first: Triple, before: Triple, size: Triple) -> Warp | None:
+        """Returns the affine map and the elastic deformation; None if there is neither."""
+        options = self.options
+        names = ("angle", "zoom", "shear", "translation", "elastic")
+        angle, zoom, shear, translation, elastic = (self._happens(draws, name) for name in names)
+        if not (angle or zoom or shear or translation or elastic):
+            return None
+        matrix, center = np.eye(3), tuple((m - 1) / 2 for m in size)
+        place = [a + c for a, c in zip(first, center, strict=True)]
+        if shear:
+            for a, b in combinations(range(3), 2):
+                matrix[a, b] = draws.uniform(f"shear {a} {b}", -options.shear, options.shear)
+        if zoom:
+            least, largest = options.zoom
+            matrix *= draws.uniform("zoom", 1 / largest, 1 / least)
+        if angle:
+            most = math.radians(options.angle)
+            angles = [draws.uniform(f"angle {plane}", -most, most) for plane in range(3)]
+            # A volume of one slice has no rotations out of its plane.
+            flat = [n == 1 for n in before]
+            planes = ((1, 2), (0, 2), (0, 1))
+            matrix = (
+                rotation(
+                    [
+                        0.0 if flat[a] or flat[b] else each
+                        for each, (a, b) in zip(angles, planes, strict=True)
+                    ]
+                )
+                @ matrix
+            )
+        if translation:
+            for dim, n in enumerate(size):
+                most = options.translation * n
+                place[dim] += draws.uniform(f"translation {dim}", -most, most)
+        deformation = None
+        if elastic:
+            largest = draws.uniform("elastic", 0, options.elastic)
+            keys = (draws.key("elastic 0"), draws.key("elastic 1"), draws.key("elastic 2"))
+            deformation = Elastic(largest, options.elastic_spacing, keys, size)
+        return Warp(matrix, center, tuple(place), before, deformation)
 
     def _turns(self, draws: SampleDraws, size: Triple) -> Iterator[Change]:
         order, reverses = [0, 1, 2], [False] * 3
@@ -181,6 +269,19 @@ class Augmented:
                 order[a], order[b] = b, a
                 reverses = [dim == (a if quarters == 1 else b) for dim in range(3)]
             yield _turn(order, reverses, size)
+
+
+def _exponent(draws: SampleDraws, name: str, bounds: tuple[float, float]) -> float:
+    """Returns an exponent: with equal probability one below 1 and one above, if there are both."""
+    least, largest = bounds
+    if draws.uniform(f"side of {name}") < 0.5 and least < 1:
+        return draws.uniform(name, least, min(largest, 1))
+    return draws.uniform(name, max(least, 1) if largest > 1 else least, largest)
+
+
+def _triple(numbers: Sequence[int]) -> Triple:
+    first, second, third = numbers
+    return first, second, third
 
 
 def _turn(order: list[int], reverses: list[bool], size: Triple) -> Turn:

@@ -115,7 +115,7 @@ class MemoryStore:
 
     # -- one batch --------------------------------------------------------------------------
 
-    def order(self, batches: Mapping[int, Sequence[int]]) -> Delivery:
+    def order(self, batches: Mapping[int, Sequence[int]], epoch: int = 0) -> Delivery:
         """Decides where the blocks of a batch come from, or of one pass of it.
 
         Starts to read the blocks from disk that are to be sent. The messages are started by
@@ -123,6 +123,7 @@ class MemoryStore:
 
         Args:
             batches: the samples of each of `directory.groups`.
+            epoch: of the batch; blocks are the same in each.
         """
         moves = self.directory.place(batches)
         received: dict[int, Entry] = {}
@@ -169,16 +170,8 @@ class MemoryStore:
         """
         moves = self.directory.place(batches)
         source = self._source(moves, {})
-        dataset = self._dataset
         for sample in self._kept_here(moves):
-            layout = layout_for_sample(self._mesh, (1, *dataset.shape_of(sample)))
-            inputs = torch.empty(layout.local_shape[1:], dtype=dataset.dtype)
-            targets = torch.empty(
-                self.form.of(sample).targets_shape,
-                dtype=torch.int64 if dataset.labelled else dataset.dtype,
-            )
-            with contextlib.suppress(BadSample):
-                read_sample(source, sample, layout, inputs, targets)
+            self._fill(source, sample)
         self._figures.file_bytes += source.figures.file_bytes
 
     def close(self) -> None:
@@ -278,6 +271,18 @@ class MemoryStore:
         return self.form.source_type(
             self._dataset, self.form.raw, received, own, keeps, self.holdings
         )
+
+    def _fill(self, source: BatchSource, sample: int) -> None:
+        """Reads the block of a sample that this rank is to hold; a bad one is left to its batch."""
+        dataset = self._dataset
+        layout = layout_for_sample(self._mesh, (1, *dataset.shape_of(sample)))
+        inputs = torch.empty(layout.local_shape[1:], dtype=dataset.dtype)
+        targets = torch.empty(
+            self.form.of(sample).targets_shape,
+            dtype=torch.int64 if dataset.labelled else dataset.dtype,
+        )
+        with contextlib.suppress(BadSample):
+            read_sample(source, sample, layout, inputs, targets)
 
     def _kept_here(self, moves: Moves) -> set[int]:
         return {kept.sample for kept in moves.kept if kept.owner == self.directory.rank}

@@ -133,11 +133,11 @@ class BatchSource:
         kept = self._kept(index)
         if kept is not None and out is not None and self._raw:
             stored, room = cast(StoredSource, self.dataset), kept.block
-            self._from_file(lambda: stored.read_stored(index, box, room))
+            self.from_file(lambda: stored.read_stored(index, box, room))
             if self._normalize(index, box, room, out):
                 return out
             kept = None  # the read below fails as without a store
-        block = self._from_file(lambda: self.dataset.read_block(index, box, out))
+        block = self.from_file(lambda: self.dataset.read_block(index, box, out))
         if kept is not None:
             copy(as_tensor(block), kept.block)
         return block
@@ -161,7 +161,7 @@ class BatchSource:
 
     def _targets(self, index: int, read: Callable[[], ArrayLike]) -> ArrayLike:
         """Reads labels or target from the file, and completes the entry if it is to be kept."""
-        targets = self._from_file(read)
+        targets = self.from_file(read)
         kept = self._kept(index)
         if kept is not None:
             copy(as_tensor(targets), kept.targets)
@@ -198,7 +198,7 @@ class BatchSource:
         """Returns the entry to fill of a sample that this rank is to hold; None for others."""
         return self._holdings.blank(index) if index in self._keeps else None
 
-    def _from_file(self, read: Callable[[], _T]) -> _T:
+    def from_file(self, read: Callable[[], _T]) -> _T:
         """Reads from a file, and counts the bytes if the source does."""
         counted = self.dataset if isinstance(self.dataset, CountedReads) else None
         before = 0 if counted is None else counted.bytes_read
@@ -227,7 +227,7 @@ class StoredBatchSource(BatchSource):
             return
         self.figures.file_blocks += 1
         stored = cast(StoredSource, self.dataset)
-        self._from_file(lambda: stored.read_stored(index, box, out))
+        self.from_file(lambda: stored.read_stored(index, box, out))
         kept = self._kept(index)
         if kept is not None:
             copy(out, kept.block)

@@ -24,6 +24,7 @@ enum cudaError_t {
   cudaErrorMemoryAllocation = 2,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidDevice = 101,
+  cudaErrorNoKernelImageForDevice = 209,
 };
 enum cudaMemcpyKind {
   cudaMemcpyHostToDevice = 1,
@@ -69,6 +70,8 @@ inline const char* cudaGetErrorName(cudaError_t status) {
       return "cudaErrorInvalidConfiguration";
     case cudaErrorInvalidDevice:
       return "cudaErrorInvalidDevice";
+    case cudaErrorNoKernelImageForDevice:
+      return "cudaErrorNoKernelImageForDevice";
   }
   return "unrecognized error code";
 }
