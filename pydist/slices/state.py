@@ -84,6 +84,12 @@ def gathered(x: ShardedTensor) -> Tensor:
     return whole
 
 
+def layout_of_slices(parameter: Tensor) -> Layout | None:
+    """Returns the layout of a sharded weight; `None` of other parameters."""
+    is_sharded = isinstance(parameter, ShardedTensor) and is_sharded_weight(parameter)
+    return parameter.layout if is_sharded else None
+
+
 def index_of(layout: Layout) -> tuple[slice, ...]:
     """Returns the place of this rank's part in a whole tensor."""
     box = layout.box

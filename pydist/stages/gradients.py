@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from pydist.errors import UsageError
-from pydist.exchange.own_slice import is_sharded_weight, own_slice
+from pydist.exchange.own_slice import own_slice
 from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
 from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.gradients.rows import in_memory_order_of, shaped_like
 from pydist.parallel import entry_hook_of
-from pydist.slices.state import gathered, index_of, own_part
+from pydist.slices.state import gathered, index_of, layout_of_slices, own_part
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.uses import Uses
 from pydist.tensor import ShardedTensor
@@ -153,6 +153,7 @@ class StagedGradients:
     def _addend(self, parameter: Tensor) -> Tensor:
         """Returns a tensor whose sum over the ranks of this mesh is the whole gradient."""
         grad, whole = parameter.grad, _zeros_like_whole(parameter)
+        assert grad is not None
         if not isinstance(grad, PartitionedGradient):
             found = gathered(grad) if isinstance(grad, ShardedTensor) else grad
             return found if self._is_first else whole  # other ranks of the mesh have the same
@@ -160,7 +161,8 @@ class StagedGradients:
         part, own = self._part(parameter), own_slice(parameter)
         row = torch.zeros(own.numel(), dtype=own.dtype, device=own.device)
         row[part.start : part.stop] = grad.piece
-        place = whole[index_of(parameter.layout)] if is_sharded_weight(parameter) else whole
+        layout = layout_of_slices(parameter)
+        place = whole if layout is None else whole[index_of(layout)]
         place.copy_(shaped_like(row, own))
         return whole
 
@@ -171,13 +173,14 @@ class StagedGradients:
             self._stages.mesh.world.all_reduce(found)
             return found
         grad = parameter.grad
+        assert grad is not None
         return gathered(grad) if isinstance(grad, ShardedTensor) else grad.detach().clone()
 
     def _assign(self, parameter: Tensor, whole: Tensor) -> None:
         """Makes this rank's part of a whole gradient the parameter's, in the form that it has."""
-        own = own_slice(parameter)
-        if is_sharded_weight(parameter):
-            whole = own_part(whole, parameter.layout)
+        own, layout = own_slice(parameter), layout_of_slices(parameter)
+        if layout is not None:
+            whole = own_part(whole, layout)
         if isinstance(own.grad, PartitionedGradient):
             part = self._part(parameter)
             own.grad.piece.copy_(in_memory_order_of(own, whole)[part.start : part.stop])

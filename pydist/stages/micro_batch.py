@@ -101,9 +101,8 @@ class MicroBatch(Calls):
         """Whether the graph was freed."""
         self.shown: Tensor | None = None
         """On the last stage, this micro-batch's part of the loss, without a graph."""
-        self.boundary = Boundary(
-            stages, transfers, None if repeats is None else repeats.boundary, keeps=keeps
-        )
+        again = None if repeats is None else repeats.boundary
+        self.boundary: Boundary = Boundary(stages, transfers, again, keeps=keeps)
         """What it exchanges with other stages."""
         self.left: Left | None = None
         """Gradients of weights that the backward pass leaves, if it leaves any."""

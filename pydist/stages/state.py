@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pydist.exchange.own_slice import is_sharded_weight, own_slice
-from pydist.layout import Layout
-from pydist.slices.state import gathered, own_part
+from pydist.exchange.own_slice import own_slice
+from pydist.slices.state import gathered, layout_of_slices, own_part
 from pydist.stages.ranks import Stages
 from pydist.tensor import ShardedTensor
 
@@ -37,7 +36,7 @@ class StagedState:
             owner = self._owner(name, tensor)
             if owner is None or len(self._stages.meshes) == 1:
                 continue
-            is_mine, layout = owner == self._stages.index, _layout_of_slices(tensor)
+            is_mine, layout = owner == self._stages.index, layout_of_slices(tensor)
             sent = _whole(tensor) if is_mine or layout is None else _like_whole(tensor)
             self._stages.world.broadcast(sent, self._stages.meshes[owner].rank(0, 0))
             if layout is not None:
@@ -59,11 +58,6 @@ class StagedState:
                     if found:
                         state["state"][index] = found
         return state
-
-
-def _layout_of_slices(tensor: Tensor) -> Layout | None:
-    """Returns the layout of a sharded weight on this rank's mesh; `None` for other tensors."""
-    return tensor.layout if is_sharded_weight(tensor) else None  # type: ignore[return-value]
 
 
 def _whole(tensor: Tensor) -> Tensor:
