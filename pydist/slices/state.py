@@ -86,8 +86,9 @@ def gathered(x: ShardedTensor) -> Tensor:
 
 def layout_of_slices(parameter: Tensor) -> Layout | None:
     """Returns the layout of a sharded weight; `None` of other parameters."""
-    is_sharded = isinstance(parameter, ShardedTensor) and is_sharded_weight(parameter)
-    return parameter.layout if is_sharded else None
+    if isinstance(parameter, ShardedTensor) and is_sharded_weight(parameter):
+        return parameter._layout
+    return None
 
 
 def index_of(layout: Layout) -> tuple[slice, ...]:

@@ -28,8 +28,10 @@ from support.staged_unet import unet_task, without_statistics
 ORDERS = ([0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1], [0, 1, 0, 1, 0, 1], [0, 1, 2, 2, 1, 0], [0, 0, 0])
 
 
-@pytest.mark.parametrize("skips", ["direct", "relay"])
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("stages", "skips"),
+    [(1, "direct"), *((stages, skips) for stages in (2, 4) for skips in ("direct", "relay"))],
+)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("schedule", LINES)
 def test_a_step_equals_the_micro_batches_in_sequence(schedule, micro_batches, stages, skips):
@@ -51,8 +53,10 @@ def test_several_stages_on_larger_meshes(order, meshes, options):
     check_stages(unet_task(), meshes, 4, order=order, **options)
 
 
-@pytest.mark.parametrize("skips", ["direct", "relay"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("stages", "skips"),
+    [(1, "direct"), *((stages, skips) for stages in (2, 3, 4) for skips in ("direct", "relay"))],
+)
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
 def test_micro_batches_that_go_forth_and_back(micro_batches, stages, skips):
     task = without_statistics(unet_task())
@@ -65,14 +69,17 @@ def test_forth_and_back_over_larger_meshes(meshes):
     check_stages(without_statistics(unet_task()), meshes, 4, schedule="gems")
 
 
-@pytest.mark.parametrize("meshes", [[ONE] * 2, [ONE] * 3, [TWO_GROUPS] * 2, [DEEP] * 3], ids=str)
-@pytest.mark.parametrize("micro_batches", [2, 6])
+@pytest.mark.parametrize(
+    ("micro_batches", "meshes"),
+    [(2, [ONE] * 2), (6, [ONE] * 3), (6, [TWO_GROUPS] * 2), (2, [DEEP] * 2)],
+    ids=str,
+)
 def test_both_replicas_of_a_stage_keep_the_same_bits(micro_batches, meshes):
     """GEMS with one pair of micro-batches (MAST), and with three before each step (MASTER)."""
     task, data = without_statistics(unet_task(12)), meshes[0].get("data", 1)
     whole = copy.deepcopy(task.model)
     optimizer = torch.optim.Adam(whole.parameters(), 0.01)
-    for _ in range(3):
+    for _ in range(2):
         optimizer.zero_grad()
         in_sequence(task._replace(model=whole), micro_batches, data=data, copies=False)
         optimizer.step()
@@ -83,7 +90,7 @@ def test_both_replicas_of_a_stage_keep_the_same_bits(micro_batches, meshes):
         optimizer = torch.optim.Adam(made.model.parameters(), 0.01)
         own = len(task.x) // data
         rows = slice(stages.mesh.data_index * own, (stages.mesh.data_index + 1) * own)
-        for _ in range(3):
+        for _ in range(2):
             optimizer.zero_grad()
             made.step(task.x[rows], task.target[rows], task.loss)
             optimizer.step()
