@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pydist.parallel import parallelize
     from pydist.partition import Partition
     from pydist.setup import init
-    from pydist.stages.pipelines import pipeline
+    from pydist.stages.division import pipeline
     from pydist.stages.ranks import init_stages
     from pydist.tensor import ShardedTensor
     from pydist.tensor.distribute import distribute_tensor
@@ -51,7 +51,7 @@ _HOMES = {
     "init_stages": "pydist.stages.ranks",
     "layout_for_sample": "pydist.layout",
     "parallelize": "pydist.parallel",
-    "pipeline": "pydist.stages.pipelines",
+    "pipeline": "pydist.stages.division",
     "run_local": "pydist.comm",
     "sum_over_groups": "pydist.global_loss",
     "gather_over_groups": "pydist.global_loss",

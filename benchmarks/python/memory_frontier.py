@@ -5,7 +5,7 @@ rank exceeds the limit. Shown is the largest edge that fits; JSON has the peaks 
 next edge, which does not fit. The peak is that of torch's allocator in a step of one image,
 forward and backward, above its start: activations, their gradients and buffers, by the profiler's
 events. Weights, their gradients and the optimizer's state are there before; JSON has their bytes
-per rank. Memory of oneDNN and MPI does not count.
+per rank, and with --state they count too. Memory of oneDNN and MPI does not count.
 
 - one rank: the whole network, by pydist and by plain torch.
 - naive: stages of equal numbers of layers; a skip goes through all stages between.
@@ -16,6 +16,7 @@ per rank. Memory of oneDNN and MPI does not count.
 Plans are made on an image of 64², as images near the limit fit no single rank.
 
     python benchmarks/python/memory_frontier.py
+    python benchmarks/python/memory_frontier.py --state --limit 192
     python benchmarks/python/memory_frontier.py --overhead   # times of 2 ranks, on an idle machine
 """
 
@@ -52,6 +53,7 @@ def main() -> None:
     parser = common.parser(__doc__, rounds=7)
     parser.add_argument("--limit", type=float, default=64.0, help="MiB per rank (64)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], choices=SPATIAL)
+    parser.add_argument("--state", action="store_true", help="count weights and Adam's state, too")
     parser.add_argument("--overhead", action="store_true", help="measure times instead")
     parser.add_argument("--mpi", default="auto", help="openmpi, mpich or auto")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -85,8 +87,13 @@ def frontier(options: argparse.Namespace) -> None:
                 for division in divisions(ranks):
                     row = {"features": features, "levels": levels, "ranks": ranks}
                     prepared = job.ask("prepare", division=division, **row)
-                    row |= {"division": division, **search(job, options.limit)}
-                    row["state_mib"] = max(each["state_mib"] for each in prepared)
+                    states = [each["state_mib"] for each in prepared]
+                    counted = states if options.state else [0.0] * ranks
+                    if max(counted) >= options.limit:
+                        print(*row.values(), division, "its state exceeds the limit", sep=" | ")
+                        continue
+                    row |= {"division": division, **search(job, options.limit, counted)}
+                    row["state_mib"] = states
                     row["loss"], row["plan"] = prepared[-1]["loss"], prepared[0]["plan"]
                     rows.append(row)
                     print(*row.values(), sep=" | ", flush=True)
@@ -95,7 +102,8 @@ def frontier(options: argparse.Namespace) -> None:
     common.show(HEAD, [line(row, rows) for row in rows])
     common.show(("goal", "features", "levels", "ranks", "found", "holds"), goals(rows))
     result = {"machine": machine, "limit_mib": options.limit, "step": STEP, "rows": rows}
-    common.write(result, "memory_frontier", options)
+    name = "memory_frontier_state" if options.state else "memory_frontier"
+    common.write(result, name, options)
 
 
 def divisions(ranks: int) -> Sequence[str]:
@@ -105,12 +113,19 @@ def divisions(ranks: int) -> Sequence[str]:
     return (NAIVE, AWARE, IN_SPACE, *[COMPOSED] * (ranks > 2))
 
 
-def search(job: jobs.Job, limit: float) -> dict[str, Any]:
-    """Returns the largest edge whose peak is within the limit, and the peaks around it."""
+def search(job: jobs.Job, limit: float, held: Sequence[float]) -> dict[str, Any]:
+    """Returns the largest edge whose peak is within the limit, and the peaks around it.
+
+    Args:
+        job: the ranks.
+        limit: MiB of each rank.
+        held: MiB of each rank that count besides the peak.
+    """
 
     @cache
     def peak(edge: int) -> list[float]:
-        return job.ask("peak", edge=edge)
+        peaks = job.ask("peak", edge=edge)
+        return [own + each for own, each in zip(peaks, held, strict=True)]
 
     edge = SAMPLE
     fits, exceeds = 0, 0
@@ -121,7 +136,8 @@ def search(job: jobs.Job, limit: float) -> dict[str, Any]:
         else:
             exceeds = edge
         # Activations grow with the square of the edge.
-        guess = STEP * math.floor(edge * math.sqrt(limit / most) / STEP)
+        growing = (limit - max(held)) / (most - max(held))
+        guess = STEP * math.floor(edge * math.sqrt(growing) / STEP)
         guess = max(guess, fits + STEP)
         edge = min(guess, exceeds - STEP) if exceeds else guess
         if not edge:
@@ -164,8 +180,8 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
         naive, spatial, composed = (
             found(rows, aware, division=name) for name in (NAIVE, IN_SPACE, COMPOSED)
         )
-        assert naive is not None
-        assert spatial is not None
+        if naive is None or spatial is None:
+            continue
         where = aware["features"], aware["levels"], aware["ranks"]
         least = 4 / 3 if aware["ranks"] == max(SPATIAL) else 1.0
         ratio = aware["edge"] / naive["edge"]
@@ -307,9 +323,11 @@ class Contestant:
     def prepare(self) -> dict[str, Any]:
         """Takes a step, after which the gradients exist; returns what is known of the rank."""
         loss = float(self.step(*batch(SAMPLE)))
-        held = sum(p.nbytes for p in self.model.parameters() if p.grad is not None)
-        # Weights and gradients, and two moments of Adam.
-        return {"loss": loss, "plan": self.plan, "state_mib": 4 * held / 2**20}
+        every = list(self.model.parameters())
+        weights = sum(p.nbytes for p in every)
+        trained = sum(p.nbytes for p in every if p.grad is not None)
+        # Each rank has all weights; gradients, and two moments of Adam, of those that it trains.
+        return {"loss": loss, "plan": self.plan, "state_mib": (weights + 3 * trained) / 2**20}
 
     def peak(self, edge: int) -> float:
         """Returns the peak of a step, in MiB above its start."""

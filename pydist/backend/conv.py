@@ -21,6 +21,8 @@ from pydist.backend.problem import ConvProblem
 # Output planes per call of the native wgrad. Where it copies them, the copies stay in the cache.
 # Where it reads them in place, the number only determines the order of summation.
 _PLANES_AT_ONCE = 8
+# Positions whose products a matrix product sums; longer sums lose accuracy.
+_POSITIONS_AT_ONCE = 8192
 
 Forward = Callable[[ConvProblem, Tensor, Tensor, Tensor | None], Tensor]
 """(problem, x, weight, bias) -> y"""
@@ -157,6 +159,21 @@ def _wgrad_folded(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Te
     return total
 
 
+def _wgrad_product(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    """Computes dL/dweight of a convolution of one tap by products of matrices, without copies."""
+    total = torch.zeros(weight.shape[:2], dtype=weight.dtype)
+    for rows, own in zip(grad, x, strict=True):
+        of_grad, of_x = _columns(rows), _columns(own)
+        parts = zip(*(t.split(_POSITIONS_AT_ONCE, 1) for t in (of_grad, of_x)), strict=True)
+        total += torch.stack([a @ b.T for a, b in parts]).sum(0)
+    return total.view(weight.shape)
+
+
+def _columns(x: Tensor) -> Tensor:
+    """Returns [C, ...] in either memory format as a matrix [C, positions]; a view."""
+    return x.flatten(1) if x.is_contiguous() else x.movedim(0, -1).flatten(0, -2).T
+
+
 def _wgrad_native(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     """Computes dL/dweight by pydist's kernel, whose short partial sums are closest to fp64."""
     if x.dim() == 4:
@@ -210,6 +227,7 @@ WGRAD: dict[str, Gradient] = {
     "padded": _wgrad_padded,
     "widened": _wgrad_widened,
     "native": _wgrad_native,
+    "product": _wgrad_product,
 }
 """The kernels of each role by name, the best guess first where several are possible."""
 
@@ -246,6 +264,8 @@ def candidates(problem: ConvProblem, channels_last: bool) -> tuple[list[str], li
     if problem.dtype == torch.float32 and problem.has_few_channels:
         # oneDNN's plain kernels are accurate, and slow from four channels on.
         wgrad = ["native"] if channels_last else ["native", *wgrad]
+    if problem.dtype == torch.float32 and problem.is_product:
+        wgrad = ["product", *wgrad]
     return forward, dgrad, wgrad
 
 

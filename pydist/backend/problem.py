@@ -102,6 +102,12 @@ class ConvProblem:
         return set(self.weight[-2:]) == set(self.stride) == set(self.dilation) == {1}
 
     @cached_property
+    def is_product(self) -> bool:
+        """Whether it multiplies a matrix with each voxel's channels: one tap, nothing else."""
+        taps = {*self.weight[2:], *self.stride, self.groups}
+        return taps == {1} and not any(self.padding)
+
+    @cached_property
     def folds(self) -> bool:
         """Whether the one sample, channels-last, equals two of half the depth except at the seam.
 

@@ -76,6 +76,11 @@ class Members:
         """Returns the lane of a member; None for a newcomer."""
         return self._lane_of.get(leaf)
 
+    def has(self, parameter: Tensor) -> bool:
+        """Returns whether a parameter is a member."""
+        leaf = leaf_of(own_slice(parameter))
+        return leaf is not None and leaf in self._lane_of
+
     def part_of(self, parameter: Tensor) -> ParameterPartition | None:
         """Returns the parts of a parameter; None if its gradient is not partitioned."""
         # Not by the id alone, which a freed parameter may have had.

@@ -50,7 +50,8 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
     state for it, steps it, and sends it to the others (all-gather). Both messages together are as
     large as the all-reduce of gradients; the step takes 1/ranks of the time, and the state 1/ranks
     of the memory. The resulting parameters are the same. The slices of a sharded weight (see
-    `pydist.parallelize`) are partitioned over the ranks that hold the same slice.
+    `pydist.parallelize`) are partitioned over the ranks that hold the same slice. In stages (see
+    `pydist.pipeline`) each stage partitions the parameters that it uses over the ranks of its mesh.
 
     The training loop stays the same, with the returned optimizer: schedulers, closures, `no_sync`,
     `GradScaler`, `nn.utils.clip_grad_norm_`, `zero_grad` and `autograd.grad` work unchanged. But
@@ -69,7 +70,7 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
             each number is computed on one of them, and copies stay equal.
 
     Returns:
-        A `ShardedOptimizer`, or the unchanged optimizer.
+        A `ShardedOptimizer`, or the unchanged optimizer, as on a stage of one rank.
 
     Raises:
         UsageError: the model is not parallelized, or "always" with an unsupported optimizer.
@@ -408,8 +409,9 @@ def _obstacle(optimizer: Optimizer) -> str | None:
 
 
 def _has_copies(parameter: Tensor, entry: EntryHook) -> bool:
-    """Returns whether several ranks hold a parameter, or this slice, so that it has parts."""
-    return entry.mesh.grid.size(slicing_of(parameter).axes) > 1
+    """Returns whether several ranks train a parameter, or this slice, so that it has parts."""
+    is_member = entry.reducer.members.has(parameter)  # others belong to other stages
+    return is_member and entry.mesh.grid.size(slicing_of(parameter).axes) > 1
 
 
 def _among(some: Collection[int], parameters: Sequence[Tensor]) -> list[Tensor]:

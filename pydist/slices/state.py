@@ -84,11 +84,22 @@ def gathered(x: ShardedTensor) -> Tensor:
     return whole
 
 
+def layout_of_slices(parameter: Tensor) -> Layout | None:
+    """Returns the layout of a sharded weight; `None` of other parameters."""
+    if isinstance(parameter, ShardedTensor) and is_sharded_weight(parameter):
+        return parameter._layout
+    return None
+
+
+def index_of(layout: Layout) -> tuple[slice, ...]:
+    """Returns the place of this rank's part in a whole tensor."""
+    box = layout.box
+    return tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+
+
 def own_part(whole: Tensor, layout: Layout) -> Tensor:
     """Returns a copy of this rank's part of a whole tensor."""
-    box = layout.box
-    index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
-    return whole[index].clone()
+    return whole[index_of(layout)].clone()
 
 
 def note_call(x: ShardedTensor, what: str) -> None:

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pydist.arguments import leaves, mapped
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.left_weights import Left, root_of
-from pydist.gradients.rows import is_dense
 from pydist.group_sizes import GroupSizes, mark_batch
-from pydist.ops.pointwise.keyed import draws_of
+from pydist.stages.boundary import Boundary
 from pydist.stages.calls import Call, Calls, Key, memory_id
-from pydist.stages.generators import one_at_a_time
+from pydist.stages.draws import DRAWS, refuse_to_draw_again, run_drawing
 from pydist.stages.left_layers import run_leaving
 from pydist.stages.messages import PassMark, Route
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, tensors_of
 from pydist.stages.statistics import BatchStatistics
-from pydist.stages.transfer import StageTransfer, Transfers, origin_of
+from pydist.stages.transfers import Transfers, origin_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.aliasing import as_result
 from pydist.tensor.stage import StageTensor
@@ -39,53 +34,8 @@ _DETACHING = frozenset({
     _T.new_ones, _T.new_empty, _T.new_full, _T.new_tensor, _T.sign, torch.sign,
 })  # fmt: skip
 """Calls whose results need no gradient, whatever their arguments."""
-_DRAWS = frozenset({
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-    torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout,
-    torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, torch.normal,
-    torch.poisson, _T.bernoulli, _T.bernoulli_, _T.uniform_, _T.normal_, _T.exponential_,
-    _T.random_, F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward,
-    F.scaled_dot_product_attention,
-})  # fmt: skip
-"""Calls that may draw random numbers."""
-
-
 NO_STAGE = -1
 """Stage of a pass that makes the calls of the network, and computes none."""
-
-
-class _Sent(NamedTuple):
-    """A tensor that was sent, as a place in the graph: the graph alone decides how long it lives.
-
-    Attributes:
-        transfer: its messages.
-        edge: where its gradient enters the graph.
-    """
-
-    transfer: StageTransfer
-    edge: GradientEdge
-
-
-@dataclass
-class _Received:
-    """A tensor that was received, by its gradient: the graph alone keeps the tensor."""
-
-    transfer: StageTransfer
-    grad: Tensor | None = None
-
-
-class _ReceivedResult(torch.autograd.Function):
-    """Received tensor that is neither a leaf nor a view, so that it may be changed."""
-
-    @staticmethod
-    def forward(ctx: Any, start: Tensor, local: Tensor, received: _Received) -> Tensor:
-        ctx.received = received
-        return local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.received.grad = grads[0]
-        return None, None, None
 
 
 class MicroBatch(Calls):
@@ -126,7 +76,7 @@ class MicroBatch(Calls):
         self._stages, self.own, self._placed = stages, own, placed
         self._starts, self._transfers = starts, transfers
         self._relays, self._mark = relays, mark
-        self._lends, self._keeps = lends, keeps
+        self._lends = lends
         self.wrapped: Callable[[Tensor], ShardedTensor] | None = None
         """Wraps a plain tensor as one of the batch of all groups, if norms are over all groups."""
         self.factors: list[float] = []
@@ -151,14 +101,11 @@ class MicroBatch(Calls):
         """Whether the graph was freed."""
         self.shown: Tensor | None = None
         """On the last stage, this micro-batch's part of the loss, without a graph."""
-        self.owed: list[StageTransfer] = [] if repeats is None else repeats.owed
-        """Transfers whose gradients have not been received, in order."""
+        again = None if repeats is None else repeats.boundary
+        self.boundary: Boundary = Boundary(stages, transfers, again, keeps=keeps)
+        """What it exchanges with other stages."""
         self.left: Left | None = None
         """Gradients of weights that the backward pass leaves, if it leaves any."""
-        self._sent: list[_Sent] = []
-        self._received: list[_Received] = []
-        self._messages: list[tuple[StageTransfer, Tensor | None]] = []  # all, in order
-        self._known = iter(()) if repeats is None else iter(repeats._messages)
         self._repeats = repeats is not None
 
     @property
@@ -202,8 +149,8 @@ class MicroBatch(Calls):
             ]
         for x in call.inputs:
             self.bring(x, stage, str(call))
-        draws = self._drawn[call.key.module]
-        self._drawn[call.key.module] += call.func in _DRAWS
+        drawn = self._drawn[call.key.module]
+        self._drawn[call.key.module] += call.func in DRAWS
         result, runs = None, stage == self.own
         if runs:
             for x in call.changed:
@@ -213,7 +160,8 @@ class MicroBatch(Calls):
         elif runs and call.is_batch_norm:
             result = self._run_norm(call)
         elif runs:
-            result = self._run(call, draws) if call.func in _DRAWS else self._run_layer(call)
+            draws = call.func in DRAWS
+            result = self._run_drawing(call, drawn) if draws else self._run_layer(call)
         for x in call.changed:
             x.owner, x.stages = stage, {stage}
             if stage != self.own:
@@ -280,37 +228,14 @@ class MicroBatch(Calls):
         with torch.enable_grad():
             x.value = x.value.clone()
 
-    def _run(self, call: Call, draws: int) -> Any:
-        """Computes a call that draws random numbers, which belong to the call on any stage.
-
-        Args:
-            call: the call.
-            draws: number of such calls that its module has made before, on all stages.
-        """
-        mesh, module = self._stages.mesh, call.key.module
+    def _run_drawing(self, call: Call, drawn: int) -> Any:
+        mesh = self._stages.mesh
         forward = mesh.session.forwards if self._origin is None else self._origin.forward
-        if any(isinstance(x.value, ShardedTensor) for x in call.inputs):
-            draws_of(mesh).begin(forward)[module] = draws
-            return call.run()
-        key = f"{mesh.seed}/{forward}/{module}/{draws}/{self.index}/{mesh.data_index}".encode()
-        devices = [self.device] if self.device.type == "cuda" else []
-        with one_at_a_time(), torch.random.fork_rng(devices):
-            torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
-            return call.run()
+        return run_drawing(call, mesh, forward, drawn, self.index)
 
     def compute_again(self, call: Call) -> Any:
-        """Computes a call that a checkpointed part repeats in backward.
-
-        Raises:
-            NotSupported: it draws random numbers on plain tensors, which would be other ones.
-        """
-        draws = call.func in _DRAWS and call.draws
-        if draws and not any(isinstance(x.value, ShardedTensor) for x in call.inputs):
-            raise NotSupported(
-                f"{call} on a plain tensor, within a part under torch.utils.checkpoint, in a "
-                "network in stages: it would draw other numbers in backward; use recompute=True of "
-                "pydist.pipeline instead"
-            )
+        """Computes a call that a checkpointed part repeats in backward."""
+        refuse_to_draw_again(call)
         return call.run()
 
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
@@ -357,26 +282,12 @@ class MicroBatch(Calls):
             self._transfers.see(route, needs_grad=x.needs_grad)
             if source == self.own:
                 assert x.value is not None
-                self._send(x.value, route, call)
+                self.boundary.send(self.of_batch(x.value), route, call, self._mark)
             elif target == self.own:
-                x.value = self._receive(route, call, x.meta)
+                x.value = self.boundary.receive(route, call, self._mark, x.meta, self._origin)
                 if route.is_local or self._lends:
                     self._lent.add(memory_id(x.meta))
             x.stages.add(target)
-
-    def _send(self, value: Tensor, route: Route, call: str) -> None:
-        local = local_of(value) if isinstance(value, ShardedTensor) else value
-        if self._repeats:
-            transfer = next(self._known)[0]
-        else:
-            self._note(call)
-            transfer = self._transfers.send(value, route, call, self._mark)
-            if self._keeps:
-                self._messages.append((transfer, None))
-        if transfer.spec.needs_grad:
-            self._sent.append(_Sent(transfer, get_gradient_edge(self.of_batch(local))))
-            if not self._repeats:
-                self.owed.append(transfer)
 
     def of_batch(self, value: Tensor) -> Tensor:
         """Marks a tensor's graph with the micro-batch, for the weights of sample groups."""
@@ -385,41 +296,11 @@ class MicroBatch(Calls):
             mark_batch(local, self._sizes)
         return value
 
-    def _receive(self, route: Route, call: str, meta: Tensor) -> Tensor:
-        if self._repeats:
-            transfer, kept = next(self._known)
-            assert kept is not None
-            local = kept
-        else:
-            self._note(call)
-            shape = tuple(meta.shape)
-            transfer, local = self._transfers.receive(route, call, self._mark, shape)
-            if transfer.splits is None:
-                local = _in_order_of(local, meta)
-            if self._keeps:
-                self._messages.append((transfer, local.detach()))
-        if transfer.spec.needs_grad:
-            received = _Received(transfer)
-            self._received.append(received)
-            with torch.enable_grad():
-                start = torch.empty(0, requires_grad=True)
-                arrived = _ReceivedResult.apply(start, local.detach(), received)
-            return self._transfers.sharded(transfer, arrived, self._origin)
-        return self._transfers.sharded(transfer, local, self._origin)
-
-    def _note(self, call: str) -> None:
-        """Lets the ranks of the stage compare the calls that they have made before a message."""
-        sample = self._stages.mesh.sample
-        if sample.size > 1:
-            calls = self._mark.to_bytes()
-            sample.ledger.note(sample, ("message between stages", call, calls), waits=False)
-
     # -- backward ---------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Frees the graph; `backward` is then that of a micro-batch which repeats this one."""
-        self._sent.clear()
-        self._received.clear()
+        self.boundary.forget()
         self.loss, self.is_forgotten = None, True
 
     def backward(self) -> None:
@@ -429,7 +310,7 @@ class MicroBatch(Calls):
             NotSupported: a later micro-batch has changed what this one has saved.
         """
         try:
-            self._run_backward()
+            self.boundary.run_backward(self.loss, self.number)
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -443,34 +324,6 @@ class MicroBatch(Calls):
         """Computes the gradients of weights that the backward pass has left."""
         if self.left:
             self.of_batch(root_of(self.left)).backward()
-
-    def _run_backward(self) -> None:
-        if self.loss is not None:
-            self.loss.backward()
-        else:
-            pairs = [
-                (sent.edge, sent.transfer.receive_gradient(self._mark.number))
-                for sent in self._sent
-            ]
-            edges = [edge for edge, grad in pairs if grad is not None]
-            grads = [grad for _, grad in pairs if grad is not None]
-            del pairs
-            if edges:
-                torch.autograd.backward(edges, grads)
-        for received in self._received:
-            received.transfer.send_gradient(received.grad, self.number)
-            received.grad = None
-        self._sent.clear()
-        self._received.clear()
-
-
-def _in_order_of(local: Tensor, meta: Tensor) -> Tensor:
-    """Returns a plain tensor with the strides that all stages know, as `view` depends on them."""
-    if local.stride() == meta.stride() or not is_dense(meta):
-        return local
-    return torch.empty_strided(
-        meta.shape, meta.stride(), dtype=local.dtype, device=local.device
-    ).copy_(local)
 
 
 def _is_factor(x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""`pipeline`, which trains an unmodified network in stages."""
+"""Network in stages: the passes of its batches, and what its stages do together."""
 
 from __future__ import annotations
 
@@ -12,219 +12,24 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from pydist.arguments import leaves, mapped
-from pydist.batches import refuse_pickling
-from pydist.comm.consensus import require_same, together
 from pydist.errors import NotSupported, RankFailed, RankLost, UsageError
 from pydist.exchange.left_weights import LeftWeights
-from pydist.gradients.forms.settings import Gradients, settings_of
-from pydist.parallel import broadcast_state, entry_hook_of, parallelize
+from pydist.parallel import entry_hook_of
+from pydist.stages.gradients import StagedGradients
 from pydist.stages.messages import PassMark, StageStopped
 from pydist.stages.micro_batch import NO_STAGE, MicroBatch
 from pydist.stages.parts import BatchPart, batch_checksum, split_batch
 from pydist.stages.pass_state import PassState
-from pydist.stages.plan import StagePlan, make_plan, plan_of_json, plan_to_json
+from pydist.stages.plan import StagePlan
 from pydist.stages.ranks import Stages, device_of
-from pydist.stages.record import RecordedPass, record
 from pydist.stages.schedule import Pass, Schedule
 from pydist.stages.shapes import Shapes
 from pydist.stages.state import StagedState
 from pydist.stages.statistics import BatchStatistics
-from pydist.stages.transfer import Transfers
+from pydist.stages.transfers import Transfers
 from pydist.stages.uses import Uses
-from pydist.structure import facts_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
-
-SKIPS = ("direct", "relay")
-RUNNING_STATISTICS = ("micro_batch", "batch")
-
-
-def pipeline(
-    model: nn.Module,
-    stages: Stages,
-    sample: Any,
-    *,
-    micro_batches: int = 1,
-    schedule: str = "1f1b",
-    balance: str = "time",
-    cuts: Sequence[str] | None = None,
-    skips: str = "direct",
-    recompute: bool = False,
-    batch_norm: str = "global",
-    running_statistics: str = "micro_batch",
-    group_weight: str = "samples",
-    sharded_weights: bool = False,
-    gradients: str | Gradients = "dense",
-) -> Pipeline:
-    """Divides an unmodified network into stages, which run on different ranks.
-
-    Every rank has the whole network and runs its forward pass; a call is computed by the ranks of
-    the stage that it belongs to. So stages may begin at any call, also within a block, and every
-    tensor is sent from the stage that computes it to those that use it. All ranks start from the
-    parameters and buffers of rank 0. On its stage the network is parallelized, see `parallelize`:
-    a stage may split samples and reduces gradients over its own ranks.
-
-    Args:
-        model: any `nn.Module` that makes the same calls on every rank, whatever the values.
-        stages: the ranks of each stage, from `init_stages`.
-        sample: an argument of the network, or a tuple of them, of a size at which every rank can
-            run the whole network, with the gradients of one call at a time. Its calls are measured
-            for the plan, without other ranks.
-        micro_batches: number of parts of a batch.
-        schedule: "gpipe", "1f1b", "gems" or "zero-bubble"; see `pydist.stages.schedule`.
-        balance: what the largest stage has least of: "time" of a forward and backward pass, or
-            "memory" of the micro-batches that its schedule keeps at once. Both are divided by the
-            ranks that a stage has for a sample. Stages that share a mesh count each by itself.
-        cuts: paths of the modules at which the stages from the second on begin; overrides
-            `balance`.
-        skips: "direct" sends a tensor from the stage that computes it to those that use it;
-            "relay" sends it through all stages between, for comparison.
-        recompute: whether backward computes a stage's activations again, so that of the
-            micro-batches in flight only what a stage has received is kept.
-        batch_norm: as of `parallelize`, for each stage.
-        running_statistics: how those of batch norms change in a step: "micro_batch", by each
-            micro-batch in sequence; or "batch", once, by the statistics of all micro-batches.
-        group_weight: as of `parallelize`.
-        sharded_weights: as of `parallelize`, on the stages with a channel axis.
-        gradients: as of `parallelize`, for the ranks of each stage; a form without state.
-
-    Returns:
-        The pipeline, with the plan as `plan`.
-
-    Raises:
-        UsageError: an argument is none of these, ranks have different models, or the network makes
-            different calls in two passes.
-        NotSupported: the network reads values in its forward pass, or the form of gradients keeps
-            state.
-    """
-    form = settings_of(gradients)
-    _check_network(model, stages, form)
-    orders = Schedule(schedule, stages.order)
-    collects = running_statistics == "batch"
-    _check_settings(stages, orders, micro_batches, skips, running_statistics, batch_norm)
-    given = {
-        "micro_batches": micro_batches, "schedule": schedule, "skips": skips, "cuts": str(cuts),
-        "recompute": recompute, "batch_norm": batch_norm, "group_weight": group_weight,
-        "running_statistics": running_statistics, "gradients": str(form),
-        "sharded_weights": sharded_weights,
-    }  # fmt: skip
-    require_same(stages.world, {**given, **facts_of(model, devices=not stages.world.mixes)})
-    if any("_pydist_path" in module.__dict__ for module in model.modules()):
-        raise UsageError(
-            f"this {type(model).__name__}, or a part of it, is parallelized already: give "
-            "pipeline() the network itself"
-        )
-    kept = 1 if recompute else micro_batches
-    recorded, plan = _plan_together(model, stages, sample, orders, kept, balance, cuts)
-    uses = plan.uses(recorded, model, orders)
-    broadcast_state(model, stages.world)
-    parallelize(model, stages.mesh, batch_norm, group_weight, sharded_weights, form)
-    elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.meshes_of(n, p)]
-    entry_hook_of(model).release(elsewhere)
-    made = Pipeline(
-        model, stages, plan, uses, micro_batches, orders, skips,
-        recompute=recompute, collects=collects,
-    )  # fmt: skip
-    model.register_forward_pre_hook(_PipelineHook(made), with_kwargs=True)
-    return made
-
-
-def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """Returns the pipeline that `pipeline` has made of a network, or `None`."""
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, _PipelineHook):
-            return hook.made
-    return None
-
-
-def _check_network(model: nn.Module, stages: Stages, form: Gradients) -> None:
-    if form.keeps:
-        raise NotSupported(
-            f'gradients="{form.name}" in stages: a mesh reduces gradients several times in a step, '
-            'and the form counts steps; possible are "dense", "fp16", "bf16", "torus" and '
-            '"hierarchical"'
-        )
-    if not isinstance(model, nn.Module) or not isinstance(stages, Stages):
-        raise UsageError(
-            f"pipeline({type(model).__name__}, {type(stages).__name__}); possible are a "
-            "torch.nn.Module and stages, from pydist.init_stages()"
-        )
-
-
-def _check_settings(
-    stages: Stages,
-    orders: Schedule,
-    micro_batches: int,
-    skips: str,
-    running_statistics: str,
-    batch_norm: str,
-) -> None:
-    if orders.returns and len({(mesh.grid, str(mesh.shares)) for mesh in stages.meshes}) > 1:
-        raise UsageError(
-            "schedule='gems' needs stages on equal meshes, as each mesh runs two of them"
-        )
-    if skips not in SKIPS:
-        raise UsageError(f"skips={skips!r}; possible are {', '.join(SKIPS)}")
-    if running_statistics not in RUNNING_STATISTICS:
-        raise UsageError(
-            f"running_statistics={running_statistics!r}; possible are "
-            f"{', '.join(RUNNING_STATISTICS)}"
-        )
-    if running_statistics == "batch" and batch_norm != "global":
-        raise UsageError(
-            f'running_statistics="batch" with batch_norm={batch_norm!r}: possible is "global", as '
-            "they are those of all samples"
-        )
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise UsageError(f"micro_batches={micro_batches!r}: expected a count >= 1")
-
-
-def _plan_together(
-    model: nn.Module,
-    stages: Stages,
-    sample: Any,
-    orders: Schedule,
-    kept: int,
-    balance: str,
-    cuts: Sequence[str] | None,
-) -> tuple[RecordedPass, StagePlan]:
-    """Records the network's calls on each rank; returns them, and the plan of rank 0. Collective.
-
-    Args:
-        model: the network.
-        stages: the ranks of each stage.
-        sample: as for `pipeline`.
-        orders: the schedule.
-        kept: micro-batches whose activations are kept.
-        balance: as for `pipeline`.
-        cuts: as for `pipeline`.
-    """
-    with together(stages.world, "planning stages"):
-        recorded = record(model, sample if isinstance(sample, tuple) else (sample,))
-        ranks = [stages.meshes[mesh].sample_size for mesh in stages.order]
-        alive = [orders.most_alive(stage, kept) for stage in range(stages.count)]
-        mine = make_plan(recorded, ranks, balance, cuts, alive)
-    require_same(stages.world, {"the network's forward pass on the sample": str(recorded)})
-    message = stages.world.broadcast_bytes(json.dumps(plan_to_json(mine)).encode())
-    return recorded, plan_of_json(json.loads(message))
-
-
-class _PipelineHook:
-    """The hook at the network's entry; a copy of the network, such as an average, has none."""
-
-    def __init__(self, made: Pipeline | None) -> None:
-        self.made = made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _PipelineHook:
-        return _PipelineHook(None)
-
-    __reduce_ex__ = refuse_pickling
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        running = None if self.made is None else self.made.running
-        if running is None:
-            return None
-        return running.adopt((args, kwargs), entry_hook_of(module).batches.running)
 
 
 class Pipeline:
@@ -254,7 +59,8 @@ class Pipeline:
         self._micro_batches, self._schedule = micro_batches, schedule
         self._relays, self._recomputes = skips == "relay", recompute
         self._transfers, self._shapes = Transfers(stages), Shapes()
-        self._state = StagedState(model, stages, uses)
+        self._gradients = StagedGradients(model, stages, uses)
+        self._state = StagedState(model, stages, self._gradients.owner)
         self._statistics = BatchStatistics(stages) if collects else None
         self.running: MicroBatch | None = None
         """The micro-batch whose forward pass runs."""
@@ -299,7 +105,7 @@ class Pipeline:
         found = split_batch(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
         parts = list(found)
         passes = self._schedule.passes(len(parts))[self.stages.index]
-        before = self._state.shared_gradients()
+        before = self._gradients.of_shared()
         with self._over((inputs, target), len(parts)):
             try:
                 losses, factors = self._run(passes, parts, criterion)
@@ -309,8 +115,8 @@ class Pipeline:
                     if not self._state_of.has_begun(part.number):
                         self._forward_of(part, NO_STAGE, criterion)
                 raise
-        self._state.compare_factors(factors)
-        self._state.reduce_shared(before)
+        self._gradients.compare_factors(factors)
+        self._gradients.reduce_shared(before)
         if self._statistics is not None:
             self._statistics.update()
         return self._everywhere(losses, len(parts))
@@ -400,7 +206,7 @@ class Pipeline:
         Returns:
             The norm before.
         """
-        return self._state.clip_grad_norm_(max_norm)
+        return self._gradients.clip_norm(max_norm)
 
     def unscale_(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Unscales an optimizer's gradients, before `scaler.step(optimizer)`. Collective.
@@ -412,7 +218,7 @@ class Pipeline:
             scaler: the scaler, the same on all ranks.
             optimizer: of parameters of the network, the same on all ranks.
         """
-        self._state.unscale_(scaler, optimizer)
+        self._gradients.unscale(scaler, optimizer)
 
     @contextmanager
     def _over(self, batch: Any, micro_batches: int) -> Iterator[None]:
@@ -428,7 +234,7 @@ class Pipeline:
             yield
         except BaseException as error:
             # A script may continue; what other stages have sent belongs to this batch alone.
-            owed = [(each.number, t) for each in self._made for t in each.owed]
+            owed = [(each.number, t) for each in self._made for t in each.boundary.owed]
             self._transfers.drop(self._number + 1, self._next, owed)
             # Another mesh may be about to need passes that come after this one here.
             lost = isinstance(error, RankFailed | RankLost) and not isinstance(error, StageStopped)
@@ -500,7 +306,7 @@ class Pipeline:
         if part is not None:
             made.statistics, made.of_groups = self._statistics, part.of_groups
         if part is not None and repeats is None:
-            self._made = [*(each for each in self._made if each.owed), made]
+            self._made = [*(each for each in self._made if each.boundary.owed), made]
         return made
 
     def _everywhere(self, losses: Sequence[Tensor], micro_batches: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 from pydist.errors import UsageError
 from pydist.stages.calls import Key
+from pydist.stages.part_memory import PartMemory
 from pydist.stages.record import RecordedPass
 from pydist.stages.schedule import Schedule
 from pydist.stages.uses import Uses
@@ -81,8 +82,8 @@ def make_plan(
     Args:
         found: the pass.
         ranks: that each stage has for a sample; they divide its time and memory.
-        balance: what the largest stage has least of: "time", or "memory": of what the backward
-            passes of its micro-batches need, and of the gradients in the largest of its calls.
+        balance: what the largest stage has least of: "time", or "memory": what its micro-batches
+            keep for their backward passes, and what one of these needs besides; see `PartMemory`.
         cuts: paths of modules whose first calls begin the stages from the second on; overrides
             `balance`.
         alive: the micro-batches that each stage keeps at once; by default one.
@@ -96,19 +97,20 @@ def make_plan(
     """
     if balance not in BALANCES:
         raise UsageError(f"balance={balance!r}; possible are {', '.join(BALANCES)}")
-    alive = alive or [1] * len(ranks)
+    alive, memory = alive or [1] * len(ranks), PartMemory(found)
     if cuts is None:
         costs = [
-            times(found, n) if balance == "time" else memories(found, n, kept)
+            times(found, n) if balance == "time" else memories(memory, n, kept)
             for n, kept in zip(ranks, alive, strict=True)
         ]
         at = _balanced(found, costs)
     else:
         at = _at_modules(found, cuts, len(ranks))
     rows = []
-    for a, b in zip([0, *at], [*at, len(found.costs)], strict=True):
+    most = (column[-1] for _, column in memory.columns([0, *at]))
+    for a, b, nbytes in zip([0, *at], [*at, len(found.costs)], most, strict=True):
         ms = 1e3 * sum(c.seconds for c in found.costs[a:b])
-        mib = memory_of_part(found, a, b) / 2**20
+        mib = float(nbytes) / 2**20
         rows.append((b - a, ms, mib, float(found.sent[a]) / 2**20 if a else 0.0))
     return StagePlan([found.costs[i].key for i in at], rows)
 
@@ -149,41 +151,20 @@ def times(found: RecordedPass, ranks: int) -> PartCosts:
     return columns
 
 
-def memories(found: RecordedPass, ranks: int, alive: int = 1) -> PartCosts:
+def memories(memory: PartMemory, ranks: int, alive: int = 1) -> PartCosts:
     """Returns the bytes that parts of a pass need on each rank of a stage.
 
     Args:
-        found: the pass.
+        memory: of the parts of the pass.
         ranks: of the stage, for a sample.
-        alive: micro-batches whose saved tensors are kept. The gradients in memory are those of one.
+        alive: micro-batches whose saved tensors are kept. The backward pass of one runs at a time.
     """
 
     def columns(starts: Sequence[int]) -> Iterator[np.ndarray]:
-        first, call = np.asarray(starts), 0
-        saved, gradients = np.zeros(len(found.costs)), np.zeros(len(found.costs))
-        last: dict[int, int] = {}  # the latest call that has saved each memory
-        for j, stop in enumerate([*starts[1:], len(found.costs)]):
-            for i in range(call, stop):
-                np.maximum(gradients[: i + 1], found.costs[i].gradients, out=gradients[: i + 1])
-                for memory, nbytes in found.saved[i].items():
-                    saved[last.get(memory, -1) + 1 : i + 1] += nbytes
-                    last[memory] = i
-            call = stop
-            yield (alive * saved + gradients)[first[: j + 1]] / ranks
+        for saved, most in memory.columns(starts):
+            yield ((alive - 1) * saved + most) / ranks
 
     return columns
-
-
-def memory_of_part(found: RecordedPass, start: int, stop: int) -> int:
-    """Returns the bytes that a micro-batch needs in some calls of a pass, on all ranks.
-
-    Args:
-        found: the recorded pass.
-        start: index of the first call.
-        stop: index after the last call.
-    """
-    saved = {memory: n for each in found.saved[start:stop] for memory, n in each.items()}
-    return sum(saved.values()) + max(cost.gradients for cost in found.costs[start:stop])
 
 
 def _balanced(found: RecordedPass, costs: Sequence[PartCosts]) -> list[int]:

@@ -53,6 +53,20 @@ class Cost(NamedTuple):
     gradients: int
 
 
+class Wait(NamedTuple):
+    """Tensor whose gradient waits, from the backward pass of its last use to that of its maker.
+
+    Attributes:
+        nbytes: of the gradient.
+        made: the call that made the tensor, or the last one that has changed it in place.
+        uses: the calls that use it, in order; at least one.
+    """
+
+    nbytes: int
+    made: int
+    uses: list[int]
+
+
 @dataclass
 class RecordedPass:
     """Record that describes the calls of a forward pass.
@@ -67,6 +81,7 @@ class RecordedPass:
             share a memory. Parameters and arguments of the network do not count.
         operands: ids of the plain tensors among the arguments of each call, or of the parameters
             from which they were computed.
+        waits: the tensors whose gradients come from later calls.
     """
 
     costs: list[Cost]
@@ -75,6 +90,7 @@ class RecordedPass:
     inside: np.ndarray
     saved: list[dict[int, int]]
     operands: list[list[int]]
+    waits: list[Wait]
 
     def __str__(self) -> str:
         checksum = crc32(", ".join(str(cost.key) for cost in self.costs).encode())
@@ -138,6 +154,7 @@ class _PassRecorder(Calls):
         self.costs: list[Cost] = []
         self._mesh = mesh
         self._lives: dict[int, _Life] = {}  # by the number of the tensor
+        self._waits: dict[int, list[Wait]] = {}  # the same; another one after each change in place
         self._memories: dict[int, int] = {}  # in use, by `memory_id`: another number for each
         self._changed = set[int]()
         self._updates: dict[int, list[int]] = {}  # calls with the same running statistics
@@ -162,6 +179,8 @@ class _PassRecorder(Calls):
         for x in call.inputs:
             if x.number in self._lives:
                 self._lives[x.number].last = now
+                uses = self._waits[x.number][-1].uses
+                uses += [now] if now not in uses[-1:] else []
         self._changed.update(
             self._lives[x.number].memory for x in call.changed if x.number in self._lives
         )
@@ -240,6 +259,10 @@ class _PassRecorder(Calls):
                 self._memories[memory_id(x.meta)] = x.number
             memory = self._memories.setdefault(memory_id(x.meta), x.number)
             self._lives[x.number] = _Life(x.meta.nbytes, now, now, memory)
+        for x in (*results, *call.changed):
+            nbytes = x.meta.nbytes if x.meta.is_floating_point() else 0
+            if x.number in self._lives:
+                self._waits.setdefault(x.number, []).append(Wait(nbytes, now, []))
         self._saved.append(self._saved_by(call))
         self.costs.append(Cost(call.key, self._seconds, self._gradients_of(call)))
         self._backward = None
@@ -287,7 +310,8 @@ class _PassRecorder(Calls):
                 legal[first + 1 : last + 1] = False
         for calls_of in self._updates.values():
             legal[calls_of[0] + 1 : calls_of[-1] + 1] = False
-        return RecordedPass(self.costs, sent, legal, inside, self._saved, self._operands)
+        waits = [each for own in self._waits.values() for each in own if each.uses and each.nbytes]
+        return RecordedPass(self.costs, sent, legal, inside, self._saved, self._operands, waits)
 
 
 def _checkpointed_parts() -> list[FrameType]:

@@ -21,7 +21,7 @@ from pydist.gradients import Dense
 from pydist.optim import sharded
 from pydist.parallel import entry_hook_of, parallelize
 from pydist.stages import pipeline
-from pydist.stages.pipelines import pipeline_of
+from pydist.stages.division import pipeline_of
 from pydist.train.averaged import Averaged
 from pydist.train.device import autocast, memory_format
 from pydist.train.gradients import settings
@@ -203,8 +203,8 @@ class StagedNetwork:
         self._ahead = 0
 
     def partitioned(self, optimizer: Optimizer, wanted: Use) -> Optimizer:
-        """Returns the optimizer: each stage steps and stores its own part in any case."""
-        return optimizer
+        """Partitions the optimizer of each stage over the stage's own ranks, if wanted."""
+        return sharded(optimizer, self.model, wanted)
 
     def backward(
         self,

@@ -229,11 +229,6 @@ def _mistakes_in_stages(config: Config) -> Iterator[str]:
             f"mesh.cuts = {_shown(mesh.cuts)}: {count} stages begin at the input and at "
             f"{count - 1} modules"
         )
-    if config.optimizer.sharded == "always":
-        yield (
-            'optimizer.sharded = "always" with mesh.stages: each stage has the optimizer state of '
-            'its own parameters, and needs their gradients whole; "auto" and "never" are possible'
-        )
     if config.train.accumulate > 1:
         yield (
             f"train.accumulate = {config.train.accumulate} with mesh.stages: stages accumulate the "

@@ -97,10 +97,6 @@ def test_any_values_survive_the_way_through_toml(path, lr, batch, groups):
             "mesh.micro_batches = 3: of train.batch = 5 a sample group has 2 samples; possible are",
         ),
         (
-            '[mesh]\nstages = 2\n[optimizer]\nsharded = "always"',
-            'optimizer.sharded = "always" with mesh.stages: each stage has the optimizer state',
-        ),
-        (
             '[mesh]\nstages = 2\n[train]\ncuda_graph = "always"',
             'train.cuda_graph = "always" with mesh.stages: stages exchange messages through their',
         ),

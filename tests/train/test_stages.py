@@ -160,7 +160,7 @@ def elsewhere(config, folder) -> Config:
 def test_cosmoflow_in_stages_trains_as_on_one_rank(double, cosmoflow_run, whole_cosmoflow, mesh):
     """The second batch is short: two samples, which are fewer than some micro-batches need."""
     whole, expected = whole_cosmoflow
-    staged = change(cosmoflow_run, mesh=mesh)
+    staged = change(cosmoflow_run, mesh=mesh, optimizer={"sharded": "always"})
     results = in_stages(staged)
     assert_same_runs(staged, whole)
     for result in results:
@@ -227,10 +227,11 @@ def test_a_run_goes_on_with_other_stages_and_without(double, volume_run, tmp_pat
     config = volume_run
     through = elsewhere(config, tmp_path / "through")
     alone(through)
-    in_stages(change(config, train={"steps": 1}, mesh={"stages": 2}))
+    always = {"sharded": "always"}
+    in_stages(change(config, train={"steps": 1}, mesh={"stages": UNEVEN}, optimizer=always))
     run_local(job, 2, change(config, train={"steps": 2}), 1, (2, 1, 1))
     sliced = {"stages": SLICED, "sharded_weights": True}
-    in_stages(change(config, train={"steps": 3}, mesh=sliced))
+    in_stages(change(config, train={"steps": 3}, mesh=sliced, optimizer=always))
     alone(config)
     assert [event["step"] for event in events(config, "start")] == [0, 1, 2, 3]
     assert_same_runs(config, through)

@@ -26,6 +26,9 @@ DEEP: Mapping[str, Any] = {"spatial": (2, 1, 1)}
 HIGH: Mapping[str, Any] = {"spatial": (1, 2, 1)}
 TWO_GROUPS: Mapping[str, Any] = {"data": 2}
 
+LINES = ("gpipe", "1f1b", "zero-bubble")
+"""Schedules that run networks with running statistics."""
+
 
 def ranks_of(meshes: Meshes) -> int:
     """Returns the number of ranks of all stages."""

@@ -1,0 +1,194 @@
+"""Gradients of a network whose stages hold parts of them, whole or partitioned (ZeRO-1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from pydist.errors import UsageError
+from pydist.exchange.own_slice import own_slice
+from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
+from pydist.gradients.partitioned_bucket import ParameterPartition
+from pydist.gradients.rows import in_memory_order_of, shaped_like
+from pydist.parallel import entry_hook_of
+from pydist.slices.state import gathered, index_of, layout_of_slices, own_part
+from pydist.stages.ranks import Stages, device_of
+from pydist.stages.uses import Uses
+from pydist.tensor import ShardedTensor
+
+
+class StagedGradients:
+    """Gradients of all stages, with methods that are collective over the job.
+
+    Args:
+        model: the network.
+        stages: the stages.
+        uses: which meshes use each parameter and buffer.
+    """
+
+    def __init__(self, model: nn.Module, stages: Stages, uses: Uses) -> None:
+        self._model, self._stages, self._uses = model, stages, uses
+        self._holders: dict[int, set[int]] = {}  # meshes with a gradient so far, by parameter
+
+    def owner(self, name: str, tensor: Tensor) -> int | None:
+        """Returns the first mesh that trains a parameter or else uses it, if any."""
+        used = self._holders.get(id(tensor)) or self._uses.meshes_of(name, tensor)
+        return min(used, default=None)
+
+    @torch.no_grad()
+    def clip_norm(self, max_norm: float) -> Tensor:
+        """Clips the norm of all stages' gradients; see `Pipeline.clip_grad_norm_`."""
+        total = torch.zeros(1, dtype=torch.float64)
+        own = [(n, p) for n, p in self._model.named_parameters() if p.grad is not None]
+        for name, p in own:
+            assert p.grad is not None
+            if self.owner(name, p) != self._stages.index:
+                continue
+            if isinstance(p.grad, PartitionedGradient):
+                refuse_pending(p.grad)
+                total += p.grad.piece.double().pow(2).sum().cpu()
+                continue
+            squares = p.grad.detach().double().pow(2).sum()  # of slices: over the mesh
+            if self._is_first:  # other ranks of the mesh have the same
+                total += squares.cpu()
+        self._stages.world.all_reduce(total)
+        norm = total.sqrt().squeeze()
+        scale = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        for _, p in own:
+            assert p.grad is not None
+            p.grad.mul_(scale)
+        return norm.to(torch.get_default_dtype())
+
+    def unscale(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Unscales gradients; an overflow counts on all stages. See `Pipeline.unscale_`."""
+        scaler.unscale_(optimizer)
+        if not scaler.is_enabled():
+            return
+        # As torch's own scaler for sharded gradients does; there is no public way.
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        overflows = torch.zeros(1, dtype=torch.float32)
+        for each in found.values():
+            overflows += float(each)
+        self._stages.world.all_reduce(overflows, "max")
+        device = device_of(self._stages.mesh)
+        none = torch.zeros((), dtype=torch.float32, device=device)
+        found.setdefault(device, none)  # a stage without gradients
+        for each in found.values():
+            each.fill_(float(overflows))
+
+    def compare_factors(self, factors: Sequence[float]) -> None:
+        """Compares the numbers with which all ranks have scaled the loss of a step.
+
+        Raises:
+            UsageError: they differ, as after an overflow that one stage alone has noticed.
+        """
+        stages = self._stages
+        rows = stages.world.all_gather(torch.tensor([crc32(repr(list(factors)).encode())]))
+        for d in range(stages.mesh.data_size):
+            found = {
+                int(rows[mesh.rank(d, i)])
+                for mesh in stages.meshes for i in range(mesh.sample_size)
+            }  # fmt: skip
+            if len(found) > 1:
+                raise UsageError(
+                    f"the criterion scales the loss by {list(factors)} on mesh {stages.index}, and "
+                    "by other numbers on another one. With a GradScaler call "
+                    "pipe.unscale_(scaler, optimizer) before scaler.step(optimizer), so that an "
+                    "overflow counts on all stages; a criterion that counts its calls is called "
+                    "as often as a rank passes over a micro-batch"
+                )
+
+    @torch.no_grad()
+    def of_shared(self) -> dict[int, Tensor]:
+        """Returns the whole gradients that several meshes have had, by parameter."""
+        shared = (p for p in self._model.parameters() if len(self._holders.get(id(p), ())) > 1)
+        return {id(p): self._whole(p) for p in shared if p.grad is not None}
+
+    @torch.no_grad()
+    def reduce_shared(self, before: Mapping[int, Tensor]) -> None:
+        """Adds the gradients that a parameter got on several meshes in a step, for all its users.
+
+        Which meshes these are is seen by the gradients: a parameter may reach a call through others
+        on plain tensors, as a transposed weight does, or be part of the criterion.
+
+        Args:
+            before: `of_shared` before the step.
+        """
+        stages = self._stages
+        parameters = list(self._model.named_parameters())  # also frozen, as ranks may differ in it
+        mine = torch.tensor([p.grad is not None for _, p in parameters], dtype=torch.uint8)
+        rows = stages.world.all_gather(mine)
+        for i, (name, p) in enumerate(parameters):
+            found = {s for s, each in enumerate(stages.meshes) if rows[each.rank(0, 0), i]}
+            if found:  # and meshes that use it without a gradient, or they would keep old values
+                found |= self._uses.meshes_of(name, p)
+            self._holders.setdefault(id(p), set()).update(found)
+            if len(found) < 2:
+                continue
+            old = before.get(id(p))
+            message = torch.zeros(p.numel(), dtype=p.dtype)
+            if p.grad is not None:
+                message += self._addend(p).flatten().cpu()
+                if old is not None and self._is_first:
+                    message -= old.flatten().cpu()
+            stages.world.all_reduce(message)
+            if p.grad is not None or (stages.index in found and p.requires_grad):
+                total = message.view(p.shape).to(own_slice(p).device)
+                self._assign(p, total if old is None else old + total)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the first rank of its mesh."""
+        return self._stages.world.rank == self._stages.own.rank(0, 0)
+
+    def _part(self, parameter: Tensor) -> ParameterPartition:
+        part = entry_hook_of(self._model).reducer.members.part_of(parameter)
+        assert part is not None
+        return part
+
+    def _addend(self, parameter: Tensor) -> Tensor:
+        """Returns a tensor whose sum over the ranks of this mesh is the whole gradient."""
+        grad, whole = parameter.grad, _zeros_like_whole(parameter)
+        assert grad is not None
+        if not isinstance(grad, PartitionedGradient):
+            found = gathered(grad) if isinstance(grad, ShardedTensor) else grad
+            return found if self._is_first else whole  # other ranks of the mesh have the same
+        refuse_pending(grad)
+        part, own = self._part(parameter), own_slice(parameter)
+        row = torch.zeros(own.numel(), dtype=own.dtype, device=own.device)
+        row[part.start : part.stop] = grad.piece
+        layout = layout_of_slices(parameter)
+        place = whole if layout is None else whole[index_of(layout)]
+        place.copy_(shaped_like(row, own))
+        return whole
+
+    def _whole(self, parameter: Tensor) -> Tensor:
+        """Returns a copy of the whole gradient; collective over the mesh."""
+        if isinstance(parameter.grad, PartitionedGradient):
+            found = self._addend(parameter)
+            self._stages.mesh.world.all_reduce(found)
+            return found
+        grad = parameter.grad
+        assert grad is not None
+        return gathered(grad) if isinstance(grad, ShardedTensor) else grad.detach().clone()
+
+    def _assign(self, parameter: Tensor, whole: Tensor) -> None:
+        """Makes this rank's part of a whole gradient the parameter's, in the form that it has."""
+        own, layout = own_slice(parameter), layout_of_slices(parameter)
+        if layout is not None:
+            whole = own_part(whole, layout)
+        if isinstance(own.grad, PartitionedGradient):
+            part = self._part(parameter)
+            own.grad.piece.copy_(in_memory_order_of(own, whole)[part.start : part.stop])
+            own.grad.family.forget_norms()
+        else:
+            own.grad = whole
+
+
+def _zeros_like_whole(parameter: Tensor) -> Tensor:
+    device = own_slice(parameter).device
+    return torch.zeros(tuple(parameter.shape), dtype=parameter.dtype, device=device)
