@@ -109,6 +109,7 @@ def convert_dataset(
     if options.compression == "none":
         need_space(root, _missing_bytes(root, tasks))
     with FolderLock(root):
+        remove_temporaries(root)
         present = _check_folder(root, recipe, options.overwrite)
         journal = Journal(root / JOURNAL)
         made = _made(tasks, journal, present, recipe, progress, workers)
