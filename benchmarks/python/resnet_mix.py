@@ -7,8 +7,8 @@ lists all folders, with a stat of each, and then for each epoch takes its share 
 order: stat, open, one or two reads, close. The program is the same for
 
 - folder: the loose files;
-- pack: the pack by `pydist store exec`, the program unchanged. The first epoch copies the files into
-  memory, where they stay as far as `--cache` permits.
+- pack: the pack by `pydist store exec`, the program unchanged. The first epoch copies the files
+  into memory, where they stay as far as `--cache` permits.
 
 Both are measured with the files in the page cache, and with a delay before each call that looks a
 path up (`--delay`, microseconds; slow_files.py), for a shared file system.
