@@ -18,6 +18,7 @@ from pydist.data.convert import ConvertOptions, convert_dataset
 from pydist.data.index import IndexOptions, index_dataset, verify_dataset
 from pydist.data.lock import FILE_NAME as LOCK
 from pydist.data.manifest import FILE_NAME as MANIFEST
+from pydist.owner import remove
 from pydist.packs import PackFileSystem, PackOptions, pack
 from pydist.packs.verifying import is_pack, verify
 from support.jobs.programs import spilling
@@ -176,7 +177,10 @@ class Converting(_OfUniverses):
         assert Manifest.load(self.folder).file_format == self._WAYS[self.way].format
 
     def start_anew(self) -> None:
-        self._way = 1 - self._way  # over what is there, complete or not
+        self._way = 1 - self._way  # over what is there, complete or not; or from nothing
+        if self._way == 0:
+            for path in self.folder.iterdir():
+                remove(path)
 
 
 class Spilling(Operation):
