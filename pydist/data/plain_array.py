@@ -50,7 +50,7 @@ class PlainArray:
         if out is None:
             out = np.empty([b - a for a, b in zip(lo, hi, strict=True)], self.dtype)
         if out.size:
-            into = out.reshape(-1).view(np.uint8)
+            into = out.reshape(-1).view(np.uint8).data
             native.read_box(
                 self.descriptor, self.offset, self.dtype.itemsize, self.shape, lo, hi, into
             )
