@@ -123,6 +123,15 @@ def plan_exchange(
 ) -> Plan: ...
 def use_exchange_table(enabled: bool) -> bool: ...
 def crc32c(data: Lendable, crc: int = 0, start: int = 0, stop: int | None = None) -> int: ...
+def read_box(
+    descriptor: int,
+    offset: int,
+    item: int,
+    shape: Sequence[int],
+    lo: Sequence[int],
+    hi: Sequence[int],
+    buffer: Lendable,
+) -> None: ...
 
 @final
 class PackEntry:

@@ -7,7 +7,8 @@ lists all folders, with a stat of each, and then for each epoch takes its share 
 order: stat, open, one or two reads, close. The program is the same for
 
 - folder: the loose files;
-- pack: the pack by `pydist store exec`, the program unchanged.
+- pack: the pack by `pydist store exec`, the program unchanged. The first epoch copies the files
+  into memory, where they stay as far as `--cache` permits.
 
 Both are measured with the files in the page cache, and with a delay before each call that looks a
 path up (`--delay`, microseconds; slow_files.py), for a shared file system.
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3, help="epochs (3)")
     parser.add_argument("--processes", type=int, default=4, help="reading processes (4)")
     parser.add_argument("--delay", type=float, default=200, help="of a look-up, in us (200)")
+    parser.add_argument("--cache", default="1GiB", help="of copies that stay in memory (1GiB)")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
@@ -68,7 +70,7 @@ def main() -> None:
             for r in rows
         ],
     )  # fmt: skip
-    names = ("files", "folders", "epochs", "processes")
+    names = ("files", "folders", "epochs", "processes", "cache")
     setting = {name: getattr(options, name) for name in names}
     common.write({"machine": common.machine(), **setting, "rows": rows}, "resnet_mix", options)
 
@@ -122,7 +124,8 @@ def child(root: Path, what: str, delay: float, options: argparse.Namespace) -> A
     with ExitStack() as stack:
         base = dict(os.environ)
         if what == "pack":
-            base = stack.enter_context(mounted(str(where), str(shared / "pack")))
+            pack_there = str(shared / "pack")
+            base = stack.enter_context(mounted(str(where), pack_there, cache=options.cache))
         variables = slow_files.environment(root, shared, delay, base=base)
         ended = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE)
     return json.loads(ended.stdout)

@@ -16,7 +16,7 @@ inline py::object error_type(const char* name) {
 }
 
 void bind_core(py::module_& module);        // geometry.cpp: boxes, partitions, footprints, plans
-void bind_io(py::module_& module);          // checksum.cpp
+void bind_io(py::module_& module);          // io.cpp
 void bind_hardware(py::module_& module);    // hardware.cpp: devices, threads, instruction set
 void bind_call_board(py::module_& module);  // call_board.cpp: the calls that a rank has started
 void bind_calls(py::module_& module);       // calls.cpp: modules and numbers of a program's calls

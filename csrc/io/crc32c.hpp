@@ -10,7 +10,9 @@ namespace pydist::io {
 // `crc`: crc32c(b, m, crc32c(a, n)) is the checksum of a followed by b.
 std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t crc = 0);
 
-// The table-driven path for CPUs without a CRC instruction; public for tests.
+// The paths for CPUs without carry-less products of 512 bits, and those without a CRC instruction:
+// public for tests. The first takes tables where there is no instruction.
+std::uint32_t crc32c_by_instruction(const void* data, std::size_t size, std::uint32_t crc = 0);
 std::uint32_t crc32c_portable(const void* data, std::size_t size, std::uint32_t crc = 0);
 
 }  // namespace pydist::io

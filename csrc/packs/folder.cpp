@@ -5,7 +5,6 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <vector>
 
 #include "io/crc32c.hpp"
 #include "packs/codec.hpp"
@@ -14,8 +13,8 @@
 namespace pydist::packs {
 namespace {
 
-constexpr int kClosed = -1, kElsewhere = -2;  // of descriptors
-constexpr std::size_t kPiece = std::size_t{1} << 20;
+constexpr int kClosed = -1, kElsewhere = -2;                 // of descriptors
+constexpr std::size_t kRemotePiece = std::size_t{16} << 20;  // in one round trip
 
 // Opens a partition's file, whose header must agree with the index.
 Descriptor open_partition(const std::string& file, std::uint32_t number, const Index& index) {
@@ -155,10 +154,25 @@ void Folder::read(std::uint32_t i, std::span<std::byte> out) const {
     read_stored(i, offset, bytes);
   };
   try {
-    read_whole(stored(i), fetch, out);
+    read_whole(stored(i), fetch, out, piece_of(entry));
   } catch (const Damage& damage) {
     damaged(i, damage.what());
   }
+}
+
+void Folder::pass(std::uint32_t i, const Take& take) const {
+  const auto fetch = [&](std::uint64_t offset, std::span<std::byte> bytes) {
+    read_stored(i, offset, bytes);
+  };
+  try {
+    pass_whole(stored(i), fetch, take, piece_of(index_.entry(i)));
+  } catch (const Damage& damage) {
+    damaged(i, damage.what());
+  }
+}
+
+std::size_t Folder::piece_of(const Entry& entry) const {
+  return remote_ == nullptr || is_here(entry.partition) ? kCachedPiece : kRemotePiece;
 }
 
 std::size_t Folder::pread(std::uint32_t i, std::uint64_t offset, std::span<std::byte> out) const {
@@ -174,19 +188,7 @@ std::size_t Folder::pread(std::uint32_t i, std::uint64_t offset, std::span<std::
 }
 
 void Folder::check(std::uint32_t i) const {
-  const Entry& entry = file(i);
-  if (entry.codec != Codec::kRaw) {
-    std::vector<std::byte> raw(entry.raw_size);
-    return read(i, raw);
-  }
-  std::vector<std::byte> piece(std::min<std::uint64_t>(kPiece, entry.raw_size));
-  std::uint32_t crc = 0;
-  for (std::uint64_t done = 0; done < entry.raw_size;) {
-    const std::size_t got = pread(i, done, piece);
-    crc = io::crc32c(piece.data(), got, crc);
-    done += got;
-  }
-  if (crc != entry.raw_crc) damaged(i, "it does not match its checksum");
+  pass(i, [](std::uint64_t, std::span<const std::byte>) {});
 }
 
 }  // namespace pydist::packs

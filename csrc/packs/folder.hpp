@@ -42,11 +42,15 @@ class Folder {
   // size.
   void read(std::uint32_t entry, std::span<std::byte> out) const;
 
+  // The same for a file of any size, whose bytes are given to `take` in pieces. It is compared
+  // after the last one.
+  void pass(std::uint32_t entry, const Take& take) const;
+
   // Reads a part of a file that is stored raw, without its checksum. Returns the number of bytes:
   // the size of `out`, or less at the end of the file.
   std::size_t pread(std::uint32_t entry, std::uint64_t offset, std::span<std::byte> out) const;
 
-  // Reads a whole file in pieces, and compares all of its checksums.
+  // Reads a whole file, and compares all of its checksums.
   void check(std::uint32_t entry) const;
 
   // Whether the folder has a partition, or its reads would go to the servers.
@@ -58,6 +62,7 @@ class Folder {
 
  private:
   void read_stored(std::uint32_t entry, std::uint64_t offset, std::span<std::byte> out) const;
+  std::size_t piece_of(const Entry& entry) const;  // the most bytes that are read at a time
   [[noreturn]] void damaged(std::uint32_t entry, const std::string& reason) const;
 
   std::string path_;

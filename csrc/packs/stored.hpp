@@ -30,8 +30,20 @@ class Damage : public PackError {
 // Reads stored bytes, from an offset in them on.
 using Fetch = std::function<void(std::uint64_t offset, std::span<std::byte> out)>;
 
+// Takes bytes of a file, from an offset in it on.
+using Take = std::function<void(std::uint64_t offset, std::span<const std::byte> bytes)>;
+
+// Bytes of a file that are read and compared at a time: the CPU has them in its cache.
+inline constexpr std::size_t kCachedPiece = std::size_t{256} << 10;
+
 // Reads a whole file into `out`, of its raw size, and compares it with its checksums; throws
-// Damage.
-void read_whole(const Stored& stored, const Fetch& fetch, std::span<std::byte> out);
+// Damage. `fetch` is called for up to `piece` bytes at a time.
+void read_whole(const Stored& stored, const Fetch& fetch, std::span<std::byte> out,
+                std::size_t piece = kCachedPiece);
+
+// The same, but gives the bytes away, in order, in pieces: the last one before the file is
+// compared.
+void pass_whole(const Stored& stored, const Fetch& fetch, const Take& take,
+                std::size_t piece = kCachedPiece);
 
 }  // namespace pydist::packs

@@ -16,6 +16,7 @@
 #include <span>
 #include <string_view>
 
+#include "preload/cache.hpp"
 #include "preload/mount.hpp"
 
 namespace pydist::preload {
@@ -26,8 +27,6 @@ constexpr mode_t kInPlaceMode = 0222;  // reopening a file in place to read it f
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL;
 constexpr int kMostOwn = 1 << 16;
 constexpr int kRoomForOwn = 4608;  // as many as a pack has partitions, and some
-constexpr int kOfMemfd =
-    O_CREAT | O_EXCL | O_TRUNC | O_NOFOLLOW | O_DIRECTORY | O_NOATIME | O_DIRECT;
 
 std::atomic<std::uint64_t> own[kMostOwn / 64];
 
@@ -41,17 +40,6 @@ struct Closed {
   }
 };
 
-// Reads the decimal number that is all of a text before `end`.
-std::int64_t number_of(std::string_view text) {
-  if (text.empty() || text.size() > 10) return -1;
-  std::int64_t number = 0;
-  for (const char digit : text) {
-    if (digit < '0' || digit > '9') return -1;
-    number = number * 10 + (digit - '0');
-  }
-  return number <= UINT32_MAX ? number : -1;
-}
-
 bool take(std::string_view& text, std::string_view start) {
   if (text.substr(0, start.size()) != start) return false;
   text.remove_prefix(start.size());
@@ -63,7 +51,7 @@ int make_memfd(char letter, std::uint32_t entry, std::uint64_t size) {
   char name[128];
   std::snprintf(name, sizeof name, "%s.%c.%u", mount().identity.c_str(), letter, entry);
   const int made = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (made >= 0 && ftruncate(made, static_cast<off_t>(size)) == 0) return made;
+  if (made >= 0 && (size == 0 || ftruncate(made, static_cast<off_t>(size)) == 0)) return made;
   const Closed closed{made};
   return -1;
 }
@@ -72,25 +60,39 @@ int make_memfd(char letter, std::uint32_t entry, std::uint64_t size) {
 int reopen(int memfd, int flags) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/self/fd/%d", memfd);
-  return static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags & ~kOfMemfd));
-}
-
-bool fill(int memfd, std::uint32_t entry, std::uint64_t size) {
-  if (size == 0) return true;
-  void* bytes = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, memfd, 0);
-  if (bytes == MAP_FAILED) return false;
-  madvise(bytes, size, MADV_DONTFORK);
-  const bool read = attempt(false, [&] {
-    pack()->read(entry, {static_cast<std::byte*>(bytes), size});
-    return true;
-  });
-  const int error = errno;
-  munmap(bytes, size);
-  errno = error;
-  return read;
+  return static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags & ~kOfPaths));
 }
 
 }  // namespace
+
+std::int64_t number_of(std::string_view text) {
+  if (text.empty() || text.size() > 10) return -1;
+  std::int64_t number = 0;
+  for (const char digit : text) {
+    if (digit < '0' || digit > '9') return -1;
+    number = number * 10 + (digit - '0');
+  }
+  return number <= UINT32_MAX ? number : -1;
+}
+
+bool fill(int empty, std::uint32_t entry) {
+  int error = 0;
+  const bool read = attempt(false, [&] {
+    pack()->pass(entry, [&](std::uint64_t offset, std::span<const std::byte> bytes) {
+      while (error == 0 && !bytes.empty()) {
+        const long done = syscall(SYS_pwrite64, empty, bytes.data(), bytes.size(), offset);
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) error = done < 0 ? errno : ENOSPC;
+        if (done <= 0) return;
+        bytes = bytes.subspan(static_cast<std::size_t>(done));
+        offset += static_cast<std::uint64_t>(done);
+      }
+    });
+    return true;
+  });
+  if (error != 0) errno = error;
+  return read && error == 0;
+}
 
 std::int64_t directory_of(std::string_view path) {
   if (!mount().has_packs()) return -1;
@@ -102,6 +104,8 @@ Descriptor identify_name(const char* name) {
   std::string_view text(name);
   if (const std::int64_t entry = directory_of(text); entry >= 0)
     return {Held::kDirectory, static_cast<std::uint32_t>(entry)};
+  if (const std::int64_t entry = cached_entry(text); entry >= 0)
+    return {Held::kCopy, static_cast<std::uint32_t>(entry)};
   if (!take(text, "/memfd:") || !take(text, mount().identity)) return {};
   const Held held = take(text, ".f.")   ? Held::kCopy
                     : take(text, ".p.") ? Held::kInPlace
@@ -124,19 +128,15 @@ Descriptor identify(int descriptor) {
 }
 
 Descriptor identify(int descriptor, const struct stat& status) {
-  const bool file = S_ISREG(status.st_mode) && status.st_nlink == 0;
+  const bool file = S_ISREG(status.st_mode) && (status.st_nlink == 0 || is_cached(status.st_mode));
   const bool folder = S_ISDIR(status.st_mode) && (status.st_mode & 07777) == kFolderMode;
   return file || folder ? identify(descriptor) : Descriptor{};
 }
 
 int open_copy(std::uint32_t entry, int flags) {
   const Inside inside;
-  const std::uint64_t size = attempt(UINT64_MAX, [&] { return pack()->file(entry).raw_size; });
-  if (size == UINT64_MAX) return -1;
-  const Closed memfd{make_memfd('f', entry, size)};
-  if (memfd.number < 0 || !fill(memfd.number, entry, size)) return -1;
-  // This fails if another thread has forked meanwhile: its child has the mapping, too. The program
-  // gets a descriptor for reading in any case.
+  const Closed memfd{make_memfd('f', entry, 0)};
+  if (memfd.number < 0 || !fill(memfd.number, entry)) return -1;
   fcntl(memfd.number, F_ADD_SEALS, kSeals);
   return reopen(memfd.number, flags);
 }

@@ -1,7 +1,7 @@
 // Descriptors of packed files and directories. The kernel holds all of their state.
 //
 // - A copy is a sealed memfd with the bytes of a file, opened read-only: read, pread, lseek, mmap,
-//   dup, fork and exec are the kernel's own.
+//   dup, fork and exec are the kernel's own. A small one can be a file in the cache instead.
 // - A file in place is an empty memfd of the file's size, opened write-only. It holds the position;
 //   the bytes are read from the partition by hooks. What is not hooked fails with EBADF.
 // - A file opened with O_PATH is an empty memfd, opened so.
@@ -11,6 +11,7 @@
 // within the C library could make wrong.
 #pragma once
 
+#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <cstdint>
@@ -27,6 +28,10 @@ struct Descriptor {
   bool is_packed() const { return held != Held::kOther; }
 };
 
+// Flags of open that were about the path, and are not for the copy of a packed file.
+inline constexpr int kOfPaths =
+    O_CREAT | O_EXCL | O_TRUNC | O_NOFOLLOW | O_DIRECTORY | O_NOATIME | O_DIRECT;
+
 // What a descriptor is; costs a readlink.
 Descriptor identify(int descriptor);
 
@@ -36,6 +41,9 @@ Descriptor identify_name(const char* name);
 // The same, given its fstat: a file that can't be packed costs nothing.
 Descriptor identify(int descriptor, const struct stat& status);
 
+// The decimal number that a text is, or -1.
+std::int64_t number_of(std::string_view text);
+
 // The directory entry whose folder has a path, or -1.
 std::int64_t directory_of(std::string_view path);
 
@@ -44,6 +52,9 @@ int open_copy(std::uint32_t entry, int flags);
 int open_in_place(std::uint32_t entry, int flags);
 int open_path_only(std::uint32_t entry, int flags);
 int open_directory(std::uint32_t entry, int flags);
+
+// Writes the content of a file into an empty one. False with errno if that fails.
+bool fill(int empty, std::uint32_t entry);
 
 // The path of the folder of a directory entry, which is made. False with errno if that fails.
 bool make_folder(std::uint32_t entry, char (&path)[4096]);

@@ -48,6 +48,7 @@ std::unique_ptr<Mount> read_settings() {
   made->secret = secret_of(text(std::getenv("PYDIST_MOUNT_SECRET")));
   const std::string large = text(std::getenv("PYDIST_MOUNT_LARGE"));
   made->large = large.empty() ? kLarge : std::strtoull(large.c_str(), nullptr, 10);
+  made->cache = std::strtoull(text(std::getenv("PYDIST_MOUNT_CACHE")).c_str(), nullptr, 10);
   made->identity = made->folders.substr(made->folders.rfind('/') + 1);
   const std::string output = text(std::getenv("PYDIST_MOUNT_OUTPUT"));  // NAME=FOLDER
   if (const std::size_t equals = output.find('='); equals != std::string::npos) {

@@ -18,13 +18,15 @@ namespace pydist::preload {
 struct Mount {
   std::string path;     // of the mount point: absolute, normalized, without a link; "" for no mount
   std::string packs;    // the pack folder; "" if only calls are counted
-  std::string folders;  // a folder with one empty folder per packed directory that was opened
+  std::string folders;  // a folder with one empty folder per packed directory that was opened,
+                        // and with the files of the cache
   std::string identity;       // distinguishes the pack in the names of descriptors
   std::string output;         // the name of the output folder at the mount point; "" for none
   std::string output_target;  // its real path
   std::vector<std::string> servers;  // of partitions that are on other nodes
   packs::Secret secret{};
   std::uint64_t large = 0;  // raw files of more bytes are read in place
+  std::uint64_t cache = 0;  // bytes of files whose copies stay in memory
 
   bool has_packs() const { return !packs.empty(); }
 };

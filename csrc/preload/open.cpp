@@ -10,6 +10,7 @@
 #include <cstdarg>
 #include <string_view>
 
+#include "preload/cache.hpp"
 #include "preload/descriptors.hpp"
 #include "preload/hook.hpp"
 #include "preload/mount.hpp"
@@ -40,7 +41,11 @@ int open_entry(std::uint32_t i, int flags, bool whole) {
   if (entry->kind == packs::Kind::kDirectory) return open_directory(i, flags);
   if ((flags & O_PATH) != 0) return open_path_only(i, flags);
   const bool large = entry->codec == packs::Codec::kRaw && entry->raw_size > mount().large;
-  return large && !whole ? open_in_place(i, flags) : open_copy(i, flags);
+  if (large && !whole) return open_in_place(i, flags);
+  // Programs are started from memory alone: the cache's file system may not permit it.
+  const bool program = whole || (entry->mode & 0111) != 0;
+  const int cached = program ? -1 : open_cached(i, flags);
+  return cached >= 0 ? cached : open_copy(i, flags);
 }
 
 int open_packed(const Target& target, int flags, bool whole) {

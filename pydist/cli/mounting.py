@@ -20,6 +20,7 @@ from pydist.packs import servers
 from pydist.parsing import byte_count
 
 LIBRARY = "libpydist_preload.so"
+CACHE = "1GiB"
 
 
 @contextlib.contextmanager
@@ -29,6 +30,7 @@ def mounted(
     output: str | None = None,
     large: str | None = None,
     counters: Path | None = None,
+    cache: str = CACHE,
 ) -> Iterator[dict[str, str]]:
     """Yields the environment for programs that see a mount, while the context lasts.
 
@@ -39,6 +41,8 @@ def mounted(
             mount point.
         large: size from which raw files are not copied into memory, such as "16MiB".
         counters: the file in which calls are counted (see `pydist.cli.store_profile`).
+        cache: total size of the small and compressed files whose copies stay in memory, for all
+            processes, once they have been opened; "0" for none.
 
     Raises:
         UsageError: not Linux, the library was not built, a setting that is not possible, or another
@@ -54,7 +58,10 @@ def mounted(
             raise UsageError("--output needs --packs: without it, files are written in place")
         settings["PYDIST_MOUNT_OUTPUT"] = _output(output, settings["PYDIST_MOUNT"], packs)
     if large is not None:
-        settings["PYDIST_MOUNT_LARGE"] = str(_size(large))
+        settings["PYDIST_MOUNT_LARGE"] = str(_size("--large", large))
+    if packs is not None:
+        size = 0 if cache == "0" else _size("--cache", cache)
+        settings["PYDIST_MOUNT_CACHE"] = str(size)
     if counters is not None:
         settings["PYDIST_MOUNT_PROFILE"] = str(counters)
     with _folder() as folder:
@@ -122,16 +129,16 @@ def _output(given: str, mount: str, packs: str) -> str:
     return f"{name}={real}"
 
 
-def _size(given: str) -> int:
+def _size(option: str, given: str) -> int:
     try:
         return byte_count(given)
     except ValueError as error:
-        raise UsageError(f"--large {given}: {error}") from None
+        raise UsageError(f"{option} {given}: {error}") from None
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """Makes a folder for the directories that programs open; removes what killed runs left."""
+    """Makes a folder for directories and copies of files; removes what killed runs left."""
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK | os.X_OK) else None
     parent = (base or Path(tempfile.gettempdir())) / f"pydist-mounts-{os.getuid()}"
     try:  # programs are started with the library that it links to, if need be
@@ -142,6 +149,7 @@ def _folder() -> Iterator[Path]:
     folder = owner.temporary(parent / "mount").resolve()
     folder.mkdir(mode=0o700)
     try:
+        (folder / "taken").write_bytes(bytes(8))  # of the cache, counted by all processes
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

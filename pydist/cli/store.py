@@ -14,14 +14,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydist.cli.mounting import mounted
+from pydist.cli.mounting import CACHE, mounted
 from pydist.cli.own_options import OwnOptions
 from pydist.cli.store_profile import Counters
 from pydist.errors import UsageError
 
 _USAGE = (
     "pydist store exec --mount PATH [--packs FOLDER] [--output [NAME=]FOLDER] [--large SIZE] "
-    "[--profile FILE] -- PROGRAM [ARGUMENT ...]"
+    "[--cache SIZE] [--profile FILE] -- PROGRAM [ARGUMENT ...]"
 )
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _SHELL_SIGNAL = 128
@@ -42,6 +42,7 @@ def execute(arguments: Sequence[str]) -> int:
                 options.output,
                 options.large,
                 None if counters is None else counters.file,
+                options.cache,
             )
         )
         code = _run(program, environment)
@@ -67,6 +68,12 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument(
         "--large", metavar="SIZE", help="larger files are not copied into memory (16MiB)"
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="SIZE",
+        default=CACHE,
+        help=f"memory for copies of files that were opened ({CACHE})",
     )
     parser.add_argument("--profile", metavar="FILE", help="count calls, and write them as JSON")
     own, program = list(arguments), []

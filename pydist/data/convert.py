@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.data_file import checked_path
 from pydist.data.each_file import Progress, for_each
 from pydist.data.file_image import RECIPE, recipe_hash
 from pydist.data.formats import Compression, Storage, StoredFile
@@ -26,6 +28,9 @@ from pydist.owner import remove, remove_temporaries
 from pydist.registry import FORMATS
 
 Voxels = tuple[int, int, int]
+
+_OURS = ""
+"""Name in the journal of the list of files that runs write."""
 
 _SUFFIXES = {"hdf5": ".hdf5", "zarr": ".zarr"}
 
@@ -109,8 +114,11 @@ def convert_dataset(
     if options.compression == "none":
         need_space(root, _missing_bytes(root, tasks))
     with FolderLock(root):
+        remove_temporaries(root)
         present = _check_folder(root, recipe, options.overwrite)
         journal = Journal(root / JOURNAL)
+        ours = _ours(root, tasks, journal, present)
+        journal.add(_OURS, sorted(ours))
         made = _made(tasks, journal, present, recipe, progress, workers)
         converted = replace(
             manifest,
@@ -120,11 +128,10 @@ def convert_dataset(
             origin={**manifest.origin, "converted": options.recipe(), RECIPE: recipe},
         )
         converted.save(root)
-        journal.remove()
-        kept = {file.path for file in converted.files}
-        for file in present.files if present else ():
-            if file.path not in kept and (root / file.path).exists():
-                remove(root / file.path)
+        for name in ours - {file.path for file in converted.files}:
+            if (root / name).exists():
+                remove(root / name)
+        journal.remove()  # last, as it names what is to be removed
     return converted
 
 
@@ -277,6 +284,20 @@ def _made(
         if progress:
             progress(len(found), len(tasks), tasks[number].entry.path)
     return [found[number] for number in range(len(tasks))]
+
+
+def _ours(
+    root: Path, tasks: Sequence[_Task], journal: Journal, present: Manifest | None
+) -> set[str]:
+    """Returns the names of files that this run may write, and of those of earlier runs.
+
+    Files that no run has written are none of them.
+    """
+    ours = {file.path for file in present.files} if present else set()
+    with contextlib.suppress(TypeError, ValueError):  # a journal that is damaged
+        ours |= {checked_path(name) for name in journal.get(_OURS) or ()} - {"."}
+    names = {name for task in tasks for name in task.names}
+    return ours | {name for name in names if not (root / name).exists()}
 
 
 def _of_journal(journal: Journal, recipe: str, task: _Task, name: str) -> DataFile | None:

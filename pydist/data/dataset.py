@@ -83,6 +83,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         """A label that voxels may have besides the classes."""
         numbers = str(dtype).removeprefix("torch.")
         self._normalizer = Normalizer(normalize, self.manifest, numbers, window)
+        staged = staged_dtype(self.manifest.dtype)
+        self._stored_dtype: torch.dtype = getattr(torch, staged.name)
         self._samples = self.manifest.table.samples_of(split)
         if not len(self._samples):
             found = ", ".join(f"{k} ({n} samples)" for k, n in self.manifest.splits.items())
@@ -177,8 +179,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
     @property
     def stored_dtype(self) -> torch.dtype:
         """Type of the values that `read_stored` reads."""
-        found: torch.dtype = getattr(torch, staged_dtype(self.manifest.dtype).name)
-        return found
+        return self._stored_dtype
 
     def read_stored(self, index: int, box: Box | None, out: Tensor) -> None:
         """Reads one block of one sample without normalization; see `read_block` and `normalize`.
@@ -241,7 +242,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         def part(opened: OpenedFile) -> npt.NDArray[Any]:
             assert opened.label is not None
             name, window = self.manifest.label, _window(sample.offset, lo, hi)
-            return self._read(opened, opened.label, window, self._where(index, name))
+            return self._read(opened, opened.label, window, index, name)
 
         stored = self._files.read(sample.file, part)
         too_large = stored.dtype == np.uint64 and stored.max() > np.iinfo(np.int64).max
@@ -290,7 +291,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
                         f"{opened.file.path}: {name!r} has the shape {dataset.shape}; "
                         f"({self.num_targets},) was expected: {self.manifest.target_names}"
                     )
-                values = self._read(opened, dataset, (), self._where(index, name))
+                values = self._read(opened, dataset, (), index, name)
                 opened.target = values.astype(np.float64)
             return opened.target
 
@@ -325,9 +326,9 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         last = self.manifest.axes == "DHWC"
         if last:
             window = (*window[1:], window[0])
-        where, into = self._where(index), None if last else out
+        into = None if last else out
         stored = self._files.read(
-            sample.file, lambda opened: self._read(opened, opened.samples, window, where, into)
+            sample.file, lambda opened: self._read(opened, opened.samples, window, index, "", into)
         )
         if last:
             stored = np.moveaxis(stored, -1, 0)
@@ -340,22 +341,28 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         opened: OpenedFile,
         dataset: StoredArray,
         window: tuple[slice, ...],
-        where: str,
+        index: int,
+        name: str,
         out: npt.NDArray[Any] | None = None,
     ) -> npt.NDArray[Any]:
-        """Reads a part of an array, in this machine's byte order; into `out`, if given."""
+        """Reads a part of an array, in this machine's byte order; into `out`, if given.
+
+        Errors name the array as `_where(index, name)` does.
+        """
         try:
             stored = opened.file.read(dataset, window, out)
         except opened.file.errors as error:
-            what = " ".join(str(error).split())
+            what, where = " ".join(str(error).split()), self._where(index, name)
             if out_of_memory(error):
                 raise DoesNotFit(f"{where}: {what}") from error
             raise BadSample(f"{where}: damaged: {what}") from error
         extents = [each.stop - each.start for each in window] if window else dataset.shape
         if not isinstance(stored, np.ndarray) or stored.shape != tuple(extents):
             shape = getattr(stored, "shape", type(stored).__name__)
+            where = self._where(index, name)
             raise DataError(f"{where}: {shape} was read where {tuple(extents)} was asked for")
         if stored.dtype.kind not in "biuf":
+            where = self._where(index, name)
             raise DataError(f"{where} holds {stored.dtype}; numbers are needed")
         self._files.count(stored.nbytes)
         return stored.astype(stored.dtype.newbyteorder("="), copy=False)

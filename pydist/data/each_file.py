@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -64,6 +63,9 @@ def _prepare(parent: int) -> None:
 
 
 def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
+    process = multiprocessing.parent_process()
+    assert process is not None
+    # At once, before the next run writes the same files; unless a fork of the parent lives on.
+    while os.getppid() == parent and process.is_alive():
+        process.join(1)
     os._exit(1)

@@ -76,6 +76,7 @@ class FileTable(Sequence[DataFile]):
         self._splits = tuple(splits)
         self._folder = folder
         self._recent: dict[int, DataFile] = {}
+        self._recent_samples: dict[int, Sample] = {}
 
     @classmethod
     def of(cls, files: Iterable[DataFile]) -> FileTable:
@@ -205,19 +206,25 @@ class FileTable(Sequence[DataFile]):
 
     def sample(self, number: int) -> Sample:
         """Returns a sample by its number among all of the data set."""
+        found = self._recent_samples.get(number)
+        if found is not None:
+            return found
         row = self._samples[number]
         depth, height, width = row["offset"].tolist()
         mean = float(row["mean"])
-        return Sample(
+        found = Sample(
             self[self._file_of(number)],
             (depth, height, width),
             1.0 if math.isnan(mean) else mean,
         )
+        if len(self._recent_samples) >= _RECENT:
+            self._recent_samples.clear()
+        self._recent_samples[number] = found
+        return found
 
     def extents_of(self, number: int) -> tuple[int, int, int] | None:
         """Returns the extents of a sample by its number, if its file has some."""
-        depth, height, width = self._files["extents"][self._file_of(number)].tolist()
-        return (depth, height, width) if depth else None
+        return self.sample(number).file.extents
 
     def __len__(self) -> int:
         return len(self._files)

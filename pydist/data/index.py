@@ -19,6 +19,7 @@ from pydist.data.lock import FolderLock, lock_if_writable
 from pydist.data.made import checksum_of_file
 from pydist.data.manifest import FILE_NAME, DataFile, Manifest
 from pydist.errors import DataError, UsageError
+from pydist.owner import remove_temporaries
 from pydist.registry import FORMATS
 
 _ORIGIN = "indexed files"
@@ -155,6 +156,7 @@ def index_dataset(
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
     with FolderLock(folder):
+        remove_temporaries(folder)
         if (folder / FILE_NAME).exists() and not overwrite:
             kind = Manifest.load(folder).origin.get("kind")
             if kind != _ORIGIN:

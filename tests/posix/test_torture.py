@@ -84,7 +84,8 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
             point.rmdir()
             folder.rename(point)
             real = []
-        copies = stack.enter_context(mounted(str(point), str(base / "packs")))
+        # With room in the cache for some of the files.
+        copies = stack.enter_context(mounted(str(point), str(base / "packs"), cache="30kB"))
         in_place = stack.enter_context(mounted(str(point), str(base / "packs"), large="1B"))
         yield Machine(
             stack.enter_context(Caller(real + caller, plain)),

@@ -144,7 +144,7 @@ def test_a_full_disk_leaves_files(tmp_path: Path) -> None:
 
     A further run has another file for the others.
     """
-    done = run_program("full", tmp_path, 1500)
+    done = run_program(tmp_path, 1500)
     rates = json.loads(done.stdout)
     assert 0.5 <= rates[0] == rates[1] < rates[2]
     assert done.stderr.count("File too large; no more samples are written there") >= 3

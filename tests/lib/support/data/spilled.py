@@ -107,12 +107,12 @@ def compare(run: Run, folder: Path, epochs: int = 3) -> list[list[tuple[Figures,
     return run_local(job, run.ranks, timeout=120)
 
 
-def run_program(what: str, folder: Path, number: int) -> subprocess.CompletedProcess[str]:
+def run_program(folder: Path, nbytes: int) -> subprocess.CompletedProcess[str]:
     """Runs `support/jobs/programs/spilling.py`, which must succeed."""
     env = child_environment()
     path = [str(Path(next(iter(support.__path__))).parent), env.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, str(path_of("spilling")), what, str(folder), str(number)],
+        [sys.executable, str(path_of("spilling")), str(folder), str(nbytes)],
         env={**env, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         cwd=folder,
         capture_output=True,
