@@ -43,6 +43,13 @@ COMMANDS = {
     "profile": Command("pydist.cli.profile", "profile", "measure a training step by layer"),
     "balance": Command("pydist.cli.balance", "balance", "suit parts to ranks of unequal speed"),
     "plan": Command("pydist.cli.plan", "plan", "predict time and memory of every mesh"),
+    "bench sample-size": Command(
+        "pydist.cli.bench", "sample_size", "compare whole samples with sub-cubes of them"
+    ),
+    "bench scaling": Command(
+        "pydist.cli.bench", "scaling", "measure and model how training scales"
+    ),
+    "sweep": Command("pydist.cli.sweep", "sweep", "train with many settings, side by side"),
     "check": Command("pydist.cli.check", "check", "compare a split network with one device"),
     "store exec": Command("pydist.cli.store", "execute", "run a program on packs as files"),
     "env": Command("pydist.cli.env", "env", "report versions and hardware, for bug reports"),
@@ -119,7 +126,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def _described(names: Iterable[str]) -> list[str]:
-    return [f"  {name:<16}{COMMANDS[name].help}" for name in names]
+    return [f"  {name:<19}{COMMANDS[name].help}" for name in names]
 
 
 def _group_usage(word: str, names: Sequence[str]) -> str:
