@@ -39,6 +39,7 @@ COMMANDS = {
     "data verify": Command("pydist.cli.data", "verify", "compare a data set with its checksums"),
     "train": Command("pydist.cli.train", "train", "train a network from a TOML file"),
     "predict": Command("pydist.cli.predict", "predict", "segment NIfTI volumes across ranks"),
+    "serve": Command("pydist.cli.serve_model", "serve_model", "predict for requests over HTTP"),
     "export": Command("pydist.cli.export", "export", "extract the weights from a checkpoint"),
     "profile": Command("pydist.cli.profile", "profile", "measure a training step by layer"),
     "balance": Command("pydist.cli.balance", "balance", "suit parts to ranks of unequal speed"),
