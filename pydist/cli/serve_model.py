@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,7 @@ from pydist.errors import UsageError
 from pydist.parsing import byte_count
 
 if TYPE_CHECKING:
-    from pydist.mesh import Mesh
+    from pydist.inference.resident import Resident
 
 PROG = "pydist serve"
 _SECONDS_TO_END = 600.0
@@ -105,6 +105,7 @@ def _check(options: _Arguments) -> None:
 
 def _serve_here(options: _Arguments) -> int:
     """Serves in this process, which is one rank of a job, or the only one."""
+    from pydist.comm.consensus import together
     from pydist.inference import Sliding
     from pydist.inference.resident import Resident
     from pydist.setup import init
@@ -113,12 +114,14 @@ def _serve_here(options: _Arguments) -> int:
     if options.sliding is not None:
         overlap = {} if options.overlap is None else {"overlap": options.overlap}
         sliding = Sliding(options.sliding, **overlap)
-    mesh: Mesh = init(None, options.spatial, "host" if options.device == "cpu" else "auto")
+    mesh = init(None, options.spatial, "host" if options.device == "cpu" else "auto")
     resident = Resident(
         options.checkpoint, mesh, sliding, options.device, options.factory, options.task
     )
-    if mesh.rank == 0:
-        _answer(resident, options)
+    with together(mesh.world):
+        answers = _service(resident, options) if mesh.rank == 0 else None
+    if answers is not None:
+        answers()
     else:
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)  # the first rank ends the service
@@ -127,13 +130,11 @@ def _serve_here(options: _Arguments) -> int:
     return 0
 
 
-def _answer(resident: object, options: _Arguments) -> None:
-    """Answers requests on the first rank until a signal arrives."""
+def _service(resident: Resident, options: _Arguments) -> Callable[[], None]:
+    """Starts the server on the first rank; returns the function that answers until a signal."""
     from pydist.inference.http import HttpServer
-    from pydist.inference.resident import Resident
     from pydist.inference.service import Service
 
-    assert isinstance(resident, Resident)
     service = Service(resident, options.waiting)
     server = HttpServer(service, options.host, options.port, byte_count(options.largest))
 
@@ -142,6 +143,10 @@ def _answer(resident: object, options: _Arguments) -> None:
 
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, stop)
-    print(f"serving    http://{server.host}:{server.port}  {resident.mesh.grid}", flush=True)
-    service.run(lambda: server.is_over)
-    print(f"served     {service.answered:,} requests", flush=True)
+
+    def answer() -> None:
+        print(f"serving    http://{server.host}:{server.port}  {resident.mesh.grid}", flush=True)
+        service.run(lambda: server.is_over)
+        print(f"served     {service.answered:,} requests", flush=True)
+
+    return answer

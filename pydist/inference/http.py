@@ -116,7 +116,7 @@ def array_of(content: bytes) -> npt.NDArray[np.generic]:
 
 
 class HttpServer:
-    """HTTP server of a service, in a thread of its own.
+    """HTTP server that a service has, in a thread of its own.
 
     Args:
         service: answers the requests.

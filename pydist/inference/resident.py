@@ -135,13 +135,13 @@ class Resident:
         return self._known[key]
 
     def predict(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Predicts for samples. On the first rank, while the others are in `follow`.
+        """Returns the outputs of the network for samples. On the first rank, while the others are in `follow`.
 
         Args:
             inputs: of the network, as `prepared` returns them; of any shapes.
 
         Returns:
-            The output of the network for each of them, on the host: [outputs], or the scores
+            The output for each of them, on the host: [outputs], or the scores
             [classes, D, H, W].
         """
         if self._sliding is None:

@@ -41,7 +41,7 @@ class _Request:
 
 
 class Service:
-    """Queue of requests for a resident network, on the first rank.
+    """Queue that holds the requests for a resident network, on the first rank.
 
     Args:
         resident: the network.

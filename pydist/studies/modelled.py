@@ -92,7 +92,7 @@ def series_estimates(study: Scaling, most: int, hardware: Hardware) -> dict[Poin
 
 @dataclass(frozen=True)
 class PaperPoint:
-    """Modelled step of one of the paper's experiments.
+    """Step of one of the paper's experiments, as the model predicts it when data are in the store.
 
     Attributes:
         network: of `EXPERIMENTS`.
@@ -110,7 +110,7 @@ class PaperPoint:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs."""
+        """Number of GPUs that the mesh has."""
         return math.prod(self.estimate.grid.shape)
 
 

@@ -1,4 +1,4 @@
-"""Public measurements of CosmoFlow on GPUs, to see modelled numbers beside.
+"""Lists public measurements of CosmoFlow on GPUs, to see modelled numbers beside.
 
 Samples per second while training on cubes of 128³ voxels with 4 channels. No measurement of the
 paper's own networks at scale is public as a number. Sources: the MLPerf HPC submission logs of the
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Published(NamedTuple):
-    """Public measurement.
+    """Measurement that was published.
 
     Attributes:
         run: what ran where.

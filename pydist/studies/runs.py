@@ -36,7 +36,7 @@ _TICK = 0.05
 
 @dataclass(frozen=True)
 class Run:
-    """Training run of a study.
+    """Training that a study runs.
 
     Attributes:
         name: its name in tables.
@@ -50,12 +50,12 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Folder of the run's files."""
+        """Folder that the run's files are in."""
         return self.config.output.folder
 
     @property
     def settings(self) -> Path:
-        """File with the configuration, for the job."""
+        """File that gives the job its configuration."""
         return self.folder / SETTINGS_FILE
 
 

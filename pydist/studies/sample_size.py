@@ -55,7 +55,7 @@ NETWORK, RIDGE, CONSTANT = "network", "ridge", "mean"
 
 @dataclass(frozen=True)
 class SampleSizeOptions:
-    """Options of the study.
+    """Options that the study has.
 
     Attributes:
         universes: number of synthetic universes.
@@ -99,7 +99,7 @@ class SampleSizeOptions:
 
     @property
     def universe_options(self) -> UniverseOptions:
-        """Options of the universes."""
+        """Options that the universes are made with."""
         return UniverseOptions(
             count=self.universes,
             width=self.width,
@@ -111,7 +111,7 @@ class SampleSizeOptions:
 
 @dataclass(frozen=True)
 class Row:
-    """Errors of one predictor with one input.
+    """Errors that one predictor makes with one input.
 
     Attributes:
         predictor: `NETWORK`, `RIDGE`, or `CONSTANT`, which predicts the training set's mean.
@@ -127,19 +127,19 @@ class Row:
 
     @property
     def mean(self) -> float:
-        """Mean over seeds and outputs."""
+        """Mean that the errors have over seeds and outputs."""
         return float(np.mean(self.errors))
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the outputs' mean over the seeds; 0 with one seed."""
+        """Standard deviation that the outputs' mean has over the seeds; 0 with one seed."""
         means = np.mean(self.errors, 1)
         return float(means.std(ddof=1)) if len(means) > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class Study:
-    """Study in a folder: data sets, runs and results.
+    """Study that has a folder, with data sets, runs and results.
 
     Attributes:
         folder: of its files.

@@ -51,7 +51,7 @@ differ, which Adam amplifies; another computation differs by far more."""
 
 @dataclass(frozen=True)
 class ScalingOptions:
-    """Options of the study.
+    """Options that the study has.
 
     Attributes:
         networks: what is trained.
@@ -107,18 +107,18 @@ class Point:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks that the mesh has."""
         return self.groups * math.prod(self.parts)
 
     @property
     def grid(self) -> Grid:
-        """The mesh."""
+        """Mesh that the point has."""
         depth, height, width = self.parts
         return Grid.of({"data": self.groups, "depth": depth, "height": height, "width": width})
 
     @property
     def name(self) -> str:
-        """Name of the point's run."""
+        """Name that the point's run has."""
         extents = "x".join(map(str, self.extents))
         words = [self.network, self.series, f"{self.ranks}-ranks", extents, f"batch-{self.batch}"]
         words += [] if self.overlap else ["awaited"]
@@ -141,7 +141,7 @@ def parts_of(ranks: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Scaling study in a folder.
+    """Scaling study that has a folder.
 
     Attributes:
         folder: of its files.
@@ -268,7 +268,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurement of a point.
+    """Measurement that was made of a point.
 
     Attributes:
         point: the point.
@@ -285,7 +285,7 @@ class Measured:
 
     @property
     def step(self) -> float:
-        """Median seconds of a step."""
+        """Median seconds that a step takes."""
         return median(self.seconds)
 
     @property

@@ -70,7 +70,7 @@ def _copied(kept: Tensor, out: Tensor | None) -> Tensor:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures, and writes the log on the first rank."""
+    """Measures the steps, and writes the log on the first rank."""
     settings, steps, *flags = arguments
     config = config_io.load(Path(settings))
     mesh_config = config.mesh

@@ -69,7 +69,7 @@ def _edges(shells: int) -> npt.NDArray[np.intp]:
 
 
 class QuadraticRidge:
-    """Ridge regression on features, their squares and their products.
+    """Ridge regression that uses features, their squares and their products.
 
     The strength of the penalty is chosen for each output by cross-validation with 5 folds of whole
     groups.

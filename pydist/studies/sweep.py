@@ -32,7 +32,7 @@ _FOLDER = "output.folder"
 
 @checked(frozen=True, config=ConfigDict(extra="forbid"))
 class _File:
-    """Content of the file."""
+    """Content that the file has."""
 
     config: str
     folder: str
@@ -44,7 +44,7 @@ class _File:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Sweep, as described by a file.
+    """Sweep that a file describes.
 
     Attributes:
         folder: of all runs.
