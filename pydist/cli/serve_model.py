@@ -79,7 +79,7 @@ def serve_model(arguments: Sequence[str]) -> int:
         own += [f"--{name}", str(value)] if value not in (None, "") else []
     own += ["--spatial", *map(str, options.spatial)]
     argv = ["-m", "pydist", "serve", str(options.checkpoint), *own]
-    return launch(options.ranks, argv, options.mpi, patience=_SECONDS_TO_END)
+    return launch(options.ranks, argv, options.mpi, patience=_SECONDS_TO_END, is_service=True)
 
 
 def _check(options: _Arguments) -> None:

@@ -135,7 +135,7 @@ class Resident:
         return self._known[key]
 
     def predict(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the outputs of the network for samples. On the first rank, while the others are in `follow`.
+        """Computes the outputs of the network. On the first rank; the others are in `follow`.
 
         Args:
             inputs: of the network, as `prepared` returns them; of any shapes.
