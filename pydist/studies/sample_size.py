@@ -13,7 +13,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +150,6 @@ class Study:
     folder: Path
     options: SampleSizeOptions
     ranks: int = 1
-    _mark: str = field(default="study.json", init=False)
 
     def data(self, cut: int) -> Path:
         """Returns the folder of the data set with each cube in `cut`³ parts."""
@@ -188,7 +187,6 @@ class Study:
                 batch=o.batch * cut**3,
                 seed=seed,
                 validate_every=o.epochs,
-                device="auto",
             ),
             output=OutputConfig(folder=self.folder / "runs" / name, plot=False),
         )

@@ -113,7 +113,7 @@ def _settings(found: _File, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             varied = dict(zip(found.grid, values, strict=True))
             shown = varied if given_name is not None else {**listed, **varied}
             parts = [given_name] if given_name is not None else []
-            parts += [f"{key.rpartition('.')[2]}={value_text(v)}" for key, v in shown.items()]
+            parts += [f"{key.rpartition('.')[2]}={_value_text(v)}" for key, v in shown.items()]
             name = re.sub(r"[^\w.=,+-]+", "-", ",".join(parts)) or "run"
             if name in names or name in (".", ".."):
                 raise UsageError(f"{path}: two runs are {name!r}: give them names")
@@ -121,10 +121,10 @@ def _settings(found: _File, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, {**listed, **varied}
 
 
-def value_text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Returns a setting's value as it is shown: 2x1x1 for a list."""
     if isinstance(value, list | tuple):
-        return "x".join(map(value_text, value))
+        return "x".join(map(_value_text, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -179,7 +179,7 @@ def sweep_table(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
         lines.append(
             (
                 run.name,
-                *(value_text(given[key]) if key in given else "" for key in settings),
+                *(_value_text(given[key]) if key in given else "" for key in settings),
                 str(run.ranks),
                 str(outcome.steps),
                 _number(outcome.loss),
