@@ -15,9 +15,9 @@ import tyro
 from pydist.cli.console import Console
 from pydist.cli.data import progress_bar
 from pydist.cli.jobs import (
+    module_command,
     refuse_ranks,
     require_done,
-    script_command,
     teller,
     training_command,
 )  # fmt: skip
@@ -147,7 +147,7 @@ def scaling(arguments: Sequence[str]) -> int:
         by_name = {point.name: point for point in points}
 
         def command(run: Run) -> Sequence[str]:
-            return script_command(run, chosen.mpi, scaling_job.__file__,
+            return module_command(run, chosen.mpi, scaling_job.__name__,
                                   study.arguments(by_name[run.name]))  # fmt: skip
 
         runs = [study.run(point) for point in points]

@@ -73,17 +73,17 @@ def training_command(mpi: str = "auto", launcher: str | None = None) -> Command:
     return command
 
 
-def script_command(run: Run, mpi: str, script: str, arguments: Sequence[str]) -> list[str]:
-    """Returns the command line that runs a script on the ranks of a run, with its settings.
+def module_command(run: Run, mpi: str, module: str, arguments: Sequence[str]) -> list[str]:
+    """Returns the command line that runs a module on the ranks of a run, with its settings.
 
     Args:
         run: the run.
         mpi: as of `pydist run`.
-        script: the Python file.
-        arguments: of the script, after the file with the settings.
+        module: its name.
+        arguments: of the module, after the file with the settings.
     """
     start = [sys.executable, "-c", _PROGRAM, str(os.getpid()), "run", "-n", str(run.ranks)]
-    return [*start, "--mpi", mpi, script, str(run.settings), *arguments]
+    return [*start, "--mpi", mpi, "-m", module, str(run.settings), *arguments]
 
 
 def teller(console: Console, width: int) -> Tell:

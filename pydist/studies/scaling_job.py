@@ -1,6 +1,6 @@
 """Measures the steps of one point of the scaling study, as one rank of its job.
 
-    pydist run -n 2 pydist/studies/scaling_job.py SETTINGS.toml STEPS [awaited] [memory]
+    pydist run -n 2 -m pydist.studies.scaling_job SETTINGS.toml STEPS [awaited] [memory]
 
 Each step is an event in the log of the run's folder, as of `pydist train`; its seconds are those of
 the slowest rank, and the parts are that rank's. "awaited" takes the overlap out; with "memory" each
