@@ -95,7 +95,8 @@ def draw(study: Study, rows: Sequence[Row]) -> Path:
         axes.set(title=name, yscale="log", xticks=list(places))
         axes.set_xticklabels(sizes)
     panels[0].set(ylabel="MSE of validation universes")
-    panels[0].legend(fontsize=7)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
     return save_figure(figure, study.folder)
 
 

@@ -41,8 +41,8 @@ _SERIES = (STRONG, WEAK_BATCH, WEAK_SAMPLE)
 _NAMES = {COSMOFLOW: "CosmoFlow", "unet3d": "U-Net"}
 _COLORS = dict(zip(_SERIES, ("tab:blue", "tab:orange", "tab:green"), strict=True))
 _KINDS = {
-    "computation": {"compute", "convolution", "dgrad", "wgrad", "boundary", "pack"},
-    "halo": {"halo"},
+    "computation": {"compute", "convolution", "dgrad", "wgrad", "boundary"},
+    "halo": {"halo", "pack"},
     "sums": {"statistics", "redistribute", "channels", "gather"},
     "gradients": {"gradients"},
     "optimizer": {"optimizer"},
@@ -260,7 +260,7 @@ def _draw_speed(axes: Axes, results: Results, network: str) -> None:
         points = sorted(_speeds(results, network, series, measured=True))
         if curve:
             axes.plot(*zip(*curve, strict=True), "--", color=color, label=f"{series}, modelled")
-        if points:
+        if len(points) > 1:  # besides the one rank of all series
             axes.plot(*zip(*points, strict=True), "o", color=color, label=f"{series}, measured")
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="speed-up",
              title=f"{_NAMES[network]}: speed-up")  # fmt: skip
