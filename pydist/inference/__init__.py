@@ -1,4 +1,4 @@
-"""Predicts with trained networks across ranks, once or for requests, and exports networks."""
+"""Predicts volumes with trained networks across ranks, answers requests, and exports networks."""
 
 from __future__ import annotations
 
