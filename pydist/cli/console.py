@@ -8,10 +8,14 @@ from rich.console import Console as RichConsole
 
 
 class Console(RichConsole):
-    """Console whose errors reach `pydist.cli.main`, like those of `print`."""
+    """Console whose errors reach `pydist.cli.main`, like those of `print`.
 
-    def __init__(self) -> None:
-        super().__init__(highlight=False)
+    Args:
+        stderr: whether it prints to stderr, where stdout has a result for a program.
+    """
+
+    def __init__(self, stderr: bool = False) -> None:
+        super().__init__(highlight=False, stderr=stderr)
 
     def on_broken_pipe(self) -> None:
         """Re-raises `BrokenPipeError`; rich's own method ends the process with code 1."""

@@ -176,7 +176,7 @@ def _convert_medical(chosen: _Nifti | _Dicom) -> None:
     """Converts images with labels, with a progress bar, and says which were rejected."""
     console = Console()
     began = time.perf_counter()
-    with _told(console) as told:
+    with progress_bar(console) as told:
         manifest = convert_nifti(chosen.source, chosen.folder, chosen.conversion, told)
     rejected = manifest.origin["rejected"]
     for why in rejected.values():
@@ -193,7 +193,7 @@ def index(arguments: Sequence[str]) -> int:
     chosen = parse(_Index, arguments, "pydist data index")
     console = Console()
     began = time.perf_counter()
-    with _told(console) as told:
+    with progress_bar(console) as told:
         manifest = index_dataset(
             chosen.folder,
             chosen.index,
@@ -211,7 +211,7 @@ def convert(arguments: Sequence[str]) -> int:
     chosen = parse(_Convert, arguments, "pydist data convert")
     console = Console()
     began = time.perf_counter()
-    with _told(console) as told:
+    with progress_bar(console) as told:
         manifest = convert_dataset(
             chosen.source, chosen.folder, chosen.conversion, told, workers=chosen.workers
         )
@@ -227,7 +227,7 @@ def info(arguments: Sequence[str]) -> int:
     described = outline(chosen.folder)
     found = kept_facts(chosen.folder)
     if chosen.deep and found is None:
-        with _told(console) as told:
+        with progress_bar(console) as told:
             found = deep_facts(chosen.folder, told, workers=chosen.workers)
     if chosen.json:
         deep = None if found is None else {split: asdict(f) for split, f in found.items()}
@@ -248,7 +248,7 @@ def pack(arguments: Sequence[str]) -> int:
     chosen = parse(_Pack, arguments, "pydist data pack")
     console = Console()
     began = time.perf_counter()
-    with _told(console) as told:
+    with progress_bar(console) as told:
         made = writing.pack(chosen.source, chosen.output, chosen.packing, told)
     share = made["stored_bytes"] / made["bytes"] if made["bytes"] else 1.0
     packed = f" → {made['stored_bytes']:,}" if chosen.packing.codec != "raw" else ""
@@ -269,7 +269,7 @@ def verify(arguments: Sequence[str]) -> int:
     chosen = parse(_Verify, arguments, "pydist data verify")
     console = Console()
     packed = verifying.is_pack(chosen.folder)
-    with _told(console) as told:
+    with progress_bar(console) as told:
         if packed:
             faults = verifying.verify(chosen.folder, told)
         else:
@@ -286,7 +286,7 @@ def verify(arguments: Sequence[str]) -> int:
 def make(folder: Path, options: UniverseOptions, console: Console) -> None:
     """Generates a set of universes, with a progress bar; an existing one is kept."""
     began = time.perf_counter()
-    with _told(console) as told:
+    with progress_bar(console) as told:
         manifest = generate_universes(folder, options, told)
     what = f"{options.count} universes of {options.box}³ voxels"
     _say(console, what, manifest, folder, began)
@@ -295,14 +295,14 @@ def make(folder: Path, options: UniverseOptions, console: Console) -> None:
 def make_ct(folder: Path, options: CTOptions, console: Console) -> None:
     """Generates a set of CT volumes, with a progress bar; an existing one is kept."""
     began = time.perf_counter()
-    with _told(console) as told:
+    with progress_bar(console) as told:
         manifest = generate_ct(folder, options, told)
     what = f"{options.count} synthetic CT volumes of {' × '.join(map(str, options.shape))} voxels"
     _say(console, what, manifest, folder, began)
 
 
 @contextmanager
-def _told(console: Console) -> Iterator[Told]:
+def progress_bar(console: Console) -> Iterator[Told]:
     """Draws the progress of making a data set; yields the callback."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("data      ", total=None)

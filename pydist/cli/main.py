@@ -40,10 +40,18 @@ COMMANDS = {
     "data verify": Command("pydist.cli.data", "verify", "compare a data set with its checksums"),
     "train": Command("pydist.cli.train", "train", "train a network from a TOML file"),
     "predict": Command("pydist.cli.predict", "predict", "segment NIfTI volumes across ranks"),
+    "serve": Command("pydist.cli.serve_model", "serve_model", "predict for requests over HTTP"),
     "export": Command("pydist.cli.export", "export", "extract the weights from a checkpoint"),
     "profile": Command("pydist.cli.profile", "profile", "measure a training step by layer"),
     "balance": Command("pydist.cli.balance", "balance", "suit parts to ranks of unequal speed"),
     "plan": Command("pydist.cli.plan", "plan", "predict time and memory of every mesh"),
+    "bench sample-size": Command(
+        "pydist.cli.bench", "sample_size", "compare whole samples with sub-cubes of them"
+    ),
+    "bench scaling": Command(
+        "pydist.cli.bench", "scaling", "measure and model how training scales"
+    ),
+    "sweep": Command("pydist.cli.sweep", "sweep", "train with many settings, side by side"),
     "check": Command("pydist.cli.check", "check", "compare a split network with one device"),
     "store exec": Command("pydist.cli.store", "execute", "run a program on packs as files"),
     "env": Command("pydist.cli.env", "env", "report versions and hardware, for bug reports"),
@@ -133,7 +141,7 @@ def _all() -> str:
 
 
 def _described(names: Iterable[str]) -> list[str]:
-    return [f"  {name:<16}{COMMANDS[name].help}" for name in names]
+    return [f"  {name:<19}{COMMANDS[name].help}" for name in names]
 
 
 def _group_usage(word: str, names: Sequence[str]) -> str:

@@ -1,8 +1,10 @@
-"""Predicts volumes with trained networks across ranks, and exports networks to plain torch."""
+"""Predicts volumes with trained networks across ranks, answers requests, and exports networks."""
 
 from __future__ import annotations
 
 from pydist.inference.export import export_weights
 from pydist.inference.predictor import Predictor, Sliding
+from pydist.inference.resident import Resident
+from pydist.inference.service import Service
 
-__all__ = ["Predictor", "Sliding", "export_weights"]
+__all__ = ["Predictor", "Resident", "Service", "Sliding", "export_weights"]

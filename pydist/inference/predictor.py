@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import shorten
 
 import numpy as np
 import numpy.typing as npt
@@ -16,19 +15,17 @@ from torch import Tensor
 
 from pydist.comm.consensus import together
 from pydist.data.medical.case import grid_options, read_image, write_labels
-from pydist.data.medical.collection import as_stored
 from pydist.data.medical.grid import GridOptions
-from pydist.data.normalize import Normalizer
 from pydist.data.publish import refuse_overwriting
 from pydist.errors import CheckpointError, DataError, UsageError
-from pydist.interop import ArrayLike, as_tensor
+from pydist.inference.loaded import load_network, values_of
+from pydist.interop import ArrayLike
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.parallel import parallelize
 from pydist.tensor import ShardedTensor
 from pydist.train.device import choose_device
 from pydist.train.gather import gather_to_first_rank, scatter_from_first_rank
-from pydist.train.metadata import load_trained
 from pydist.train.tasks.factory import first_of
 
 
@@ -94,36 +91,25 @@ class Predictor:
         with together(mesh.world):
             self.device = choose_device(device, mesh.world, "device")
             """The device of this rank."""
-            metadata, weights = load_trained(checkpoint)
-            trained_for = metadata.task(factory, task)
-            if trained_for.multiple is None:
-                name = metadata.config.model.name
+            self._loaded = load_network(checkpoint, factory, task)
+            multiple = self._loaded.task.multiple
+            if multiple is None:
                 raise CheckpointError(
-                    f"{checkpoint} holds a {name}, which predicts no classes of voxels"
+                    f"{checkpoint} holds a {self._loaded.name}, which predicts no classes of voxels"
                 )
-            network = trained_for.network(metadata.manifest)
-            try:
-                network.load_state_dict(weights)
-            except RuntimeError as error:
-                reason = shorten(str(error), 200)  # the error may name every parameter
-                raise CheckpointError(f"{checkpoint}: its weights do not fit: {reason}") from error
-            self._multiple = trained_for.multiple
+            self._multiple = multiple
             if sliding is not None:
-                _check_sliding(sliding, self._multiple)
+                check_sliding(sliding, self._multiple)
         self.mesh = mesh
-        self.class_names = metadata.manifest.class_names
+        self.class_names = self._loaded.manifest.class_names
         """Names of the classes, in the order of the labels."""
-        self._manifest = metadata.manifest
         self._sliding = sliding
-        data = metadata.config.data
-        self._normalizer = Normalizer(data.normalize, metadata.manifest, "float32", data.window)
-        network.eval()
-        self.model = parallelize(network.to(self.device), mesh)
+        self.model = parallelize(self._loaded.network.to(self.device), mesh)
 
     @property
     def grid(self) -> GridOptions:
         """The training data's grid, to which volumes are resampled."""
-        record = self._manifest.origin.get("grid")
+        record = self._loaded.manifest.origin.get("grid")
         grid = GridOptions() if record is None else grid_options(record)
         return replace(grid, multiple=math.lcm(grid.multiple, self._multiple))
 
@@ -195,7 +181,7 @@ class Predictor:
         whole = None
         with together(group):
             if group.rank == 0:
-                stored = self._checked(_values_of(image, name), name)
+                stored = self._checked(values_of(image, name), name)
                 mean = float(stored.mean(dtype=np.float64))
                 if not math.isfinite(mean):
                     raise DataError(f"{name}: a value is NaN or infinite")
@@ -203,24 +189,20 @@ class Predictor:
                 whole = torch.from_numpy(np.ascontiguousarray(stored))[None]
         shape, mean = json.loads(group.broadcast_bytes(facts))
         layout = layout_for_sample(self.mesh, (1, *shape))
-        dtype = getattr(torch, self._manifest.dtype)
+        dtype = getattr(torch, self._loaded.manifest.dtype)
         stored_block = scatter_from_first_rank(whole, layout, dtype)[0]
         block = torch.empty(stored_block.shape)
-        self._normalizer(stored_block.numpy(), 0, mean, block.numpy())
+        self._loaded.normalizer(stored_block.numpy(), 0, mean, block.numpy())
         return ShardedTensor.from_local(block[None].to(device), layout)
 
     def _checked(self, image: npt.NDArray[np.generic], name: str) -> npt.NDArray[np.generic]:
         """Checks an image's shape and converts it to the dtype of the stored training data."""
-        channels = self._manifest.sample_shape[0]
-        if image.ndim != 4 or image.shape[0] != channels:
-            raise DataError(
-                f"{name}: the shape {image.shape}; the network accepts [{channels}, D, H, W]"
-            )
+        stored = self._loaded.stored(image, name)
         if any(extent % self._multiple for extent in image.shape[1:]):
             raise DataError(
                 f"{name}: {image.shape[1:]} voxels; the network needs multiples of {self._multiple}"
             )
-        return as_stored(image, self._manifest.dtype, name, ", as which training data were stored")
+        return stored
 
     def _by_windows(self, x: ShardedTensor, sliding: Sliding) -> Tensor:
         """Computes scores of the full volume on every rank, in host memory, which is larger."""
@@ -244,17 +226,12 @@ class Predictor:
         return found
 
 
-def _values_of(image: ArrayLike, name: str) -> npt.NDArray[np.generic]:
-    """Returns an image as an array of real numbers in host memory."""
-    tensor = as_tensor(image)
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
-        kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
-        raise DataError(f"{name}: a tensor of kind {kind}; real numbers in dense memory are needed")
-    tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # NumPy has none
-    return tensor.numpy(force=True)
+def check_sliding(sliding: Sliding, multiple: int) -> None:
+    """Checks that windows suit a network, and that MONAI is installed.
 
-
-def _check_sliding(sliding: Sliding, multiple: int) -> None:
+    Raises:
+        UsageError: they do not, or it is not.
+    """
     if sliding.window % multiple:
         raise UsageError(f"a window of {sliding.window} voxels is not a multiple of {multiple}")
     try:

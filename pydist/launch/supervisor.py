@@ -53,7 +53,11 @@ _WORKER = (
 
 
 def launch(
-    ranks: int, argv: Sequence[str], mpi: str = "auto", patience: float = _SIGNAL_GRACE
+    ranks: int,
+    argv: Sequence[str],
+    mpi: str = "auto",
+    patience: float = _SIGNAL_GRACE,
+    is_service: bool = False,
 ) -> int:
     """Runs a Python program on several ranks of this machine.
 
@@ -69,10 +73,12 @@ def launch(
         mpi: "auto", "openmpi", "mpich" or "gloo" (no MPI).
         patience: seconds that ranks have to end by themselves after a first SIGINT or SIGTERM;
             more than the default for programs that then save their state.
+        is_service: whether SIGINT or SIGTERM is the usual end of the program, and no failure.
 
     Returns:
         The exit code of the rank that failed first; 72 if a rank was killed, hangs or never
-        started; 130 after SIGINT, if no rank ends with a code of its own; 0 if all succeeded.
+        started; 130 after SIGINT, if no rank ends with a code of its own; 0 if all succeeded, also
+        after a signal to a service.
 
     Raises:
         UsageError: the MPI is not installed, or there is nothing to run.
@@ -86,7 +92,7 @@ def launch(
     if argv[0] != "-m" and not Path(argv[0]).is_file():
         raise UsageError(f"no script '{argv[0]}'")
     with private_directory() as directory:
-        job = _RunningJob(ranks, backend_named(mpi), directory, patience, watch.limit())
+        job = _RunningJob(ranks, backend_named(mpi), directory, patience, watch.limit(), is_service)
         return job.run([sys.executable, "-c", _WORKER, *argv])
 
 
@@ -117,9 +123,16 @@ class _Verdict:
 
 class _RunningJob:
     def __init__(
-        self, size: int, backend: Backend, directory: Path, patience: float, hang_limit: float
+        self,
+        size: int,
+        backend: Backend,
+        directory: Path,
+        patience: float,
+        hang_limit: float,
+        is_service: bool,
     ) -> None:
         self._size = size
+        self._is_service = is_service
         self._patience = patience
         self._hang_limit = hang_limit
         self._first_joined = 0.0
@@ -379,6 +392,9 @@ class _RunningJob:
 
     def _exit_code(self) -> int:
         if self._verdict is not None:
+            in_order = self._verdict.asked and self._terminated is None
+            if self._is_service and in_order and not any(c.returncode for c in self._children):
+                return 0
             if self._verdict.asked and self._verdict.code == RankLost.exit_code:
                 _say("SIGTERM ended the job")  # no rank has ended with a code of its own
             return self._verdict.code

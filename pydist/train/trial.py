@@ -18,10 +18,15 @@ from pydist.train.run import make_state, require_same_settings
 from pydist.train.tasks import task_of
 
 if TYPE_CHECKING:
+    from pydist.data import ShardDataset
+    from pydist.data.loader import Loader
     from pydist.mesh import Mesh
     from pydist.stages import Stages
     from pydist.train.config import Config
     from pydist.train.state import RunState
+
+MakeLoader = Callable[["Config", "ShardDataset", Job], "Loader"]
+"""Makes the loader of a run's training set. Collective."""
 
 StepListener = Callable[[Event], None]
 """Receives the event "step" of each step, with the parts of this rank's time."""
@@ -37,6 +42,7 @@ def take_steps(
     ranks: Mesh | Stages,
     steps: int,
     measured: Callable[[RunState], AbstractContextManager[StepListener]],
+    make: MakeLoader = make_loader,
 ) -> None:
     """Trains for some steps without writing anything. Collective.
 
@@ -46,6 +52,7 @@ def take_steps(
         ranks: the mesh, or the stages.
         steps: number of steps.
         measured: returns a context, around the steps, with the listener to their events.
+        make: makes the loader; by default without a store.
 
     Raises:
         PydistError: a signal ended it, or an error as for `pydist.train.run.train`.
@@ -56,7 +63,7 @@ def take_steps(
     task = task_of(config)
     with together(job.world, "opening the data"):
         data, _ = open_datasets(config, task)
-        loader = make_loader(config, data, job)
+        loader = make(config, data, job)
     with loader, own_stream(loader.device):
         state = make_state(config, task, job, data, loader)
         with measured(state) as at_step:
@@ -75,7 +82,13 @@ def take_steps(
                 raise PydistError("stopped by a signal before the end of the measurement") from None
 
 
-def recorded_steps(config: Config, ranks: Mesh | Stages, steps: int, warmup: int) -> list[Event]:
+def recorded_steps(
+    config: Config,
+    ranks: Mesh | Stages,
+    steps: int,
+    warmup: int,
+    make: MakeLoader = make_loader,
+) -> list[Event]:
     """Trains for some steps without writing anything, and returns their events. Collective.
 
     Args:
@@ -83,6 +96,7 @@ def recorded_steps(config: Config, ranks: Mesh | Stages, steps: int, warmup: int
         ranks: the mesh, or the stages.
         steps: number of recorded steps.
         warmup: number of steps before them.
+        make: see `take_steps`.
 
     Raises:
         PydistError: see `take_steps`.
@@ -93,5 +107,5 @@ def recorded_steps(config: Config, ranks: Mesh | Stages, steps: int, warmup: int
     def recording(_: RunState) -> Iterator[StepListener]:
         yield recorded.append
 
-    take_steps(config, ranks, warmup + steps, recording)
+    take_steps(config, ranks, warmup + steps, recording, make)
     return recorded[warmup:]
