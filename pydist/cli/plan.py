@@ -124,7 +124,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = RunOptions("pydist plan", f"{PROG} [--train.batch 8 ...]")
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--memory")
-    parser.add_argument("--hardware", default="cpu")
+    parser.add_argument("--hardware", default="auto")
     parser.add_argument("--rows", type=int, default=20)
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--json", action="store_true")

@@ -7,11 +7,13 @@ the reduction of gradients by the rest of backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from pydist.backend.conv_kernels import ConvKernels
 from pydist.backend.problem import ConvProblem
 from pydist.grid import Grid
 from pydist.hardware import Hardware
@@ -19,9 +21,19 @@ from pydist.plan.memory import ActivationSweep
 from pydist.plan.placement import Cuts
 from pydist.plan.trace import Trace
 
-KeptSeconds = Callable[[ConvProblem, int], Sequence[float] | None]
-"""Returns measured seconds of a convolution's forward, dgrad and wgrad, of ranks that compute one
-sample together; `None` if they are unknown."""
+
+class ConvTimes(NamedTuple):
+    """Measured seconds of a convolution's forward, dgrad and wgrad, by the kernels it uses."""
+
+    forward: float
+    dgrad: float
+    wgrad: float
+    kernels: ConvKernels
+
+
+KeptSeconds = Callable[[ConvProblem, int], ConvTimes | None]
+"""Returns the times of a convolution of ranks that compute one sample together; `None` if they are
+unknown."""
 
 PARTS = ("compute", "halo", "channels", "statistics", "gather", "gradients", "optimizer", "reading")
 """What takes the time of a step: computation of layers; halos; sums and gathers of channels; sums

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from pydist.backend.autotuner import autotuner_of
@@ -13,6 +11,7 @@ from pydist.backend.problem import ROLES, ConvProblem
 from pydist.backend.records import Records
 from pydist.comm import LocalTransport
 from pydist.mesh import Mesh
+from pydist.plan.estimate import ConvTimes
 
 
 class KeptConvs:
@@ -27,9 +26,9 @@ class KeptConvs:
 
     def __init__(self, threads: int, measures: bool) -> None:
         self._threads, self._measures = threads, measures
-        self._known: dict[tuple[ConvProblem, int], tuple[float, ...] | None] = {}
+        self._known: dict[tuple[ConvProblem, int], ConvTimes | None] = {}
 
-    def __call__(self, problem: ConvProblem, ranks: int) -> Sequence[float] | None:
+    def __call__(self, problem: ConvProblem, ranks: int) -> ConvTimes | None:
         """Returns the seconds; `None` if they are unknown, or the convolution is too small.
 
         Args:
@@ -46,14 +45,14 @@ class KeptConvs:
                 torch.set_num_threads(before)
         return self._known[key]
 
-    def _found(self, problem: ConvProblem, ranks: int) -> tuple[float, ...] | None:
+    def _found(self, problem: ConvProblem, ranks: int) -> ConvTimes | None:
         found = self._read(problem, ranks) or self._read(problem, 1)
         if found is None and self._measures and min(problem.input) > 0:
             _measure(problem)
             found = self._read(problem, 1)
         return found
 
-    def _read(self, problem: ConvProblem, ranks: int) -> tuple[float, ...] | None:
+    def _read(self, problem: ConvProblem, ranks: int) -> ConvTimes | None:
         subject = ConvSubject(problem, thread_counts([problem]), ranks)
         seconds = Records().read(subject.key, subject.candidates).seconds
         if not seconds or seconds.keys() != {*subject.candidates}:
@@ -67,7 +66,7 @@ class KeptConvs:
             and each.threads == kernels.threads
             and each.kernel == chosen[each.role]
         }
-        return tuple(found[role] for role in ROLES)
+        return ConvTimes(*(found[role] for role in ROLES), kernels)
 
 
 def _measure(problem: ConvProblem) -> None:

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pydist import memory
 from pydist.data import Manifest, ShardDataset
 from pydist.errors import UsageError
+from pydist.hardware import this_machine
 from pydist.optim.partitioned import WORTHWHILE
 from pydist.plan import StepModel, Training, trace_network
 from pydist.plan.kept import KeptConvs
-from pydist.plan.measuring import this_machine
 from pydist.stages.shapes import tensors_of
 from pydist.train.parts import WARMUP
 from pydist.train.ranks import check_settings
@@ -79,6 +80,7 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
     if hardware.machine != this_machine():
         return StepModel(trace, training, hardware)
     measures = ranks <= hardware.ranks_per_node
+    memory.keep_freed_memory()  # as in a run: what is kept depends on it
     return StepModel(trace, training, hardware, KeptConvs(hardware.threads, measures))
 
 

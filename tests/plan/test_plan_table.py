@@ -84,5 +84,5 @@ def test_a_wrong_profile_is_refused(change: dict, message: str, tmp_path: Path) 
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UsageError, match=message):
         load_hardware(str(path))
-    with pytest.raises(UsageError, match="possible are cpu, v100, a100, h100, or a file"):
+    with pytest.raises(UsageError, match="possible are auto, cpu, v100, a100, h100, or a file"):
         load_hardware("k80")
