@@ -35,11 +35,12 @@ KeptSeconds = Callable[[ConvProblem, int], ConvTimes | None]
 """Returns the times of a convolution of ranks that compute one sample together; `None` if they are
 unknown."""
 
-PARTS = ("compute", "halo", "channels", "statistics", "gather", "gradients", "optimizer", "reading")
+PARTS_OF_CALLS = ("compute", "halo", "channels", "statistics", "gather")
+PARTS = (*PARTS_OF_CALLS, "gradients", "optimizer", "waiting", "reading")
 """What takes the time of a step: computation of layers; halos; sums and gathers of channels; sums
 of norms; gathering a sample for layers without a spatial dim; the reduction of gradients; the
-optimizer's step; files. Messages count as far as computation does not hide them, and files as far
-as the rest of the step does not."""
+optimizer's step; waiting for other stages; files. Messages count as far as computation does not
+hide them, and files as far as the rest of the step does not."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +67,58 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Estimate that describes a training step on a mesh.
+class InStages:
+    """Division of a network into stages on equal meshes.
 
     Attributes:
-        grid: the mesh.
+        stages: their number.
+        micro_batches: parts of a sample group's batch.
+        schedule: name of their order, see `pydist.stages.schedule`.
+    """
+
+    stages: int
+    micro_batches: int
+    schedule: str
+
+    def __str__(self) -> str:
+        return f"{self.stages} stages, {self.micro_batches} micro-batches, {self.schedule}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate that describes a training step on a mesh, or in stages.
+
+    Attributes:
+        grid: the mesh; in stages that of each.
         batch: samples of a step.
-        seconds: of the slowest rank, by `PARTS`.
+        seconds: of the slowest rank, by `PARTS`; in stages of one on the busiest mesh.
         memory: bytes of the largest rank by kind, see `pydist.plan.memory.KINDS`.
+        gathered: layers whose thin blocks the ranks gather, by the paths of their modules.
+        in_stages: the stages, if there are several.
     """
 
     grid: Grid
     batch: int
     seconds: Mapping[str, float]
     memory: Mapping[str, float]
+    gathered: tuple[str, ...] = ()
+    in_stages: InStages | None = None
+
+    def __str__(self) -> str:
+        if self.in_stages is None:
+            return str(self.grid)
+        one = self.grid.size() == 1
+        return f"{self.in_stages}" if one else f"{self.grid} × {self.in_stages}"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.grid.size() * (1 if self.in_stages is None else self.in_stages.stages)
+
+    @property
+    def bubble(self) -> float:
+        """Part of the step in which a rank of the busiest stage waits for other stages."""
+        return self.seconds["waiting"] / self.step
 
     @property
     def step(self) -> float:

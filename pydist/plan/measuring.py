@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from pydist.backend.conv_kernels import by_rule
 from pydist.backend.problem import ConvProblem
 from pydist.comm import LocalTransport
 from pydist.errors import NotSupported
@@ -34,7 +35,6 @@ from pydist.plan.kept import KeptConvs
 from pydist.tensor.distribute import distribute_tensor
 
 if TYPE_CHECKING:
-    from pydist.backend.conv_kernels import ConvKernels
     from pydist.comm import Transport
 
 _SIZES = (8, 1 << 12, 1 << 16, 1 << 19, 1 << 22)
@@ -126,7 +126,7 @@ def _crowded(world: Transport, run: Callable[[], object]) -> tuple[float, float]
 def _convolution() -> Callable[[], object]:
     """Returns a call that computes a convolution and its gradients."""
     times = KeptConvs(torch.get_num_threads(), measures=True)(_CONV, 1)
-    kernels: ConvKernels = _by_rule() if times is None else times.kernels
+    kernels = by_rule([_CONV], 0) if times is None else times.kernels
     x, weight = kernels.in_format(torch.zeros(_CONV.input)), torch.zeros(_CONV.weight)
     grad = kernels.run_forward(x, weight, None)
 
@@ -136,12 +136,6 @@ def _convolution() -> Callable[[], object]:
         kernels.run_wgrad(x, grad, weight)
 
     return run
-
-
-def _by_rule() -> ConvKernels:
-    from pydist.backend.conv_kernels import by_rule
-
-    return by_rule([_CONV], 0)
 
 
 def _stream() -> Callable[[], object]:
@@ -188,8 +182,7 @@ def _calls(world: Transport) -> tuple[float, float, float]:
     main = _step_seconds(alone, *wide)
     edges = max(0.0, _step_seconds(cut, *wide) - main - exchanging)
     # A slab of a plane reaches a plane by one of three taps; inner ranks have two.
-    channels, planes, _ = wide
-    share = min(2, world.size - 1) / (3 * planes)
+    share = min(2, world.size - 1) / (3 * wide[1])
     relative = edges / (share * main) if share else CPU.edge
     return call / (2 * _LAYERS), exchanging / (2 * _LAYERS), relative
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,13 +13,17 @@ from pydist.grid import CHANNEL_AXIS, SAMPLE_AXES, Grid
 from pydist.ops.channel_forms import cheapest_form
 from pydist.ops.coarsening import ELEMENT_BYTES, LAYERS, costs_of
 from pydist.plan.blocks import Blocks
-from pydist.plan.estimate import PARTS, Estimate, StepModel
+from pydist.plan.estimate import PARTS, PARTS_OF_CALLS, Estimate, StepModel
 from pydist.plan.memory import Workspace, workspace_of
 from pydist.plan.messages import MessageTimes
 from pydist.plan.trace import SAMPLES, TracedCall
 
 _OF_STATISTICS = 5
 """Numbers per channel that a norm sums over ranks, forward (3) and backward (2), in float64."""
+
+
+def _zeros(calls: int) -> dict[str, list[float]]:
+    return {part: [0.0] * calls for part in PARTS_OF_CALLS}
 
 
 def estimate_step(model: StepModel, grid: Grid) -> Estimate:
@@ -32,7 +35,7 @@ def estimate_step(model: StepModel, grid: Grid) -> Estimate:
     """
     step = StepOnMesh(model, grid)
     seconds = dict.fromkeys(PARTS, 0.0) | step.seconds()
-    return Estimate(grid, model.training.batch, seconds, step.memory())
+    return Estimate(grid, model.training.batch, seconds, step.memory(), step.gathered_layers())
 
 
 class StepOnMesh:
@@ -44,7 +47,7 @@ class StepOnMesh:
 
     Attributes:
         blocks: of the tensors on the mesh.
-        forward: seconds of each call in a pass, with its messages.
+        forward: seconds of each call in a pass, by `pydist.plan.estimate.PARTS`.
         backward: the same of its backward.
         gathered: for each call, whether ranks gather it, as its blocks are thin.
     """
@@ -58,26 +61,35 @@ class StepOnMesh:
         self.messages = MessageTimes(grid, model.hardware)
         self.blocks = Blocks(model, grid)
         calls = len(self._trace.calls)
-        self.forward, self.backward = [0.0] * calls, [0.0] * calls
+        self.forward, self.backward = _zeros(calls), _zeros(calls)
         self.gathered = [False] * calls
         self.workspace = Workspace(calls)
         self._computes_part = [(False, False)] * calls  # of the input's, of the result's channels
-        self._pass: dict[str, float] = defaultdict(float)
-        self._computing = 0.0  # in backward
         for number, call in enumerate(self._trace.calls):
             self._place(number, call)
             self._time(number, call)
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of the step, by `pydist.plan.estimate.PARTS`."""
-        training = self._model.training
-        found = {part: training.passes * seconds for part, seconds in self._pass.items()}
-        of_parameters = self._trace.parameters
-        found |= self.of_gradients(of_parameters, self._computing)
-        reading = training.file_bytes * SAMPLES * self.blocks.samples * training.passes
-        reading /= self._grid.size(SAMPLE_AXES) * self._hardware.reading
-        found["reading"] = max(0.0, reading - sum(found.values()))
+        calls, passes = range(len(self._trace.calls)), self._model.training.passes
+        found = {part: passes * seconds for part, seconds in self.of_calls(calls).items()}
+        found |= self.of_gradients(self._trace.parameters, sum(self.backward["compute"]))
+        found["reading"] = max(0.0, self.reading() - sum(found.values()))
         return found
+
+    def of_calls(self, calls: range) -> dict[str, float]:
+        """Returns the seconds of some calls in a pass, forward and backward, by part."""
+        first, stop = calls.start, calls.stop
+        return {
+            part: sum(self.forward[part][first:stop]) + sum(self.backward[part][first:stop])
+            for part in self.forward
+        }
+
+    def reading(self) -> float:
+        """Returns the seconds in which a rank reads its part of a step's files."""
+        training = self._model.training
+        nbytes = training.file_bytes * SAMPLES * self.blocks.samples * training.passes
+        return nbytes / (self._grid.size(SAMPLE_AXES) * self._hardware.reading)
 
     def memory(self) -> dict[str, float]:
         """Returns the bytes of the rank with most, by `pydist.plan.memory.KINDS`."""
@@ -119,6 +131,11 @@ class StepOnMesh:
         found["allocator"] = (self._hardware.slack - 1) * held
         found["reserved"] = float(self._hardware.reserved)
         return found
+
+    def gathered_layers(self) -> tuple[str, ...]:
+        """Returns the paths of the modules whose calls the ranks gather."""
+        calls = zip(self._trace.calls, self.gathered, strict=True)
+        return tuple(dict.fromkeys(call.module for call, is_gathered in calls if is_gathered))
 
     def of_gradients(self, parameters: Sequence[int], hiding: float) -> dict[str, float]:
         """Returns the seconds of the reduction of gradients and of the optimizer.
@@ -236,9 +253,8 @@ class StepOnMesh:
 
     def _add(self, part: str, number: int, forward: float, backward: float) -> None:
         """Adds the seconds of a call to a part of the step."""
-        self._pass[part] += forward + backward
-        self.forward[number] += forward
-        self.backward[number] += backward
+        self.forward[part][number] += forward
+        self.backward[part][number] += backward
 
     def _time(self, number: int, call: TracedCall) -> None:
         """Adds the time of a call, forward and backward."""
@@ -251,7 +267,6 @@ class StepOnMesh:
         longer = max if self._hardware.is_asynchronous else operator.add
         forward, backward = map(longer, arithmetic, host)
         self._add("compute", number, forward, backward)
-        self._computing += backward
         if call.window is not None and blocks.is_cut[call.outputs[0]]:
             edge = self._edge(number, call) * self._hardware.edge
             self._add("compute", number, edge * arithmetic[0], edge * arithmetic[1])
