@@ -103,14 +103,19 @@ def init(
 
     world = join(transport, facts, keep_freed_memory)
     if mesh is not None:
-        data, spatial, others = _chosen(world, mesh)
+        data, spatial, others = chosen_by_rank_0(world, mesh)
     return Mesh(world, data, spatial, seed, axes=others, shares=shares)
 
 
-def _chosen(
+def chosen_by_rank_0(
     world: Transport, choose: Callable[[int], Grid]
 ) -> tuple[int, Sequence[int], dict[str, int]]:
-    """Returns the parts of data, of the spatial dims and of other axes that rank 0 chooses."""
+    """Returns the parts of data, of the spatial dims and of other axes of a mesh. Collective.
+
+    Args:
+        world: the ranks.
+        choose: returns the mesh for their number; called on rank 0 alone.
+    """
     said = b""
     with together(world, "choosing the mesh"):
         if world.rank == 0:

@@ -30,7 +30,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet3d": (lambda: UNet3d(1, 2, features=16, levels=2), (1, 16, 16, 16)),
     "monai": (monai, (1, 48, 48, 48)),
 }
-MESHES = {"1 rank": (1, 1, 1), "depth 2": (2, 1, 1), "width 2": (1, 1, 2)}
+MESHES: dict[str, dict[str, int]] = {
+    "1 rank": {}, "depth 2": {"depth": 2}, "width 2": {"width": 2}, "channel 2": {"channel": 2},
+}  # fmt: skip
 
 
 def saved_tensors(output: Tensor) -> Iterator[Tensor]:
@@ -69,24 +71,25 @@ def kept_for_backward(output: Tensor, given: list[Tensor]) -> int:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_activations_are_those_that_a_real_step_keeps(name: str, mesh: str) -> None:
     made, sample = NETWORKS[name]
-    spatial = MESHES[mesh]
+    grid = Grid.of(MESHES[mesh])
+    ranks, spatial = grid.size(), [grid.size((axis,)) for axis in SPATIAL_AXES]
     torch.manual_seed(0)
-    networks, batch = [made() for _ in range(max(spatial))], torch.rand(2, *sample)
+    networks, batch = [made() for _ in range(ranks)], torch.rand(2, *sample)
 
     def step(world: Transport) -> int:
-        mine = Mesh(world, spatial=spatial)
+        mine = Mesh(world, 1, spatial, axes={"channel": grid.size(("channel",))})
         network = parallelize(networks[world.rank], mine)
         x = distribute_tensor(batch, mine, dict(enumerate(SPATIAL_AXES, start=2)))
         output = network(x)
         own = local_of(output) if isinstance(output, ShardedTensor) else output
         return kept_for_backward(own, [local_of(x), *network.parameters(), *network.buffers()])
 
-    real = max(run_local(step, max(spatial)))
+    real = max(run_local(step, ranks))
     model = StepModel(
         trace_network(made(), sample, lambda output: output.mean()),
         Training(batch=2),
         load_hardware("cpu"),
     )
-    memory = estimate_step(model, Grid.of(dict(zip(SPATIAL_AXES, spatial, strict=True)))).memory
+    memory = estimate_step(model, grid).memory
     predicted = memory["activations"] + memory["halos"]
     assert 0.95 <= predicted / real <= 1.10
