@@ -95,7 +95,8 @@ def _kept_of_batch(model: StepModel, grid: Grid) -> KeptSeconds:
         if found is None:
             return None
         part = samples / batch
-        return ConvTimes(*(part * seconds for seconds in found[:3]), found.kernels)
+        forward, dgrad, wgrad = (part * seconds for seconds in found[:3])
+        return ConvTimes(forward, dgrad, wgrad, found.kernels)
 
     return kept
 

@@ -66,7 +66,8 @@ class KeptConvs:
             and each.threads == kernels.threads
             and each.kernel == chosen[each.role]
         }
-        return ConvTimes(*(found[role] for role in ROLES), kernels)
+        forward, dgrad, wgrad = (found[role] for role in ROLES)
+        return ConvTimes(forward, dgrad, wgrad, kernels)
 
 
 def _measure(problem: ConvProblem) -> None:

@@ -129,8 +129,8 @@ class StepOnMesh:
         }
         held = found["activations"] + found["transient"] + found["halos"] + found["copies"]
         found["allocator"] = (self._hardware.slack - 1) * held
-        found["reserved"] = float(self._hardware.reserved)
-        return found
+        found["reserved"] = self._hardware.reserved
+        return {kind: float(nbytes) for kind, nbytes in found.items()}
 
     def gathered_layers(self) -> tuple[str, ...]:
         """Returns the paths of the modules whose calls the ranks gather."""

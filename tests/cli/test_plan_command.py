@@ -27,7 +27,7 @@ def shown(capsys, *arguments: str) -> str:
 
 
 def test_every_mesh_has_a_row_the_best_first(place, capsys):
-    text = shown(capsys, "--ranks", "4", "--hardware", "v100")
+    text = shown(capsys, "--ranks", "4", "--hardware", "v100", "--rows", "21")
     heading, head, *rows = text.splitlines()
     assert heading.startswith("4 ranks of v100 (Lassen: 4 V100 16 GB per node")
     assert head.split() == [
@@ -39,7 +39,7 @@ def test_every_mesh_has_a_row_the_best_first(place, capsys):
     assert times == sorted(times)
     few = shown(capsys, "--ranks", "4", "--rows", "2", "--memory", "1MB")
     assert few.splitlines()[-1] == "19 more meshes: --rows 21"
-    assert all(re.search(" no .* memory +", row) for row in few.splitlines()[2:-1])
+    assert all(" no " in row and " memory" in row for row in few.splitlines()[2:-1])
     gathered = [row.split()[-1] for row in rows if row.startswith("depth 4 ")]
     assert "features.pool" in gathered[0]  # blocks of one plane
 
@@ -63,7 +63,7 @@ def test_json_has_all_numbers(place, capsys):
         ([], "--ranks None: 1 or more are possible"),
         (["--ranks", "0"], "--ranks 0: 1 or more are possible"),
         (["--ranks", "2", "--memory", "16"], "--memory 16: a size is expected, such as"),
-        (["--ranks", "2", "--hardware", "k80"], "hardware 'k80': possible are cpu, v100"),
+        (["--ranks", "2", "--hardware", "k80"], "hardware 'k80': possible are auto, cpu, v100"),
         (["--ranks", "2", "--data.path", "none"], "none"),
         (["--ranks", "3", "--mesh.stages", "2"], "--ranks 3: mesh.stages = 2 does not divide them"),
         (["--ranks", "2", "--chart", "none/plan.png"], "can't write none/plan.png"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,12 @@ from pydist.comm import Transport, run_local
 from pydist.errors import UsageError
 from pydist.grid import Grid
 from pydist.hardware import (
-    CPU, PROFILES, Hardware, kept_file, load_hardware, this_machine,
+    CPU,
+    PROFILES,
+    Hardware,
+    kept_file,
+    load_hardware,
+    this_machine,
 )  # fmt: skip
 from pydist.models import CosmoFlow
 from pydist.ops.coarsening import Workload, coarsen_if_faster
@@ -27,12 +31,12 @@ from support.equivalence import layout_at
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch) -> Iterator[Hardware]:
+def kept(tmp_path, monkeypatch) -> Hardware:
     """Keeps a profile of this machine, on which exchanges take a long time."""
     monkeypatch.setenv("PYDIST_CACHE", str(tmp_path))
     slow = replace(CPU, name="here", exchange=1.0, machine=this_machine())
     slow.save(kept_file())
-    yield slow
+    return slow
 
 
 def test_a_kept_profile_is_used_on_its_machine_alone(kept: Hardware) -> None:
@@ -85,9 +89,9 @@ def test_the_choice_is_the_fastest_that_fits_and_has_the_wanted_parts(model: Ste
     narrow = StepModel(model.trace, model.training, tight)
     assert choose_mesh(narrow, 4).peak == peaks[0]
     assert choose_mesh(model, 4, data=1, channel=2).grid.size(("channel",)) == 2
+    small = StepModel(model.trace, model.training, replace(model.hardware, memory=1 << 20))
     with pytest.raises(UsageError, match=r"no mesh of 4 ranks fits in 0.00\d* GiB per rank"):
-        small = replace(model.hardware, memory=1 << 20)
-        choose_mesh(StepModel(model.trace, model.training, small), 4)
+        choose_mesh(small, 4)
     with pytest.raises(UsageError, match="no mesh of 4 ranks has channel 3"):
         choose_mesh(model, 4, channel=3)
 

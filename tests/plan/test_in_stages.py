@@ -13,7 +13,13 @@ from pydist.grid import Grid
 from pydist.hardware import PROFILES, Interconnect
 from pydist.models import CosmoFlow, UNet3d
 from pydist.plan import (
-    Estimate, InStages, StepModel, Training, estimate_in_stages, estimate_step, plan_meshes,
+    Estimate,
+    InStages,
+    StepModel,
+    Training,
+    estimate_in_stages,
+    estimate_step,
+    plan_meshes,
     trace_network,
 )  # fmt: skip
 
@@ -82,9 +88,7 @@ def vars_of(grid: Grid) -> dict[str, int]:
 def test_messages_between_stages_delay_the_next_stage(equal: StepModel) -> None:
     slow = StepModel(equal.trace, equal.training, replace(EQUAL, within=Interconnect(7.0, 1e99)))
     # One forward and one backward message, neither of them hidden.
-    assert staged(slow, 2, 1, "gpipe").step == pytest.approx(
-        staged(equal, 2, 1, "gpipe").step + 14
-    )
+    assert staged(slow, 2, 1, "gpipe").step == pytest.approx(staged(equal, 2, 1, "gpipe").step + 14)
 
 
 def test_more_stages_than_calls_have_no_plan(equal: StepModel) -> None:
