@@ -22,6 +22,10 @@ _OF_STATISTICS = 5
 """Numbers per channel that a norm sums over ranks, forward (3) and backward (2), in float64."""
 
 
+_JOINING = ("cat", "concat", "concatenate")
+"""Names of calls that join tensors along channels, or rarely another dim."""
+
+
 def _zeros(calls: int) -> dict[str, list[float]]:
     return {part: [0.0] * calls for part in PARTS_OF_CALLS}
 
@@ -185,6 +189,8 @@ class StepOnMesh:
             blocks.has_part[n] = bool(parted) and shape[1:2] != () and shape[1] in parted
         if call.weight and call.flops and blocks.channel > 1:
             self._split_channels(number, call, bool(parted))
+        elif parted and call.name in _JOINING:
+            self._join(number, call)
         elif parted and not any(blocks.has_part[n] for n in call.outputs):
             axes, whole = (CHANNEL_AXIS,), blocks.of_all_channels(call.inputs[0])
             self._add("channels", number, self.messages.gather(axes, whole), 0.0)
@@ -226,6 +232,16 @@ class StepOnMesh:
             space.kept[number] += of_input
             space.gathered[number] = self._trace.tensors[source].memory
             space.backward[number] += of_input
+
+    def _join(self, number: int, call: TracedCall) -> None:
+        """Splits joined channels as the operand with most, see `pydist.ops.shaping.joining`."""
+        blocks, out = self.blocks, call.outputs[0]
+        like = max(call.inputs, key=lambda n: (blocks.has_part[n], self._trace.tensors[n].nbytes))
+        blocks.has_part[out] = blocks.has_part[like]
+        each = self.messages.gather((CHANNEL_AXIS,), blocks.nbytes(out))
+        self._add("channels", number, each, each)
+        foreign = (blocks.channel - 1) / blocks.channel
+        self.workspace.messages[number] += 4 * foreign * blocks.nbytes(out)
 
     def _is_thin(self, number: int) -> bool:
         return any(cut.is_thin[number] for cut in self.blocks.cuts)
