@@ -50,12 +50,15 @@ class Hardware:
         slack: bytes that the allocator holds at the peak, relative to those of tensors.
         flops: of convolutions and products per second, by torch's name of the dtype. Attainable,
             not peak: layers of few channels are limited by `bandwidth` instead.
-        bandwidth: bytes per second that a layer reads and writes.
+        bandwidth: bytes per second that a layer without products, such as a norm, reads and writes.
+        optimizing: bytes per second that the optimizer reads and writes.
         exponential: seconds of an exponential or logarithm of an element, as in a softmax.
         call: seconds of a torch call besides its arithmetic, forward and backward.
         exchange: seconds of an exchange besides its messages: packing, calls, waking up.
         edge: time of a flop of a halo's contributions, relative to one of a whole convolution.
         reduction: time of an all-reduce of long messages, relative to that of its messages alone.
+        jitter: time for which ranks that compute the same wait for the slowest, relative to that of
+            their computation.
         crowding: time of work of a rank while all ranks of its node work, relative to that of one
             alone, by "flops" and "bandwidth". The rates above are those while all work.
         within: connection between two ranks of a node.
@@ -76,6 +79,7 @@ class Hardware:
     slack: float
     flops: Mapping[str, float]
     bandwidth: float
+    optimizing: float
     call: float
     exchange: float
     within: Interconnect
@@ -85,6 +89,7 @@ class Hardware:
     exponential: float = 0.0
     edge: float = 1.0
     reduction: float = 1.0
+    jitter: float = 0.0
     crowding: Mapping[str, float] = field(default_factory=dict)
     is_asynchronous: bool = False
     threads: int = 1
@@ -124,6 +129,7 @@ CPU = Hardware(
     slack=1.3,  # with `pydist.memory.keep_freed_memory`, see the table there
     flops={"float32": 80e9, "bfloat16": 80e9},
     bandwidth=8e9,
+    optimizing=16e9,
     call=150e-6,
     exchange=150e-6,
     within=Interconnect(5e-6, 4e9),
@@ -133,6 +139,7 @@ CPU = Hardware(
     exponential=6e-9,
     edge=4.0,
     reduction=2.0,
+    jitter=0.05,
 )
 
 _PUBLIC = (
@@ -148,6 +155,7 @@ _PUBLIC = (
         slack=1.1,
         flops={"float32": 9.4e12, "float16": 34e12},
         bandwidth=720e9,
+        optimizing=720e9,
         call=300e-6,
         exchange=150e-6,
         within=Interconnect(8e-6, 37.6e9),
@@ -167,6 +175,7 @@ _PUBLIC = (
         slack=1.1,
         flops={"float32": 5.9e12, "bfloat16": 85e12, "float16": 85e12},
         bandwidth=1.63e12,
+        optimizing=1.63e12,
         call=300e-6,
         exchange=150e-6,
         within=Interconnect(8e-6, 240e9),
@@ -186,6 +195,7 @@ _PUBLIC = (
         slack=1.1,
         flops={"float32": 20e12, "bfloat16": 270e12, "float16": 270e12},
         bandwidth=2.68e12,
+        optimizing=2.68e12,
         call=300e-6,
         exchange=75e-6,
         within=Interconnect(8e-6, 360e9),

@@ -35,12 +35,12 @@ KeptSeconds = Callable[[ConvProblem, int], ConvTimes | None]
 """Returns the times of a convolution of ranks that compute one sample together; `None` if they are
 unknown."""
 
-PARTS_OF_CALLS = ("compute", "halo", "channels", "statistics", "gather")
-PARTS = (*PARTS_OF_CALLS, "gradients", "optimizer", "waiting", "reading")
+PARTS_OF_CALLS = ("compute", "halo", "channels", "statistics", "gather", "waiting")
+PARTS = (*PARTS_OF_CALLS, "gradients", "optimizer", "reading")
 """What takes the time of a step: computation of layers; halos; sums and gathers of channels; sums
-of norms; gathering a sample for layers without a spatial dim; the reduction of gradients; the
-optimizer's step; waiting for other stages; files. Messages count as far as computation does not
-hide them, and files as far as the rest of the step does not."""
+of norms; gathering a sample for layers without a spatial dim; waiting for slower ranks and other
+stages; the reduction of gradients; the optimizer's step; files. Messages count as far as
+computation does not hide them, and files as far as the rest of the step does not."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Estimate:
 
     @property
     def bubble(self) -> float:
-        """Part of the step in which a rank of the busiest stage waits for other stages."""
+        """Part of the step in which a rank of the busiest stage waits for other ranks."""
         return self.seconds["waiting"] / self.step
 
     @property

@@ -71,7 +71,7 @@ def estimate_in_stages(model: StepModel, grid: Grid, given: InStages) -> Estimat
         for calls, tail in zip(stages, tails, strict=True)
     ]
     seconds = dict.fromkeys(PARTS, 0.0) | max(busy, key=lambda each: sum(each.values()))
-    seconds["waiting"] = max(finished) - sum(seconds.values())
+    seconds["waiting"] += max(finished) - sum(seconds.values())
     seconds["reading"] = max(0.0, step.reading() - max(finished))
     memories = [
         step.memory_of(calls, own, schedule.most_alive(stage, given.micro_batches))

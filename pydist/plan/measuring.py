@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from pydist.backend.conv_kernels import by_rule
@@ -49,6 +49,8 @@ _BYTES = 64 << 20
 """Size of arrays and of a file, larger than a CPU's caches."""
 _SECONDS = 0.5
 """Time for which a rate is measured."""
+_NORM_PASSES = 8.0
+"""See `pydist.plan.trace`."""
 
 
 def measure_hardware(world: Transport, name: str) -> Hardware:
@@ -71,13 +73,14 @@ def measure_hardware(world: Transport, name: str) -> Hardware:
     told = json.dumps([socket.gethostname(), this_machine()]).encode()
     found = [json.loads(each) for each in world.all_gather_bytes(told)]
     hosts = [host for host, _ in found]
-    convolving, streaming = _convolution(), _stream()
+    convolving, alone = _convolution(), Mesh(LocalTransport())
     flop, crowding_flops = _crowded(world, convolving)
-    byte, crowding_bytes = _crowded(world, streaming)
-    call, exchange, edge = _calls(world)
-    own = torch.tensor([call, exchange, edge, _exponential(), _reading()], dtype=torch.float64)
+    norm, crowding_bytes = _crowded(world, _norm(alone))
+    call, exchange, edge = _calls(world, alone)
+    mine = [call, exchange, edge, _jitter(world, convolving), _optimizing()]
+    own = torch.tensor([*mine, _exponential(alone), _reading()], dtype=torch.float64)
     world.all_reduce(own, "max")
-    call, exchange, edge, exponential, reading = own.tolist()
+    call, exchange, edge, jitter, optimizing, exponential, reading = own.tolist()
     within, between = (_connection(world, _peer(hosts, here)) for here in (True, False))
     on_node = max(map(hosts.count, hosts))
     found_link = (between if len({*hosts}) > 1 else within) or CPU.within
@@ -88,12 +91,14 @@ def measure_hardware(world: Transport, name: str) -> Hardware:
         ranks_per_node=on_node,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // on_node,
         flops={"float32": 3 * _CONV.flops / flop},
-        bandwidth=3 * _BYTES / byte,
+        bandwidth=_NORM_PASSES * _BYTES / 4 / norm,
+        optimizing=1 / optimizing,
         call=call,
         exchange=exchange if world.size > 1 else CPU.exchange,
         exponential=exponential,
         edge=edge if world.size > 1 else CPU.edge,
         reduction=_reduction(world, found_link) if world.size > 1 else CPU.reduction,
+        jitter=jitter if world.size > 1 else CPU.jitter,
         crowding={"flops": crowding_flops, "bandwidth": crowding_bytes},
         within=within or CPU.within,
         between=between or CPU.between,
@@ -111,11 +116,11 @@ def _crowded(world: Transport, run: Callable[[], object]) -> tuple[float, float]
     """
     run()
     world.barrier()
-    together = torch.tensor(_median(run), dtype=torch.float64)
+    together = torch.tensor(_seconds(run), dtype=torch.float64)
     world.barrier()
     alone = torch.zeros((), dtype=torch.float64)
     if world.rank == 0:
-        alone.fill_(_median(run))
+        alone.fill_(_seconds(run))
     else:
         time.sleep(1.2 * _SECONDS)  # not in the barrier: ranks that wait there use their core
     world.all_reduce(together, "max")
@@ -138,21 +143,61 @@ def _convolution() -> Callable[[], object]:
     return run
 
 
-def _stream() -> Callable[[], object]:
-    """Returns a call that reads one array and writes another, which is read into the cache."""
-    x, y = torch.zeros(2, _BYTES // 4)
-    return lambda: torch.add(x, 1.0, out=y)
-
-
-def _exponential() -> float:
-    """Returns the seconds of an exponential, with the gradient and what a softmax has besides."""
-    scores = torch.zeros(1, 2, 1 << 18, requires_grad=True)
-    labels = torch.zeros(1, 1 << 18, dtype=torch.int64)
+def _norm(mesh: Mesh) -> Callable[[], object]:
+    """Returns a step of a norm and a ReLU of an array, forward and backward."""
+    model = parallelize(nn.Sequential(nn.BatchNorm3d(16), nn.ReLU(inplace=True)), mesh)
+    edge = 1 << 6
+    x = torch.rand(1, 16, edge, edge, _BYTES // 4 // 4 // 16 // edge**2)
+    given = distribute_tensor(x, mesh).requires_grad_()
+    grad = torch.ones_like(x)
 
     def run() -> None:
-        torch.nn.functional.cross_entropy(scores, labels).backward()
+        given.grad = None
+        result = model(given)
+        result.backward(distribute_tensor(grad, mesh))
 
-    return _least(run, 5) / scores.numel()
+    return run
+
+
+def _jitter(world: Transport, run: Callable[[], object]) -> float:
+    """Returns how long ranks wait for the slowest of them, relative to a computation. Collective.
+
+    Args:
+        world: the ranks.
+        run: the computation.
+    """
+    own = _seconds(run)
+    value = torch.zeros(1)
+    world.barrier()
+    began = perf_counter()
+    for _ in range(_REPEATS):
+        run()
+        world.all_reduce(value)
+    return max(0.0, (perf_counter() - began) / _REPEATS / own - 1)
+
+
+def _optimizing() -> float:
+    """Returns the seconds in which an optimizer's step reads or writes a byte."""
+    parameters = [nn.Parameter(torch.zeros(_BYTES // 32)) for _ in range(4)]
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    adam = torch.optim.Adam(parameters, fused=True)
+    adam.step()
+    accesses = 7  # the parameter, its gradient and two states are read, all but one are written
+    return _least(adam.step, 5) / (accesses * sum(each.nbytes for each in parameters))
+
+
+def _exponential(mesh: Mesh) -> float:
+    """Returns the seconds of an exponential in a loss, forward and backward."""
+    edge = 1 << 6
+    scores = distribute_tensor(torch.zeros(1, 2, edge, edge, edge), mesh).requires_grad_()
+    labels = distribute_tensor(torch.zeros(1, edge, edge, edge, dtype=torch.int64), mesh, {})
+
+    def run() -> None:
+        F.cross_entropy(scores, labels).backward()
+
+    run()
+    return _least(run, 5) / (2 * edge**3)
 
 
 def _reading() -> float:
@@ -168,14 +213,14 @@ def _reading() -> float:
         return (perf_counter() - began) / _BYTES
 
 
-def _calls(world: Transport) -> tuple[float, float, float]:
+def _calls(world: Transport, alone: Mesh) -> tuple[float, float, float]:
     """Measures steps of small networks. Collective.
 
     Returns:
         The seconds of a call, forward and backward, where arithmetic takes none; of an exchange;
         and the time of a flop of a halo's contributions, relative to one of a convolution.
     """
-    alone, cut = Mesh(LocalTransport()), Mesh(world, spatial=(world.size, 1, 1))
+    cut = Mesh(world, spatial=(world.size, 1, 1))
     small, wide = (4, 4, 4), (16, 8, 32)
     call = _step_seconds(alone, *small)
     exchanging = max(1e-6, _step_seconds(cut, *small) - call)
@@ -208,7 +253,7 @@ def _step_seconds(mesh: Mesh, channels: int, planes: int, extent: int) -> float:
         began = perf_counter()
         step()
         taken.append(perf_counter() - began)
-    return median(taken)
+    return _typical(taken)
 
 
 def _peer(hosts: Sequence[str], here: bool) -> int:
@@ -263,14 +308,19 @@ def _fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     return max(float(latency), 1e-7), max(float(per_byte), 1e-12)
 
 
-def _median(run: Callable[[], object]) -> float:
-    """Returns the median seconds of calls over `_SECONDS`."""
+def _seconds(run: Callable[[], object]) -> float:
+    """Returns the typical seconds of calls over `_SECONDS`."""
     taken, started = list[float](), perf_counter()
     while perf_counter() - started < _SECONDS:
         began = perf_counter()
         run()
         taken.append(perf_counter() - began)
-    return median(taken)
+    return _typical(taken)
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """Returns the lower quartile of times, as other load of the machine makes some longer."""
+    return float(np.quantile(seconds, 0.25))
 
 
 def _least(run: Callable[[], object], repeats: int) -> float:

@@ -154,11 +154,12 @@ class StepOnMesh:
         buckets = math.ceil(small / BUCKET_BYTES)
         messages += [small // max(1, buckets)] * buckets
         whole = sum(self.messages.all_reduce(axes, n) for n in messages)
-        left = max(whole - hiding, (1 - self._hardware.overlap) * whole)
+        left = self._exposed(whole, len(messages), hiding)
         ranks = self._grid.size() if self._model.training.partitioned else 1
         accesses = 3 + 2 * self._model.training.state
         moved = accesses * sum(parameters) / ranks
-        return {"gradients": left, "optimizer": moved / self._bandwidth}
+        rate = self._hardware.optimizing / self._crowded["bandwidth"]
+        return {"gradients": left, "optimizer": moved / rate}
 
     def _of_rank(self, number: int) -> float:
         return self.blocks.share(number) * self.blocks.part(number)
@@ -283,6 +284,8 @@ class StepOnMesh:
         longer = max if self._hardware.is_asynchronous else operator.add
         forward, backward = map(longer, arithmetic, host)
         self._add("compute", number, forward, backward)
+        jitter = self._hardware.jitter if self._grid.size() > 1 else 0.0
+        self._add("waiting", number, jitter * forward, jitter * backward)
         if call.window is not None and blocks.is_cut[call.outputs[0]]:
             edge = self._edge(number, call) * self._hardware.edge
             self._add("compute", number, edge * arithmetic[0], edge * arithmetic[1])
@@ -338,8 +341,11 @@ class StepOnMesh:
         crowded = self._crowded["flops"]
         if kept is not None:
             crowded *= self._hardware.crowding.get("flops", 1.0)  # kept are those of one rank
-            after = kept.wgrad + (kept.dgrad if has_gradient else 0.0)
-            return crowded * kept.forward, crowded * after
+            # A transposed convolution runs that convolution backward.
+            is_adjoint = call.kind == "transposed"
+            first, other = (kept.dgrad, kept.forward) if is_adjoint else (kept.forward, kept.dgrad)
+            after = kept.wgrad + (other if has_gradient else 0.0)
+            return crowded * first, crowded * after
         arithmetic = crowded * call.flops * blocks.samples * share / self._model.flops
         # Kernels copy weights into a format of their own.
         weights = 3 * ELEMENT_BYTES * math.prod(call.weight or (0,))
@@ -360,16 +366,28 @@ class StepOnMesh:
 
     def _add_halo(self, number: int, call: TracedCall, forward: float, backward: float) -> None:
         """Adds what halos take beyond the computation that hides them."""
-        hidden = self._hardware.overlap
         before, width = self._halo(number, call.inputs[0], is_gradient=False)
-        self._add("halo", number, max(before - forward, (1 - hidden) * before), 0.0)
+        self._add("halo", number, self._exposed(before, 1, forward), 0.0)
         self.workspace.messages[number] += 2 * width
         if self._trace.tensors[call.inputs[0]].gradient is not None:
             after, of_gradient = self._halo(number, call.outputs[0], is_gradient=True)
-            self._add("halo", number, 0.0, max(after - backward, (1 - hidden) * after))
+            self._add("halo", number, 0.0, self._exposed(after, 1, backward))
             self.workspace.messages[number] += 2 * of_gradient
         if call.saved:
             self.workspace.halos[number] += width
+
+    def _exposed(self, seconds: float, exchanges: int, hiding: float) -> float:
+        """Returns the part of messages' time that computation does not hide.
+
+        Args:
+            seconds: of the messages.
+            exchanges: their number. What they take of the host's time adds to its other work.
+            hiding: seconds of the computation.
+        """
+        hardware = self._hardware
+        fixed = 0.0 if hardware.is_asynchronous else min(seconds, exchanges * hardware.exchange)
+        moving = seconds - fixed
+        return fixed + max(moving - hiding, (1 - hardware.overlap) * moving)
 
     def _halo(self, number: int, tensor: int, is_gradient: bool) -> tuple[float, float]:
         """Returns the seconds and the bytes of an exchange of a tensor's halo."""
