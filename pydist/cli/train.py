@@ -70,7 +70,7 @@ def _train_here(config: Config) -> int:
     from pydist.cli.progress import ProgressView
     from pydist.comm.consensus import together
     from pydist.train.job import Job
-    from pydist.train.log import PIPE_VARIABLE, Event, to_pipe
+    from pydist.train.log import PIPE_VARIABLE, Event, Listener, to_pipe
     from pydist.train.planning import beside_measurement
     from pydist.train.run import train as run
 
@@ -83,7 +83,7 @@ def _train_here(config: Config) -> int:
         if event["event"] == "step":
             steps.append(event)
 
-    listeners = [keep]
+    listeners: list[Listener] = [keep]
     with together(job.world):
         if job.writes and pipe is not None:
             listeners.append(to_pipe(Path(pipe)))

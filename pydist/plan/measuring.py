@@ -47,7 +47,7 @@ _CONV = ConvProblem(
 """Convolution of about as many channels as those that take most of the time of 3D networks."""
 _BYTES = 64 << 20
 """Size of arrays and of a file, larger than a CPU's caches."""
-_SECONDS = 0.5
+_SECONDS = 0.25
 """Time for which a rate is measured."""
 _NORM_PASSES = 8.0
 """See `pydist.plan.trace`."""
