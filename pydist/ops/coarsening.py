@@ -25,7 +25,7 @@ LAYERS = 3
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs in seconds, on one rank.
+    """Costs that work and messages have on one rank, in seconds.
 
     Attributes:
         exchange: of an exchange besides its messages: calls, packing, waking up.

@@ -12,7 +12,7 @@ from pydist.plan.trace import SAMPLES, TracedCall
 
 
 class Blocks:
-    """Blocks of a trace's tensors on one mesh.
+    """Blocks that a rank has of a trace's tensors, on one mesh.
 
     Args:
         model: of the step.

@@ -23,7 +23,7 @@ from pydist.plan.trace import Trace
 
 
 class ConvTimes(NamedTuple):
-    """Measured seconds of a convolution's forward, dgrad and wgrad, by the kernels it uses."""
+    """Seconds that a convolution's forward, dgrad and wgrad take, and the kernels it uses."""
 
     forward: float
     dgrad: float
@@ -68,7 +68,7 @@ class Training:
 
 @dataclass(frozen=True)
 class InStages:
-    """Division of a network into stages on equal meshes.
+    """Stages that a network is divided into, on equal meshes.
 
     Attributes:
         stages: their number.
@@ -112,7 +112,7 @@ class Estimate:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks that the mesh, or all stages, have."""
         return self.grid.size() * (1 if self.in_stages is None else self.in_stages.stages)
 
     @property

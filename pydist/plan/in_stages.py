@@ -103,7 +103,7 @@ def _kept_of_batch(model: StepModel, grid: Grid) -> KeptSeconds:
 
 @dataclass(frozen=True)
 class _Durations:
-    """Seconds of a stage's passes over a micro-batch."""
+    """Seconds that a stage's passes over a micro-batch take."""
 
     forward: float
     backward: float

@@ -30,7 +30,7 @@ _BLOCK = 16
 
 
 class Workspace:
-    """Memory of each call besides tensors of the network, in bytes on a rank.
+    """Memory that each call needs besides tensors of the network, in bytes on a rank.
 
     Args:
         calls: their number.
