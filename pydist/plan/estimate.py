@@ -81,7 +81,8 @@ class InStages:
     schedule: str
 
     def __str__(self) -> str:
-        return f"{self.stages} stages, {self.micro_batches} micro-batches, {self.schedule}"
+        count = f"{self.micro_batches} micro-batch{'' if self.micro_batches == 1 else 'es'}"
+        return f"{self.stages} stages, {count}, {self.schedule}"
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def plan_meshes(
     stages: Sequence[int] = (1,),
     allowed: Callable[[Grid], bool] = lambda grid: True,
 ) -> list[Estimate]:
-    """Estimates a step on every legal mesh of a number of ranks.
+    """Estimates a step on every legal mesh of a number of ranks, with a sample for each group.
 
     Args:
         model: of the step.
@@ -65,11 +65,13 @@ def plan_meshes(
     for count in stages:
         if ranks % count:
             continue
-        grids = filter(allowed, legal_meshes(ranks // count))
+        grids = [
+            grid for grid in legal_meshes(ranks // count)
+            if grid.size(("data",)) <= model.training.batch and allowed(grid)
+        ]  # fmt: skip
         each = sorted((estimate_step(model, grid) for grid in grids), key=order)
         if count > 1:
-            most = [one for one in each if one.grid.size(("data",)) <= model.training.batch]
-            ways = (_schedules(model, one.grid, count) for one in most[:_STAGED])
+            ways = (_schedules(model, one.grid, count) for one in each[:_STAGED])
             each = [min(way, key=order) for way in ways if way]
         found += each
     return sorted(found, key=order)

@@ -34,11 +34,12 @@ def test_every_mesh_has_a_row_the_best_first(place, capsys):
         "mesh", "GiB", "fits", "compute", "halo", "sums", "gradient", "optimiz.", "waiting",
         "reading", "ms", "samples/s", "effic.", "most", "time", "gathered",
     ]  # fmt: skip
-    assert len(rows) == 15 + 5 + 1  # 4 = 2² over five axes; 2 and 4 stages
+    # 4 = 2² over five axes, and 2 and 4 stages; 2 samples are too few for data 4.
+    assert len(rows) == 15 + 5 + 1 - 1
     times = [float(re.findall(r"(\S+)  +\S+  +\d+ %", row)[0]) for row in rows]
     assert times == sorted(times)
     few = shown(capsys, "--ranks", "4", "--rows", "2", "--memory", "1MB")
-    assert few.splitlines()[-1] == "19 more meshes: --rows 21"
+    assert few.splitlines()[-1] == "18 more meshes: --rows 20"
     assert all(" no " in row and " memory" in row for row in few.splitlines()[2:-1])
     gathered = [row.split()[-1] for row in rows if row.startswith("depth 4 ")]
     assert gathered[0].startswith("features.")  # blocks of one plane

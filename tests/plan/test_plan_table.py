@@ -49,7 +49,7 @@ def model() -> StepModel:
 
 def test_meshes_that_fit_come_first_and_the_fastest_of_them(model: StepModel) -> None:
     everything = plan_meshes(model, 16)
-    assert len(everything) == 70  # 16 = 2⁴ over five axes
+    assert len(everything) == 70 - 1  # 16 = 2⁴ over five axes; 8 samples are too few for data 16
     steps = [each.step for each in everything]
     assert steps == sorted(steps)
     peaks = sorted(each.peak for each in everything)
