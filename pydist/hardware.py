@@ -7,11 +7,16 @@ the one that is.
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from pydist.cache import cache_folder
 from pydist.errors import DiskError, UsageError
 from pydist.parsing import parse_json
 
@@ -45,9 +50,17 @@ class Hardware:
         slack: bytes that the allocator holds at the peak, relative to those of tensors.
         flops: of convolutions and products per second, by torch's name of the dtype. Attainable,
             not peak: layers of few channels are limited by `bandwidth` instead.
-        bandwidth: bytes per second that a layer reads and writes.
+        bandwidth: bytes per second that a layer without products, such as a norm, reads and writes.
+        optimizing: bytes per second that the optimizer reads and writes.
+        exponential: seconds of an exponential or logarithm of an element, as in a softmax.
         call: seconds of a torch call besides its arithmetic, forward and backward.
         exchange: seconds of an exchange besides its messages: packing, calls, waking up.
+        edge: time of a flop of a halo's contributions, relative to one of a whole convolution.
+        reduction: time of an all-reduce of long messages, relative to that of its messages alone.
+        jitter: time for which ranks that compute the same wait for the slowest, relative to that of
+            their computation.
+        crowding: time of work of a rank while all ranks of its node work, relative to that of one
+            alone, by "flops" and "bandwidth". The rates above are those while all work.
         within: connection between two ranks of a node.
         between: connection between two nodes, which the ranks of a node share.
         reading: bytes per second that a rank reads from files.
@@ -66,15 +79,32 @@ class Hardware:
     slack: float
     flops: Mapping[str, float]
     bandwidth: float
+    optimizing: float
     call: float
     exchange: float
     within: Interconnect
     between: Interconnect
     reading: float
     overlap: float
+    exponential: float = 0.0
+    edge: float = 1.0
+    reduction: float = 1.0
+    jitter: float = 0.0
+    crowding: Mapping[str, float] = field(default_factory=dict)
     is_asynchronous: bool = False
     threads: int = 1
     machine: str = field(default="")
+
+    def crowded(self, rate: str, ranks: int) -> float:
+        """Returns the time of work on a node, relative to that while all of its ranks work.
+
+        Args:
+            rate: "flops" or "bandwidth", by which the work is limited.
+            ranks: that work on the node.
+        """
+        most = self.crowding.get(rate, 1.0)
+        others = min(ranks, self.ranks_per_node) - 1
+        return (1 + (most - 1) * others / max(1, self.ranks_per_node - 1)) / most
 
     def save(self, path: Path) -> None:
         """Writes the profile as JSON.
@@ -99,12 +129,17 @@ CPU = Hardware(
     slack=1.3,  # with `pydist.memory.keep_freed_memory`, see the table there
     flops={"float32": 80e9, "bfloat16": 80e9},
     bandwidth=8e9,
+    optimizing=16e9,
     call=150e-6,
     exchange=150e-6,
     within=Interconnect(5e-6, 4e9),
     between=Interconnect(20e-6, 1e9),
     reading=500e6,
     overlap=0.5,  # host transports move bytes within calls
+    exponential=6e-9,
+    edge=4.0,
+    reduction=2.0,
+    jitter=0.05,
 )
 
 _PUBLIC = (
@@ -120,6 +155,7 @@ _PUBLIC = (
         slack=1.1,
         flops={"float32": 9.4e12, "float16": 34e12},
         bandwidth=720e9,
+        optimizing=720e9,
         call=300e-6,
         exchange=150e-6,
         within=Interconnect(8e-6, 37.6e9),
@@ -139,6 +175,7 @@ _PUBLIC = (
         slack=1.1,
         flops={"float32": 5.9e12, "bfloat16": 85e12, "float16": 85e12},
         bandwidth=1.63e12,
+        optimizing=1.63e12,
         call=300e-6,
         exchange=150e-6,
         within=Interconnect(8e-6, 240e9),
@@ -158,6 +195,7 @@ _PUBLIC = (
         slack=1.1,
         flops={"float32": 20e12, "bfloat16": 270e12, "float16": 270e12},
         bandwidth=2.68e12,
+        optimizing=2.68e12,
         call=300e-6,
         exchange=75e-6,
         within=Interconnect(8e-6, 360e9),
@@ -171,38 +209,79 @@ PROFILES = {each.name: each for each in _PUBLIC}
 """The built-in profiles by name; sources: data sheets, and the measurements named in each."""
 
 
+def this_machine() -> str:
+    """Returns what speed depends on here: processor, instructions, and number of cores."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()}, {cpu_name()}, {capability}, {os.cpu_count()} cores"
+
+
+def cpu_name() -> str:
+    """Returns the name of the processor, or else of its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def kept_file() -> Path:
+    """Returns the file in which `pydist env --bench` keeps the profile of this machine."""
+    return cache_folder() / "hardware.json"
+
+
+def kept_hardware() -> Hardware | None:
+    """Returns the kept profile; `None` if there is none, or it is of another machine."""
+    try:
+        found = hardware_of(parse_json(kept_file().read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if found.machine == this_machine() else None
+
+
 def load_hardware(name: str) -> Hardware:
     """Returns a built-in profile, or one from a file that `pydist env --bench` has written.
 
     Args:
-        name: of the profile, or path of the file.
+        name: of the profile, path of the file, or "auto": the kept profile of this machine, or
+            without one "cpu".
 
     Raises:
         UsageError: there is no such profile, or the file is not one.
     """
+    if name == "auto":
+        return kept_hardware() or CPU
     if name in PROFILES:
         return PROFILES[name]
     path = Path(name)
     if not path.is_file():
         raise UsageError(
-            f"hardware {name!r}: possible are {', '.join(PROFILES)}, or a file that "
+            f"hardware {name!r}: possible are auto, {', '.join(PROFILES)}, or a file that "
             "`pydist env --bench FILE` has written"
         )
     try:
-        return _loaded(parse_json(path.read_bytes()))
+        return hardware_of(parse_json(path.read_bytes()))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{path} is no hardware profile: {error}") from error
 
 
-def _loaded(content: Any) -> Hardware:
+def hardware_of(content: Any) -> Hardware:
+    """Returns the profile that `dataclasses.asdict` has described.
+
+    Raises:
+        ValueError: it describes none.
+        TypeError: the same.
+        KeyError: the same.
+    """
     if not isinstance(content, dict) or content.keys() != {each.name for each in fields(Hardware)}:
         raise ValueError(f"expected {', '.join(each.name for each in fields(Hardware))}")
     given = dict(content)
     for name in ("within", "between"):
         given[name] = Interconnect(**given[name])
-    texts = {"name", "source", "machine", "flops", "within", "between"}
+    texts = {"name", "source", "machine", "flops", "within", "between", "crowding"}
     numbers = [value for name, value in given.items() if name not in texts]
-    numbers += [*given["flops"].values(), *vars(given["within"]).values()]
+    numbers += [*given["flops"].values(), *given["crowding"].values()]
+    numbers += vars(given["within"]).values()
     numbers += vars(given["between"]).values()
     if not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
         raise ValueError("its numbers must be finite and not negative")

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from numbers import Real
 from typing import TYPE_CHECKING, SupportsIndex
 
@@ -16,6 +17,7 @@ import torch
 
 from pydist.errors import NotSupported, UsageError
 from pydist.grid import AXES, OTHER_AXES, SAMPLE_AXES, SPATIAL_AXES, Grid
+from pydist.hardware import CPU, Hardware, hardware_of, kept_hardware
 from pydist.session import Session
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class Mesh:
         sample: transport over this rank's sample group, in the order of the sample's axes.
         data: transport over the ranks with this rank's index in all sample groups.
         session: the state of the running job.
+        hardware: the profile that rank 0 has kept of its machine, or "cpu"; the same on all ranks.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Mesh:
         self.rank, self.size = world.rank, world.size
         self.grid = _fit(world.size, data, spatial, counts_along({} if axes is None else axes))
         self.shares = _check_shares(self.grid, {} if shares is None else shares)
-        hosts = _compare(world, self.grid, self.shares)
+        hosts, self.hardware = _compare(world, self.grid, self.shares)
         self.seed = seed
         self.session = Session()
         self.coords = self.grid.coords(self.rank)
@@ -259,21 +262,29 @@ def _is_share(number: object) -> bool:
     return False
 
 
-def _compare(world: Transport, grid: Grid, shares: Mapping[str, tuple[float, ...]]) -> list[str]:
-    """Compares the mesh between all ranks; returns their hosts. Collective.
+def _compare(
+    world: Transport, grid: Grid, shares: Mapping[str, tuple[float, ...]]
+) -> tuple[list[str], Hardware]:
+    """Compares the mesh between all ranks. Collective.
+
+    Returns:
+        The hosts of all ranks, and the hardware of rank 0.
 
     Raises:
         UsageError: ranks make different meshes; the same error on all of them.
     """
-    mine = [socket.gethostname(), str(grid), sorted(shares.items())]
+    kept = kept_hardware() if world.rank == 0 else None
+    of_rank = [socket.gethostname(), None if kept is None else asdict(kept)]
+    mine = [*of_rank, str(grid), sorted(shares.items())]
     found = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
-    for rank, (_, *mesh) in enumerate(found):
-        if mesh != found[0][1:]:
-            here, there = (f"{axes}, shares {dict(given)}" for axes, given in (found[0][1:], mesh))
+    for rank, (_, _, *mesh) in enumerate(found):
+        if mesh != found[0][2:]:
+            here, there = (f"{axes}, shares {dict(given)}" for axes, given in (found[0][2:], mesh))
             raise UsageError(
                 f"the mesh differs between the ranks: {here} on rank 0, {there} on rank {rank}"
             )
-    return [host for host, *_ in found]
+    first = found[0][1]
+    return [host for host, *_ in found], CPU if first is None else hardware_of(first)
 
 
 def _ranks_per_core(world: Transport, hosts: Sequence[str]) -> float:

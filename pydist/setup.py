@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -16,8 +17,9 @@ from pydist import memory
 from pydist._loader import native
 from pydist.backend import records
 from pydist.comm import Transport
-from pydist.comm.consensus import require_same
-from pydist.grid import AXES, OTHER_AXES
+from pydist.comm.consensus import require_same, together
+from pydist.errors import UsageError
+from pydist.grid import AXES, OTHER_AXES, SPATIAL_AXES, Grid
 from pydist.launch import launcher_env, watch
 from pydist.mesh import Mesh, counts_along, counts_of
 from pydist.runtime import connect
@@ -43,6 +45,7 @@ def init(
     seed: int = 0,
     keep_freed_memory: bool = True,
     shares: Mapping[str, Sequence[float]] | None = None,
+    mesh: Callable[[int], Grid] | None = None,
     **axes: int,
 ) -> Mesh:
     """Joins the job that this process is part of and makes a mesh of its ranks.
@@ -64,6 +67,8 @@ def init(
             like PYDIST_KEEP_FREED_MEMORY=0 in the environment.
         shares: the parts of an axis in proportion, for ranks of unequal speed, such as
             {"depth": (2, 1)}; of "data" the samples of a `Loader`'s batch for each group.
+        mesh: returns the mesh for a number of ranks, instead of `data`, `spatial` and `axes`; see
+            `pydist.plan.best_mesh`. Rank 0 calls it, and all ranks take its answer.
         **axes: numbers of parts along `pydist.grid.OTHER_AXES`: ``channel=2`` divides the layers'
             channels.
 
@@ -72,8 +77,8 @@ def init(
 
     Raises:
         UsageError: an axis does not exist, a count is not whole, the mesh does not fit the number
-            of ranks, ranks differ in versions, mesh, seed or the environment variables of pydist,
-            or one of these variables has an invalid value.
+            of ranks or is given twice, ranks differ in versions, mesh, seed or the environment
+            variables of pydist, or one of these variables has an invalid value.
         NotSupported: the transport is for CUDA devices, and a rank has no GPU or can't send its
             memory.
     """
@@ -81,16 +86,43 @@ def init(
     others = counts_along(axes)
     of_sample = (*(others.get(axis, 1) for axis in OTHER_AXES), *spatial)
 
+    if mesh is not None and (data is not None or set(of_sample) != {1}):
+        raise UsageError(
+            "init(mesh=...) chooses the numbers of parts: leave out data, spatial and "
+            f"{', '.join(OTHER_AXES)}, or mesh"
+        )
+
     def facts(size: int) -> dict[str, object]:
         groups = size // max(1, math.prod(of_sample)) if data is None else data
+        sizes = " × ".join(map(str, (groups, *of_sample)))
         return {
-            f"the mesh ({' × '.join(AXES)})": " × ".join(map(str, (groups, *of_sample))),
+            f"the mesh ({' × '.join(AXES)})": sizes if mesh is None else "as rank 0 chooses",
             "the argument shares": repr(shares),
             "the seed": seed,
         }
 
     world = join(transport, facts, keep_freed_memory)
+    if mesh is not None:
+        data, spatial, others = chosen_by_rank_0(world, mesh)
     return Mesh(world, data, spatial, seed, axes=others, shares=shares)
+
+
+def chosen_by_rank_0(
+    world: Transport, choose: Callable[[int], Grid]
+) -> tuple[int, Sequence[int], dict[str, int]]:
+    """Returns the parts of data, of the spatial dims and of other axes of a mesh. Collective.
+
+    Args:
+        world: the ranks.
+        choose: returns the mesh for their number; called on rank 0 alone.
+    """
+    said = b""
+    with together(world, "choosing the mesh"):
+        if world.rank == 0:
+            said = json.dumps(choose(world.size).shape).encode()
+    sizes = dict(zip(AXES, json.loads(world.broadcast_bytes(said)), strict=True))
+    spatial = [sizes[axis] for axis in SPATIAL_AXES]
+    return sizes["data"], spatial, {axis: sizes[axis] for axis in OTHER_AXES}
 
 
 def join(

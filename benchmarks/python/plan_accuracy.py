@@ -1,6 +1,6 @@
 """Predicted and measured time and memory of training steps, on meshes of 1 and 2 ranks.
 
-The hardware is measured first, as by `pydist env --bench`. Then every mesh trains both networks for
+The hardware is measured first, as by `pydist env --bench`. Then every mesh trains each network for
 some steps, in turns, and the plan's numbers are compared with the medians. Times are of forward,
 backward and Adam; memory is the peak of torch's allocator in a step, by the profiler's events, so
 without parameters and the optimizer's state. Accuracy is ParaDL's: 1 - |predicted - measured| /
@@ -21,7 +21,12 @@ from typing import Any
 import common
 import jobs
 
-NETWORKS = {"CosmoFlow, 64³": ("cosmoflow", 64), "MONAI UNet, 96³": ("monai", 96)}
+NETWORKS = {
+    "CosmoFlow, 64³": ("cosmoflow", 64),
+    "CosmoFlow, 128³": ("cosmoflow", 128),
+    "MONAI UNet, 96³": ("monai", 96),
+    "the paper's U-Net, 64³": ("unet", 64),
+}
 MESHES: dict[str, dict[str, int]] = {
     "1 rank": {},
     "data 2": {"data": 2},
@@ -42,12 +47,15 @@ def main() -> None:
     """Measures, or runs a rank."""
     parser = common.parser(__doc__, rounds=7)
     parser.add_argument("--mpi", default="auto", help="openmpi, mpich or auto")
+    parser.add_argument("--network", type=int, nargs="+", help="numbers of networks, from 0 on")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work()
         return
-    networks = NETWORKS
+    names = [*NETWORKS]
+    chosen = range(len(names)) if options.network is None else options.network
+    networks = {names[number]: NETWORKS[names[number]] for number in chosen}
     if options.quick:
         networks, options.rounds = {"CosmoFlow, 32³": ("cosmoflow", 32)}, 1
 
@@ -103,15 +111,11 @@ def show(rows: list[dict[str, Any]]) -> None:
 def predicted(kind: str, width: int, mesh: str, hardware: dict[str, Any]) -> dict[str, Any]:
     """Returns the plan's seconds and bytes of a mesh."""
     from pydist.grid import Grid
-    from pydist.hardware import Hardware, Interconnect
-    from pydist.plan import StepModel, Training, estimate_step
-    from pydist.plan.kept import KeptConvs
+    from pydist.hardware import hardware_of
+    from pydist.plan import Training, estimate_step
+    from pydist.plan.choosing import step_model
 
-    links = {name: Interconnect(**hardware[name]) for name in ("within", "between")}
-    model = StepModel(
-        traced(kind, width), Training(batch=BATCH), Hardware(**{**hardware, **links}),
-        KeptConvs(hardware["threads"], measures=True),
-    )  # fmt: skip
+    model = step_model(traced(kind, width), Training(batch=BATCH), hardware_of(hardware), ranks=1)
     found = estimate_step(model, Grid.of(MESHES[mesh]))
     return {"step": found.step, "seconds": dict(found.seconds), "memory": dict(found.memory)}
 
@@ -135,9 +139,14 @@ def made(kind: str, width: int) -> tuple[Any, tuple[int, ...], Any]:
 
         cosmoflow = CosmoFlow(width, batch_norm=True, dropout=0.0)
         return cosmoflow, (4, width, width, width), torch.ones(BATCH, 4)
-    from monai.networks.nets.unet import UNet
+    if kind == "unet":
+        from pydist.models import UNet3d
 
-    network = UNet(3, 1, 2, (16, 32, 64, 128, 256), (2, 2, 2, 2), num_res_units=2)
+        network: Any = UNet3d(classes=2)
+    else:
+        from monai.networks.nets.unet import UNet
+
+        network = UNet(3, 1, 2, (16, 32, 64, 128, 256), (2, 2, 2, 2), num_res_units=2)
     classes = torch.zeros(BATCH, width, width, width, dtype=torch.int64)
     return network, (1, width, width, width), classes
 
@@ -219,7 +228,7 @@ class Contestant:
         x = torch.rand(own, *sample, generator=torch.Generator().manual_seed(1))
         self._x = pydist.distribute_tensor(x, made_mesh, dims)
         self._targets = targets[:own]
-        if kind == "monai":
+        if kind != "cosmoflow":
             cut = {dim - 1: axis for dim, axis in dims.items()}
             self._targets = pydist.distribute_tensor(self._targets, made_mesh, cut)
         for _ in range(_CHOOSING):

@@ -119,7 +119,7 @@ def choose(
     threads = thread_counts(problems)
     subjects = [ConvSubject(problem, threads, group.size) for problem in problems]
     mine = subjects[group.rank]
-    visits = _Visits(mine, x.detach(), weight.detach())
+    visits = Visits(mine, x.detach(), weight.detach())
 
     def picked(times: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
         by_candidate = [
@@ -164,7 +164,7 @@ def thread_counts(problems: Sequence[ConvProblem]) -> tuple[int, ...]:
     return (threads,) if threads == 1 or large else (threads, 1)
 
 
-class _Visits:
+class Visits:
     """Function object that measures candidates of one convolution.
 
     Args:

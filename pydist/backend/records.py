@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pydist import owner
+from pydist.cache import cache_folder
 from pydist.errors import UsageError
 from pydist.parsing import parse_json
 
@@ -83,14 +84,10 @@ class TuningRecord:
 
 
 class Records:
-    """Folder that holds the records, with one file per problem.
-
-    `PYDIST_CACHE` names the folder, by default `pydist` in the user's cache folder.
-    """
+    """Folder that holds the records, with one file per problem; see `cache_folder`."""
 
     def __init__(self) -> None:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self._folder = Path(os.environ.get("PYDIST_CACHE") or base / "pydist")
+        self._folder = cache_folder()
 
     def is_writable(self) -> bool:
         """Returns whether files can be stored; creates the folder."""

@@ -54,8 +54,10 @@ def _balance_here(config: Config, options: argparse.Namespace, out: Path) -> int
     from pydist.train import config_io
     from pydist.train.balancing import find_parts
     from pydist.train.parts import axis_of, with_parts
+    from pydist.train.planning import on_grid
 
     mesh = mesh_of(config)
+    config = on_grid(config, mesh.grid)
     own = ("axis", "multiple", "steps", "rounds")
     require_same(mesh.world, {f"the option --{name}": getattr(options, name) for name in own})
     with together(mesh.world):

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydist.cli.own_options import OwnOptions
@@ -30,9 +31,11 @@ def env(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--bench",
-        type=Path,
+        nargs="?",
+        const="",
         metavar="FILE",
-        help="instead measure the ranks and their connections, for pydist plan --hardware FILE",
+        help="instead measure the ranks and their connections, for pydist plan --hardware FILE; "
+        "without FILE the profile is kept for this machine, and used by default",
     )
     parser.add_argument("-n", dest="ranks", type=int, help="number of ranks to measure")
     parser.add_argument("--mpi", default="auto", help="launcher of these ranks, as of pydist run")
@@ -44,26 +47,39 @@ def env(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _bench(path: Path, ranks: int | None, mpi: str) -> int:
-    """Measures the ranks of a job, which this process starts or is part of."""
+def _bench(file: str, ranks: int | None, mpi: str) -> int:
+    """Measures the ranks of a job, which this process starts or is part of.
+
+    Args:
+        file: for the profile; "" keeps it for this machine.
+        ranks: number of ranks to start; `None` in a job.
+        mpi: their launcher.
+    """
+    from pydist.hardware import kept_file
+
+    path = Path(file) if file else kept_file()
+    with suppress(OSError):
+        if not file:
+            path.parent.mkdir(parents=True, exist_ok=True)
     if not path.parent.is_dir():
         raise DiskError(f"{path.parent}: no such folder")
     if ranks is not None:
         from pydist.launch import launch
 
-        return launch(ranks, ["-m", "pydist", "env", "--bench", str(path)], mpi)
+        return launch(ranks, ["-m", "pydist", "env", "--bench", *filter(None, [file])], mpi)
     from pydist.comm.consensus import together
     from pydist.plan.measuring import measure_hardware
     from pydist.setup import init
 
     world = init(transport="host").world
-    found = measure_hardware(world, path.stem)
+    found = measure_hardware(world, path.stem if file else "here")
     with together(world, "writing the profile"):
         if world.rank == 0:
             found.save(path)
     if world.rank == 0:
         for name, value in vars(found).items():
             print(f"{name:<16}{value}")
+        print(f"written to {path}")
     world.barrier()
     return 0
 
@@ -73,6 +89,7 @@ def report() -> Iterator[tuple[str, str]]:
     import torch
 
     from pydist._loader import PACKAGE, native
+    from pydist.hardware import cpu_name
 
     yield "pydist", f"{native.__version__} in {PACKAGE}"
     yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
@@ -80,7 +97,7 @@ def report() -> Iterator[tuple[str, str]]:
     yield "packages", ", ".join(_versions())
     yield (
         "CPU",
-        f"{_cpu_name()}, {cores()} of {os.cpu_count()} cores, kernels for {native.cpu_isa()}",
+        f"{cpu_name()}, {cores()} of {os.cpu_count()} cores, kernels for {native.cpu_isa()}",
     )
     yield "memory", _memory()
     for i, backend in enumerate(available()):
@@ -102,15 +119,6 @@ def _versions() -> Iterator[str]:
             yield f"{name} {importlib.metadata.version(name)}"
         except importlib.metadata.PackageNotFoundError:
             continue
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _memory() -> str:

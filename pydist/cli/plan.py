@@ -6,10 +6,11 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydist.cli.own_options import RunOptions
-from pydist.cli.train import load_config, mesh_of
+from pydist.cli.train import joined, load_config
 from pydist.errors import UsageError
 from pydist.grid import AXES, OTHER_AXES, SPATIAL_AXES
 from pydist.launch import launcher_env
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 PROG = (
     "pydist plan CONFIG --ranks N [--memory 16GB] [--hardware NAME|FILE] [--rows N] [--measure] "
-    "[--json]"
+    "[--chart FILE.png] [--json]"
 )
 _MEASURED = 3
 """Meshes that `--measure` runs."""
@@ -39,12 +40,17 @@ def plan(arguments: Sequence[str]) -> int:
     from pydist.grid import Grid
     from pydist.plan import estimate_step, load_hardware, plan_meshes
     from pydist.plan.table import mesh_table
-    from pydist.train.planning import model_of
+    from pydist.train.planning import model_of, numbers_of_stages
 
     hardware = load_hardware(options.hardware)
     memory = _bytes_of(options.memory, hardware)
     model = model_of(config, hardware, options.ranks)
-    found = plan_meshes(model, options.ranks, memory)
+    found = plan_meshes(model, options.ranks, memory, numbers_of_stages(config))
+    if not found:
+        raise UsageError(
+            f"--ranks {options.ranks}: mesh.stages = {config.mesh.stages} does not divide them, or "
+            "the network has fewer calls"
+        )
     alone = estimate_step(model, Grid.of({}))
     if options.json:
         rows = [_row(each, memory) for each in found]
@@ -54,6 +60,10 @@ def plan(arguments: Sequence[str]) -> int:
         print(mesh_table(found[: options.rows], alone, memory))
         if len(found) > options.rows:
             print(f"{len(found) - options.rows} more meshes: --rows {len(found)}")
+    if options.chart is not None:
+        from pydist.plan.chart import draw_meshes
+
+        draw_meshes(options.chart, found[: options.rows], memory)
     return _measure_best(found[:_MEASURED], options, overrides) if options.measure else 0
 
 
@@ -68,8 +78,14 @@ def _heading(config: Config, model: StepModel, ranks: int, memory: int) -> str:
 
 
 def _row(found: Estimate, memory: int) -> dict[str, Any]:
+    from pydist.plan import InStages
+
+    stages = found.in_stages or InStages(1, 1, "")
     return {
         "mesh": dict(zip(AXES, found.grid.shape, strict=True)),
+        **asdict(stages),
+        "bubble": found.bubble,
+        "gathered": found.gathered,
         "step": found.step,
         "samples_per_second": found.samples_per_second,
         "peak": found.peak,
@@ -84,11 +100,12 @@ def _measure(config: Config) -> int:
     """Measures a mesh in this process, which is one rank of a job."""
     from pydist.train.planning import measured_step
 
-    mesh = mesh_of(config)
-    seconds = measured_step(config, mesh)
-    if mesh.rank == 0:
-        print(f"{mesh.grid}: {1e3 * seconds:.4g} ms", flush=True)
-    mesh.world.barrier()
+    config, ranks = joined(config)
+    world = ranks.world
+    seconds = measured_step(config, ranks)
+    if world.rank == 0:
+        print(f"{1e3 * seconds:.4g} ms measured", flush=True)
+    world.barrier()
     return 0
 
 
@@ -104,6 +121,10 @@ def _measure_best(
         chosen = ["--mesh.data", sizes["data"], "--mesh.spatial"]
         chosen += [sizes[axis] for axis in SPATIAL_AXES]
         chosen += [given for axis in OTHER_AXES for given in (f"--mesh.{axis}", sizes[axis])]
+        if (stages := each.in_stages) is not None:
+            chosen += ["--mesh.stages", str(stages.stages), "--mesh.schedule", stages.schedule]
+            chosen += ["--mesh.micro-batches", str(stages.micro_batches)]
+        print(f"{each}: {1e3 * each.step:.4g} ms predicted, ", end="", flush=True)
         argv = ["-m", "pydist", "plan", str(options.config), "--measure", *overrides, *chosen]
         code = launch(options.ranks, argv, options.mpi)
         if code:
@@ -124,9 +145,10 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = RunOptions("pydist plan", f"{PROG} [--train.batch 8 ...]")
     parser.add_argument("--ranks", type=int, help="number of ranks to plan for")
     parser.add_argument("--memory", metavar="SIZE", help="memory of a rank, such as 16GB")
-    parser.add_argument("--hardware", default="cpu", help="a profile's name, or its file")
+    parser.add_argument("--hardware", default="auto", help="a profile's name, or its file")
     parser.add_argument("--rows", type=int, default=20, help="meshes to show (20)")
     parser.add_argument("--measure", action="store_true", help="run the best meshes here")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw the table")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, overrides = parser.parse(arguments)
     return options, overrides

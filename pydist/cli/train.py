@@ -81,13 +81,20 @@ def _train_here(config: Config) -> int:
     from pydist.cli.progress import ProgressView
     from pydist.comm.consensus import together
     from pydist.train.job import Job
-    from pydist.train.log import PIPE_VARIABLE, to_pipe
+    from pydist.train.log import PIPE_VARIABLE, Event, Listener, to_pipe
+    from pydist.train.planning import beside_measurement
     from pydist.train.run import train as run
 
-    ranks = ranks_of(config)
+    config, ranks = joined(config)
     job = Job.of(ranks)
     pipe = os.environ.get(PIPE_VARIABLE)
-    listeners = []
+    steps = list[Event]()
+
+    def keep(event: Event) -> None:
+        if event["event"] == "step":
+            steps.append(event)
+
+    listeners: list[Listener] = [keep]
     with together(job.world):
         if job.writes and pipe is not None:
             listeners.append(to_pipe(Path(pipe)))
@@ -96,11 +103,28 @@ def _train_here(config: Config) -> int:
     else:
         view = ProgressView(verbose=True)
         try:
-            run(config, ranks, [view])
+            run(config, ranks, [view, *listeners])
         finally:
             view.close()
+    if steps and (line := beside_measurement(config, ranks, steps)):
+        print(line, flush=True)
     job.world.barrier()
     return 0
+
+
+def joined(config: Config) -> tuple[Config, Mesh | Stages]:
+    """Joins the job and makes the ranks of a configuration; chooses a mesh that is "auto".
+
+    Returns:
+        The configuration with the numbers of parts, and the mesh or the stages.
+    """
+    ranks = ranks_of(config)
+    if config.mesh.spatial != "auto":
+        return config, ranks
+    from pydist.train.job import Job
+    from pydist.train.planning import on_grid
+
+    return on_grid(config, Job.of(ranks).mesh.grid), ranks
 
 
 def ranks_of(config: Config) -> Mesh | Stages:
@@ -124,6 +148,12 @@ def mesh_of(config: Config) -> Mesh:
     from pydist.setup import init
 
     wanted = config.mesh
+    if wanted.spatial == "auto":
+        from pydist.train.planning import chooser
+
+        return init(
+            transport=_transport(config), seed=config.train.seed, mesh=chooser(config, _tell)
+        )
     return init(
         wanted.data,
         wanted.spatial,
@@ -132,6 +162,10 @@ def mesh_of(config: Config) -> Mesh:
         shares=wanted.shares.given,
         **wanted.axes,
     )
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
 
 
 def _transport(config: Config) -> str:

@@ -2,31 +2,53 @@
 
 Late layers of a network are small. Their blocks can be empty or thinner than the layer's halo, and
 an exchange then costs more than the computation that it saves. Correctness does not depend on this
-module: thin and empty blocks give exact results. It only compares estimated times.
+module: thin and empty blocks give exact results. It only compares estimated times, by the costs of
+the machine if `pydist env --bench` has measured it (`Mesh.hardware`), else by those of the profile
+"cpu". `benchmarks/python/thin_blocks.py` measures the effect of the resulting choices.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from pydist.hardware import CPU
+from pydist.hardware import CPU, Hardware
 from pydist.layout import Layout, Split
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box, Partition
 
-# Costs on one rank (CPU): the fixed cost of an exchange (call overhead, packing, and wake-up,
-# without planning), a message, a byte, and a useful flop of small convolutions, which reach a
-# quarter of the speed of large ones. `benchmarks/python/thin_blocks.py` measures the effect of the
-# resulting choices.
-EXCHANGE_S = CPU.exchange
-MESSAGE_S = CPU.within.latency
-BYTE_S = 1 / CPU.within.bandwidth
-FLOP_S = 4 / CPU.flops["float32"]
 ELEMENT_BYTES = 4
 # A layer with thin blocks is rarely the last: this many layers share the cost of moving.
 LAYERS = 3
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs that work and messages have on one rank, in seconds.
+
+    Attributes:
+        exchange: of an exchange besides its messages: calls, packing, waking up.
+        message: of a message besides its bytes.
+        byte: of a byte that is sent.
+        flop: of a flop of small convolutions, which reach a quarter of the speed of large ones.
+    """
+
+    exchange: float
+    message: float
+    byte: float
+    flop: float
+
+
+def costs_of(hardware: Hardware) -> Costs:
+    """Returns the costs of the ranks of some hardware."""
+    link = hardware.within
+    flop = 4 / hardware.flops["float32"]
+    return Costs(hardware.exchange, link.latency, 1 / link.bandwidth, flop)
+
+
+# Of the built-in profile, for choices that do not depend on a measured one.
+EXCHANGE_S, _, BYTE_S, FLOP_S = astuple(costs_of(CPU))
 
 
 @dataclass(frozen=True)
@@ -103,21 +125,22 @@ def _joined(split: Split | None, together: int) -> Split:
 
 
 def _seconds(current: Layout, option: Layout, work: Workload) -> float:
-    plan = WindowPlan(option, work.window, work.out_channels)
+    mesh = current.mesh
+    costs, plan = costs_of(mesh.hardware), WindowPlan(option, work.window, work.out_channels)
     # Forward, dgrad and wgrad cost about the same; with few voxels each is bound by the weights.
+    weights = work.weights * ELEMENT_BYTES * costs.byte
     by_rank = [
-        3 * max(box.volume * work.flops_per_output * FLOP_S, work.weights * ELEMENT_BYTES * BYTE_S)
+        3 * max(box.volume * work.flops_per_output * costs.flop, weights)
         for box in plan.out.boxes
         if not box.empty
     ]
-    mesh = current.mesh
     compute = max(*by_rank, sum(by_rank) * mesh.ranks_per_core / mesh.sample_size)
-    halo = 2 * _exchange_seconds(option.boxes, plan.needed)
-    move = 0.0 if option is current else 2 * _exchange_seconds(current.boxes, option.boxes)
+    halo = 2 * _exchange_seconds(option.boxes, plan.needed, costs)
+    move = 0.0 if option is current else 2 * _exchange_seconds(current.boxes, option.boxes, costs)
     return LAYERS * (compute + halo) + move
 
 
-def _exchange_seconds(owned: Sequence[Box], needed: Sequence[Box]) -> float:
+def _exchange_seconds(owned: Sequence[Box], needed: Sequence[Box], costs: Costs) -> float:
     """Estimates the time of an exchange in seconds, for the rank that receives most."""
     slowest = 0.0
     for rank, need in enumerate(needed):
@@ -126,8 +149,9 @@ def _exchange_seconds(owned: Sequence[Box], needed: Sequence[Box]) -> float:
         if own == sum(pieces.values()):
             continue
         foreign = [n for r, box in enumerate(owned) if r != rank and (n := pieces[box])]
-        slowest = max(slowest, len(foreign) * MESSAGE_S + sum(foreign) * ELEMENT_BYTES * BYTE_S)
-    return EXCHANGE_S + slowest if slowest else 0.0
+        nbytes = sum(foreign) * ELEMENT_BYTES
+        slowest = max(slowest, len(foreign) * costs.message + nbytes * costs.byte)
+    return costs.exchange + slowest if slowest else 0.0
 
 
 def conv_workload(window: Window, weight_shape: Sequence[int]) -> Workload:

@@ -7,11 +7,13 @@ the reduction of gradients by the rest of backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from pydist.backend.conv_kernels import ConvKernels
 from pydist.backend.problem import ConvProblem
 from pydist.grid import Grid
 from pydist.hardware import Hardware
@@ -19,15 +21,26 @@ from pydist.plan.memory import ActivationSweep
 from pydist.plan.placement import Cuts
 from pydist.plan.trace import Trace
 
-KeptSeconds = Callable[[ConvProblem, int], Sequence[float] | None]
-"""Returns measured seconds of a convolution's forward, dgrad and wgrad, of ranks that compute one
-sample together; `None` if they are unknown."""
 
-PARTS = ("compute", "halo", "channels", "statistics", "gather", "gradients", "optimizer", "reading")
+class ConvTimes(NamedTuple):
+    """Seconds that a convolution's forward, dgrad and wgrad take, and the kernels it uses."""
+
+    forward: float
+    dgrad: float
+    wgrad: float
+    kernels: ConvKernels
+
+
+KeptSeconds = Callable[[ConvProblem, int], ConvTimes | None]
+"""Returns the times of a convolution of ranks that compute one sample together; `None` if they are
+unknown."""
+
+PARTS_OF_CALLS = ("compute", "halo", "channels", "statistics", "gather", "waiting")
+PARTS = (*PARTS_OF_CALLS, "gradients", "optimizer", "reading")
 """What takes the time of a step: computation of layers; halos; sums and gathers of channels; sums
-of norms; gathering a sample for layers without a spatial dim; the reduction of gradients; the
-optimizer's step; files. Messages count as far as computation does not hide them, and files as far
-as the rest of the step does not."""
+of norms; gathering a sample for layers without a spatial dim; waiting for slower ranks and other
+stages; the reduction of gradients; the optimizer's step; files. Messages count as far as
+computation does not hide them, and files as far as the rest of the step does not."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +67,59 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Estimate that describes a training step on a mesh.
+class InStages:
+    """Stages that a network is divided into, on equal meshes.
 
     Attributes:
-        grid: the mesh.
+        stages: their number.
+        micro_batches: parts of a sample group's batch.
+        schedule: name of their order, see `pydist.stages.schedule`.
+    """
+
+    stages: int
+    micro_batches: int
+    schedule: str
+
+    def __str__(self) -> str:
+        count = f"{self.micro_batches} micro-batch{'' if self.micro_batches == 1 else 'es'}"
+        return f"{self.stages} stages, {count}, {self.schedule}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate that describes a training step on a mesh, or in stages.
+
+    Attributes:
+        grid: the mesh; in stages that of each.
         batch: samples of a step.
-        seconds: of the slowest rank, by `PARTS`.
+        seconds: of the slowest rank, by `PARTS`; in stages of one on the busiest mesh.
         memory: bytes of the largest rank by kind, see `pydist.plan.memory.KINDS`.
+        gathered: layers whose thin blocks the ranks gather, by the paths of their modules.
+        in_stages: the stages, if there are several.
     """
 
     grid: Grid
     batch: int
     seconds: Mapping[str, float]
     memory: Mapping[str, float]
+    gathered: tuple[str, ...] = ()
+    in_stages: InStages | None = None
+
+    def __str__(self) -> str:
+        if self.in_stages is None:
+            return str(self.grid)
+        one = self.grid.size() == 1
+        return f"{self.in_stages}" if one else f"{self.grid} × {self.in_stages}"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that the mesh, or all stages, have."""
+        return self.grid.size() * (1 if self.in_stages is None else self.in_stages.stages)
+
+    @property
+    def bubble(self) -> float:
+        """Part of the step in which a rank of the busiest stage waits for other ranks."""
+        return self.seconds["waiting"] / self.step
 
     @property
     def step(self) -> float:

@@ -7,18 +7,64 @@ trace, so the peak is that of a sweep over the calls in both directions.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
+from pydist.backend.conv_kernels import ConvKernels, by_rule
+from pydist.backend.problem import ConvProblem
 from pydist.plan.trace import Trace
 
 KINDS = (
     "parameters", "gradients", "optimizer", "activations", "transient", "halos", "copies",
-    "buckets", "input", "allocator", "reserved",
+    "buckets", "messages", "input", "allocator", "reserved",
 )  # fmt: skip
 """What a rank's memory holds: parameters, their gradients, and the optimizer's state; activations
 that backward needs; what there is in addition at the peak, such as gradients of activations; halos
-and the input in another memory format that backward needs; buckets of gradients; batches that are
-read ahead; what the allocator holds in addition; libraries and a device's context."""
+and the input in another memory format that backward needs; buckets of gradients; buffers of
+messages between ranks, which stay from the first step on; batches that are read ahead; what the
+allocator holds in addition; libraries and a device's context."""
+
+_BLOCK = 16
+"""Channels of a block in oneDNN's own memory format; smaller numbers are padded to it."""
+
+
+class Workspace:
+    """Memory that each call needs besides tensors of the network, in bytes on a rank.
+
+    Args:
+        calls: their number.
+
+    Attributes:
+        forward: exists while the call computes.
+        backward: exists while its backward computes.
+        kept: needed by its backward, besides its saved tensors.
+        gathered: the memory of the trace that `kept` replaces: all its channels, not a part.
+        halos: needed by its backward, received from neighbors.
+        messages: buffers of its messages, which stay.
+    """
+
+    def __init__(self, calls: int) -> None:
+        self.forward, self.backward, self.kept = np.zeros((3, calls))
+        self.halos, self.messages = np.zeros((2, calls))
+        self.gathered: dict[int, int] = {}
+
+
+def workspace_of(problem: ConvProblem, kernels: ConvKernels | None) -> float:
+    """Returns the bytes of a convolution's operands in oneDNN's own format, in dgrad.
+
+    With plain tensors, dL/dy and dL/dx are copied to blocks of 16 channels.
+
+    Args:
+        problem: the convolution.
+        kernels: that compute it, if they are known.
+    """
+    kernels = kernels or by_rule([problem], 0)
+    if kernels.channels_last or kernels.dgrad != "onednn":
+        return 0.0
+    shapes = problem.input, problem.output
+    padded = (math.prod(s) / s[1] * _BLOCK * math.ceil(s[1] / _BLOCK) for s in shapes)
+    return problem.dtype.itemsize * sum(padded)
 
 
 class ActivationSweep:
@@ -61,40 +107,70 @@ class ActivationSweep:
         # Gradients that a norm's backward has in two memory formats.
         self._twice = [(i, c.outputs[0]) for i, c in enumerate(trace.calls) if c.kind == "norm"]
         self._calls = calls
-        self._is_saved = self._saver < calls
+        self._savers_of: dict[int, list[int]] = {}
+        for i, call in enumerate(trace.calls):
+            for memory in call.saved:
+                self._savers_of.setdefault(memory, []).append(i)
         self._input = owner[0]
         self._gradient = [tensor.gradient for tensor in trace.tensors]
 
-    def kept(self, memories: np.ndarray) -> float:
-        """Returns the bytes that backward needs, without the input.
+    def kept(self, memories: np.ndarray, space: Workspace, calls: range) -> float:
+        """Returns the bytes that the backward of some calls needs, without the input and halos.
 
         Args:
             memories: bytes of each memory on the rank.
+            space: the calls' workspace.
+            calls: numbers of the calls.
         """
-        kept = self._is_saved.copy()
+        saver = self._savers(space)
+        kept = (saver >= calls.start) & (saver < calls.stop)
         kept[self._input] = False
-        return float(memories[kept].sum())
+        return float(memories[kept].sum() + space.kept[calls.start : calls.stop].sum())
 
-    def peak(self, memories: np.ndarray, gradients: np.ndarray) -> float:
-        """Returns the largest number of bytes that exist at a time, without the input.
+    def peak(
+        self, memories: np.ndarray, gradients: np.ndarray, space: Workspace, calls: range
+    ) -> float:
+        """Returns the largest number of bytes that exist at a time in a pass over some calls.
+
+        Without the input and halos.
 
         Args:
             memories: bytes of each memory on the rank.
             gradients: bytes of the gradient of each tensor on the rank.
+            space: the calls' workspace.
+            calls: numbers of the calls.
         """
-        calls = self._calls
+        count, saver = self._calls, self._savers(space)
         own = memories.copy()
         own[self._input] = 0.0
-        until = np.where(self._is_saved, calls - 1, self._last)
-        forward = _sums(self._made, until, own, calls)
-        kept = np.where(self._is_saved, own, 0.0)
-        backward = _sums(self._saver, np.full(len(own), calls - 1), kept, calls)
+        own[saver < calls.start] = 0.0  # other calls keep it
+        is_saved = saver < count
+        until = np.where(is_saved, count - 1, self._last)
+        forward = _sums(self._made, until, own, count) + space.kept.cumsum() + space.forward
+        forward -= space.kept[: calls.start].sum()
+        kept = np.where(is_saved, own, 0.0)
+        backward = _sums(saver, np.full(len(own), count - 1), kept, count)
+        backward += space.kept.cumsum() - space.kept[: calls.start].sum() + space.backward
         alive = self._consumer >= 0
-        backward += _sums(self._producer[alive], self._consumer[alive], gradients[alive], calls)
+        backward += _sums(self._producer[alive], self._consumer[alive], gradients[alive], count)
         for i, number in self._twice:
             gradient = self._gradient[number]
             backward[i] += 0.0 if gradient is None else gradients[gradient]
-        return float(max(forward.max(), backward.max()))
+        chosen = slice(calls.start, calls.stop)
+        return float(max(forward[chosen].max(), backward[chosen].max()))
+
+    def _savers(self, space: Workspace) -> np.ndarray:
+        """Returns the first call that saves each memory; their number if none does.
+
+        A call that gathers a memory keeps all its channels instead.
+        """
+        if not space.gathered:
+            return self._saver
+        saver = self._saver.copy()
+        for memory in {*space.gathered.values()}:
+            others = [i for i in self._savers_of[memory] if space.gathered.get(i) != memory]
+            saver[memory] = min(others, default=self._calls)
+        return saver
 
 
 def _sums(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray, calls: int) -> np.ndarray:

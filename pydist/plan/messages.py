@@ -56,9 +56,8 @@ class MessageTimes:
         link, rounds = self._link(axes), math.ceil(math.log2(ranks))
         if nbytes <= _SHORT_BYTES:
             return self._hardware.exchange + rounds * (link.latency + nbytes / link.bandwidth)
-        return self._hardware.exchange + 2 * (
-            rounds * link.latency + (ranks - 1) / ranks * nbytes / link.bandwidth
-        )
+        moving = (ranks - 1) / ranks * nbytes / link.bandwidth * self._hardware.reduction
+        return self._hardware.exchange + 2 * (rounds * link.latency + moving)
 
     def gather(self, axes: Sequence[str], nbytes: float) -> float:
         """Returns the seconds in which each rank gets all parts of a tensor, or parts of a sum.

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pydist.grid import AXES, Grid
-from pydist.plan.estimate import Estimate, StepModel
+from pydist.plan.estimate import Estimate, InStages, StepModel
+from pydist.plan.in_stages import estimate_in_stages
 from pydist.plan.on_mesh import estimate_step
 
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
+"""Schedules that are compared, see `pydist.stages.schedule`."""
+_STAGED = 16
+"""Meshes of a stage for which schedules are compared, those with the least work."""
+_PER_STAGE = 4
+"""Most micro-batches for each stage: then less than a fifth of the time is waiting."""
 _MS = 1e3
 _GIB = 2**30
 
@@ -29,13 +35,22 @@ def legal_meshes(ranks: int) -> Iterator[Grid]:
         yield Grid(shape)
 
 
-def plan_meshes(model: StepModel, ranks: int, memory: int | None = None) -> list[Estimate]:
-    """Estimates a step on every legal mesh of a number of ranks.
+def plan_meshes(
+    model: StepModel,
+    ranks: int,
+    memory: int | None = None,
+    stages: Sequence[int] = (1,),
+    allowed: Callable[[Grid], bool] = lambda grid: True,
+) -> list[Estimate]:
+    """Estimates a step on every legal mesh of a number of ranks, with a sample for each group.
 
     Args:
         model: of the step.
         ranks: number of ranks.
         memory: bytes that each rank may use; by default the hardware's.
+        stages: numbers of stages. In several each stage has an equal mesh, and of the meshes with
+            the least work per rank the best schedule and number of micro-batches are found.
+        allowed: whether a mesh is wanted.
 
     Returns:
         The estimates: those that fit before those that do not, the fastest first, and the smallest
@@ -46,7 +61,32 @@ def plan_meshes(model: StepModel, ranks: int, memory: int | None = None) -> list
     def order(found: Estimate) -> tuple[bool, float]:
         return found.peak > limit, found.step if found.peak <= limit else found.peak
 
-    return sorted((estimate_step(model, grid) for grid in legal_meshes(ranks)), key=order)
+    found = list[Estimate]()
+    for count in stages:
+        if ranks % count:
+            continue
+        grids = [
+            grid for grid in legal_meshes(ranks // count)
+            if grid.size(("data",)) <= model.training.batch and allowed(grid)
+        ]  # fmt: skip
+        each = sorted((estimate_step(model, grid) for grid in grids), key=order)
+        if count > 1:
+            ways = (_schedules(model, one.grid, count) for one in each[:_STAGED])
+            each = [min(way, key=order) for way in ways if way]
+        found += each
+    return sorted(found, key=order)
+
+
+def _schedules(model: StepModel, grid: Grid, stages: int) -> list[Estimate]:
+    """Estimates a step in stages for each schedule and number of micro-batches."""
+    samples = model.training.batch // grid.size(("data",))
+    counts = [1 << n for n in range(samples.bit_length()) if 1 << n <= _PER_STAGE * stages]
+    found = (
+        estimate_in_stages(model, grid, InStages(stages, count, schedule))
+        for count in counts
+        for schedule in SCHEDULES
+    )
+    return [each for each in found if each is not None]
 
 
 def mesh_table(found: Sequence[Estimate], alone: Estimate, memory: int) -> str:
@@ -58,26 +98,28 @@ def mesh_table(found: Sequence[Estimate], alone: Estimate, memory: int) -> str:
         memory: bytes that each rank may use.
     """
     head = (
-        "mesh", "GiB", "fits", "compute", "halo", "sums", "gradient", "optimiz.", "reading", "ms",
-        "samples/s", "effic.", "most time",
+        "mesh", "GiB", "fits", "compute", "halo", "sums", "gradient", "optimiz.", "waiting",
+        "reading", "ms", "samples/s", "effic.", "most time", "gathered",
     )  # fmt: skip
     rows: list[tuple[str, ...]] = [head]
     for each in found:
         s = each.seconds
         columns = (
             s["compute"], s["halo"], s["channels"] + s["statistics"] + s["gather"],
-            s["gradients"], s["optimizer"], s["reading"], each.step,
+            s["gradients"], s["optimizer"], s["waiting"], s["reading"], each.step,
         )  # fmt: skip
         fits = each.peak <= memory
         rows.append(
             (
-                str(each.grid), f"{each.peak / _GIB:.2f}", "yes" if fits else "no",
+                str(each), f"{each.peak / _GIB:.2f}", "yes" if fits else "no",
                 *(f"{_MS * seconds:.4g}" for seconds in columns),
                 f"{each.samples_per_second:.4g}", f"{100 * efficiency(each, alone):.0f} %",
-                each.limit if fits else "memory",
+                each.limit if fits else "memory", _paths(each.gathered),
             )
         )  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    if not any(each.gathered for each in found):
+        rows = [row[:-1] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
             [row[0].ljust(widths[0])]
@@ -89,4 +131,11 @@ def mesh_table(found: Sequence[Estimate], alone: Estimate, memory: int) -> str:
 
 def efficiency(found: Estimate, alone: Estimate) -> float:
     """Returns the speed-up over one rank with the same batch, divided by the number of ranks."""
-    return alone.step / found.step / math.prod(found.grid.shape)
+    return alone.step / found.step / found.ranks
+
+
+def _paths(layers: Sequence[str]) -> str:
+    """Returns the paths of layers, shortened if there are many."""
+    if len(layers) < 3:
+        return ", ".join(layers) or "–"
+    return f"{layers[0]} to {layers[-1]} ({len(layers)})"

@@ -38,6 +38,11 @@ _MAXIMUM: dict[Any, int] = {
 }
 _NORMS = {F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm, F.rms_norm}
 _RELUS = {F.relu, F.leaky_relu, F.relu_, F.leaky_relu_, _T.relu_, _T.Tensor.relu_}
+_EXPONENTIALS = frozenset(
+    "softmax log_softmax cross_entropy sigmoid logsigmoid tanh exp log gelu silu elu selu mish "
+    "softplus binary_cross_entropy binary_cross_entropy_with_logits".split()
+)
+"""Names of calls that compute an exponential or logarithm of each element."""
 _PRELUS = {F.prelu, torch.prelu}
 _OPTIONS: Mapping[str, Sequence[tuple[str, Any]]] = {
     "conv": (
@@ -87,11 +92,13 @@ class TracedCall:
         saved: memories that its backward needs.
         flops: of its forward pass, of all samples.
         backward: backward's flops relative to `flops`.
+        parameters: numbers of the parameters that it reads, and no call before it.
         weight: shape of its largest parameter; () without one.
         window: of a convolution or pool.
         groups: of a convolution's channels.
         passes: bytes that it reads and writes, forward and backward, relative to those of its
             largest tensor.
+        has_exponentials: whether it computes one of each element of its largest tensor.
     """
 
     module: str
@@ -102,10 +109,12 @@ class TracedCall:
     saved: list[int] = field(default_factory=list)
     flops: float = 0.0
     backward: float = 0.0
+    parameters: list[int] = field(default_factory=list)
     weight: tuple[int, ...] = ()
     window: Window | None = None
     groups: int = 1
     passes: float = 0.0
+    has_exponentials: bool = False
 
 
 @dataclass
@@ -116,7 +125,7 @@ class Trace:
         tensors: of the pass, in the order of their creation; the first is the input.
         memories: bytes of each memory, and the number of a tensor with its extents.
         calls: in order.
-        parameters: bytes of each parameter that is trained, those of the last layers at the end.
+        parameters: bytes of each parameter that is trained, in the order of the model.
     """
 
     tensors: list[TracedTensor]
@@ -175,7 +184,9 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.count: Callable[[], int] = int
         self._parameters = {id(p): p for p in model.parameters()}
-        self._trained = [p.nbytes for p in model.parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._trained = [p.nbytes for p in trained]
+        self._unread = {id(p): number for number, p in enumerate(trained)}
         self._path: list[str] = []
         for path, module in model.named_modules():
             module.register_forward_pre_hook(lambda *_, path=path: self._path.append(path))
@@ -239,11 +250,14 @@ class _Recorder(TorchFunctionMode):
         call = TracedCall(self.module, name, kind, read, [])
         call.window, call.groups = window, groups
         call.weight = () if largest is None else tuple(largest.shape)
+        numbers = [self._unread.pop(id(p), None) for p in weights]
+        call.parameters = [number for number in numbers if number is not None]
         call.flops = float(flops)
         if kind == "other" and flops:
             call.kind = "product"
         elif kind == "other" and not changes and known.issuperset(memories):
             call.kind = "view"
+        call.has_exponentials = name.rstrip("_") in _EXPONENTIALS
         self._finish(call, func, inputs, results)
         self._calls.append(call)
 

@@ -99,8 +99,9 @@ def make_plan(
         raise UsageError(f"balance={balance!r}; possible are {', '.join(BALANCES)}")
     alive, memory = alive or [1] * len(ranks), PartMemory(found)
     if cuts is None:
+        seconds = [cost.seconds for cost in found.costs]
         costs = [
-            times(found, n) if balance == "time" else memories(memory, n, kept)
+            times(seconds, n) if balance == "time" else memories(memory, n, kept)
             for n, kept in zip(ranks, alive, strict=True)
         ]
         at = _balanced(found, costs)
@@ -139,13 +140,18 @@ def _at_modules(found: RecordedPass, cuts: Sequence[str], stages: int) -> list[i
     return at
 
 
-def times(found: RecordedPass, ranks: int) -> PartCosts:
-    """Returns the seconds of parts of a pass on a stage of some ranks for a sample."""
-    ends = np.concatenate([[0.0], np.cumsum([cost.seconds for cost in found.costs])])
+def times(seconds: Sequence[float] | np.ndarray, ranks: int) -> PartCosts:
+    """Returns the seconds of parts of a pass on a stage of some ranks for a sample.
+
+    Args:
+        seconds: of each call.
+        ranks: of the stage, for a sample.
+    """
+    ends = np.concatenate([[0.0], np.cumsum(seconds)])
 
     def columns(starts: Sequence[int]) -> Iterator[np.ndarray]:
         first = np.asarray(starts)
-        for j, stop in enumerate([*starts[1:], len(found.costs)]):
+        for j, stop in enumerate([*starts[1:], len(seconds)]):
             yield (ends[stop] - ends[first[: j + 1]]) / ranks
 
     return columns

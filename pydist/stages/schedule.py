@@ -173,8 +173,8 @@ def most_alive(passes: Sequence[Pass], stage: int | None = None) -> int:
     return most
 
 
-def _needed(each: Pass, stages: int) -> list[Pass]:
-    """Returns the passes that must come before a pass."""
+def needed_passes(each: Pass, stages: int) -> list[Pass]:
+    """Returns the passes that must come before a pass, in a network of some stages."""
     if each.kind == "forward":
         return [each._replace(stage=each.stage - 1)] if each.stage else []
     if each.kind == "weight":
@@ -225,7 +225,7 @@ def _by_simulation(order: Sequence[int], micro_batches: int, *, splits: bool = F
             if splits and count["weight"][stage] < count["backward"][stage]:
                 candidates.append(Pass("weight", stage, count["weight"][stage]))
             for each in candidates:
-                needed = _needed(each, stages)
+                needed = needed_passes(each, stages)
                 if all(n in done for n in needed):
                     start = max([free[mesh], *(done[n] for n in needed)])
                     # Of forward passes the latest stage, of others the earliest one.

@@ -327,10 +327,24 @@ StagesConfig = Annotated[
 ]
 
 
+def _kind_of_spatial(given: Any) -> str:
+    return "(auto)" if isinstance(given, str) else "(numbers)"
+
+
+SpatialConfig = Annotated[
+    Annotated[tuple[Count, Count, Count], Tag("(numbers)")]
+    | Annotated[Literal["auto"], Tag("(auto)")],
+    Discriminator(_kind_of_spatial),
+]
+
+
 @dataclass(frozen=True)
 class MeshConfig(StageConfig):
     """Table that configures the ranks: a grid, or one for each stage of the network."""
 
+    spatial: SpatialConfig = (1, 1, 1)  # type: ignore[assignment]
+    """Number of parts along depth, height and width of a sample; "auto" takes those that `pydist
+    plan` predicts to be fastest of those that fit in memory, and of `data` if it is not given."""
     data: Count | None = None
     """Number of sample groups; by default as many as the ranks allow."""
     rebalance: Literal[AXES] | None = None  # type: ignore[valid-type]
@@ -363,8 +377,12 @@ class MeshConfig(StageConfig):
     "c10d", "local", and those that installed packages add."""
 
     def parts(self, ranks: int | None = None) -> dict[str, int]:
-        """Returns the numbers of parts by axis; of "data" if it or the number of ranks is given."""
-        parts = dict(zip(SPATIAL_AXES, self.spatial, strict=True)) | self.axes
+        """Returns the numbers of parts by axis; of "data" if it or the number of ranks is given.
+
+        Without the spatial axes if they are "auto".
+        """
+        spatial = () if self.spatial == "auto" else self.spatial
+        parts = dict(zip(SPATIAL_AXES, spatial, strict=bool(spatial))) | self.axes
         groups = self.data
         if groups is None and ranks is not None:
             groups = ranks // math.prod(parts.values())

@@ -144,7 +144,7 @@ def _key(key: str) -> str:
 
 
 def _explain(error: ErrorDetails) -> str:
-    location = [p for p in error["loc"] if p not in (NUMBER_OF_STAGES, LIST_OF_STAGES)]
+    location = [p for p in error["loc"] if not str(p).startswith("(")]  # the kind of a value
     if location[0] in CHOSEN and len(location) > 1:
         del location[1]
     elif location[:2] == ["train", "gradients"] and len(location) > 2:

@@ -123,9 +123,8 @@ def with_parts(config: Config, axis: Axis, sizes: tuple[int, ...]) -> Config:
 def mesh_with(config: Config, world: Transport) -> Mesh:
     """Makes the mesh of a configuration over all ranks. Collective."""
     wanted, shares = config.mesh, config.mesh.shares.given
-    return Mesh(
-        world, wanted.data, wanted.spatial, config.train.seed, axes=wanted.axes, shares=shares
-    )
+    spatial = [wanted.parts()[axis] for axis in SPATIAL_AXES]
+    return Mesh(world, wanted.data, spatial, config.train.seed, axes=wanted.axes, shares=shares)
 
 
 def waited(parts: Mapping[str, float]) -> float:

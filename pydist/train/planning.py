@@ -1,9 +1,12 @@
-"""Describes the training step of a configuration for `pydist.plan`, and measures it."""
+"""Plans the training step of a configuration, and compares it with measurements."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -13,12 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pydist.data import Manifest, ShardDataset
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, PydistError, UsageError
+from pydist.grid import CHANNEL_AXIS, SPATIAL_AXES, Grid
 from pydist.optim.partitioned import WORTHWHILE
-from pydist.plan import StepModel, Training, trace_network
-from pydist.plan.kept import KeptConvs
-from pydist.plan.measuring import this_machine
+from pydist.plan import InStages, StepModel, Training, estimate_step, trace_network
+from pydist.plan.choosing import choose_mesh, hardware_here, step_model
+from pydist.plan.in_stages import estimate_in_stages
+from pydist.stages import Stages
 from pydist.stages.shapes import tensors_of
+from pydist.train.config import MeshConfig
 from pydist.train.parts import WARMUP
 from pydist.train.ranks import check_settings
 from pydist.train.tasks import task_of
@@ -27,12 +33,18 @@ from pydist.train.trial import recorded_steps
 if TYPE_CHECKING:
     from pydist.hardware import Hardware
     from pydist.mesh import Mesh
+    from pydist.plan import Estimate
     from pydist.train.config import Config
+    from pydist.train.log import Event
     from pydist.train.tasks import Task
 
 _DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _STEPS = 5
 """Steps that are measured."""
+_MANY = 1 << 30
+"""Ranks for which no convolution is measured here."""
+_MS = 1e3
+_GIB = 2**30
 
 
 def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
@@ -40,21 +52,15 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
 
     Args:
         config: as for `pydist train`; the parts of its table "mesh" do not matter.
-        hardware: of a rank. On the machine on which it was measured, the times of convolutions are
-            those that the autotuner has kept, and on as few ranks as it has cores it measures
-            those that are missing.
+        hardware: of a rank; see `pydist.plan.step_model`.
         ranks: number of ranks.
 
     Raises:
-        UsageError: the network does not suit the data set, or is in stages.
+        UsageError: the network does not suit the data set.
         DataError: there is no data set.
         NotSupported: the network reads values, so shapes do not tell what it computes.
     """
     check_settings(config)
-    if config.mesh.stages is not None:
-        raise UsageError(
-            "a plan compares meshes, and mesh.stages divides the network into stages: leave it out"
-        )
     manifest = Manifest.load(config.data.path)
     task = task_of(config)
     task.check(ShardDataset(config.data.path, "train", normalize="none", manifest=manifest))
@@ -76,22 +82,116 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
         prefetch=config.data.prefetch,
         file_bytes=math.prod(manifest.sample_shape) * np.dtype(manifest.dtype).itemsize,
     )
-    if hardware.machine != this_machine():
-        return StepModel(trace, training, hardware)
-    measures = ranks <= hardware.ranks_per_node
-    return StepModel(trace, training, hardware, KeptConvs(hardware.threads, measures))
+    return step_model(trace, training, hardware, ranks)
 
 
-def measured_step(config: Config, mesh: Mesh) -> float:
+def numbers_of_stages(config: Config) -> tuple[int, ...]:
+    """Returns the numbers of stages that a plan compares: the configuration's, or 1, 2 and 4.
+
+    Raises:
+        UsageError: the configuration gives each stage a mesh of its own.
+    """
+    given = config.mesh.stages
+    if isinstance(given, tuple):
+        raise UsageError(
+            "a plan compares equal meshes, and mesh.stages is a list: give it as a number, or "
+            "leave it out"
+        )
+    if given is not None:
+        return (given,)
+    try:
+        check_settings(replace(config, mesh=MeshConfig(stages=2)))
+    except UsageError:
+        return (1,)  # another setting needs the whole network
+    return (1, 2, 4)
+
+
+def chooser(config: Config, tell: Callable[[str], object] = print) -> Callable[[int], Grid]:
+    """Returns a function that chooses the mesh of a configuration, for `pydist.init`.
+
+    Args:
+        config: its numbers of data and channel parts are kept, if given.
+        tell: receives a line about the choice.
+    """
+
+    def choose(ranks: int) -> Grid:
+        hardware = hardware_here(config.train.device != "cpu")
+        wanted = config.mesh
+        model = model_of(config, hardware, ranks)
+        found = choose_mesh(model, ranks, wanted.data, wanted.axes[CHANNEL_AXIS])
+        tell(f'mesh.spatial = "auto": {found.grid}, predicted {_told(found, hardware)}')
+        return found.grid
+
+    return choose
+
+
+def on_grid(config: Config, grid: Grid) -> Config:
+    """Returns the configuration with the numbers of parts of a mesh."""
+    depth, height, width = (grid.size((axis,)) for axis in SPATIAL_AXES)
+    mesh = replace(config.mesh, data=grid.size(("data",)), spatial=(depth, height, width))
+    return replace(config, mesh=mesh)
+
+
+def beside_measurement(config: Config, ranks: Mesh | Stages, events: Sequence[Event]) -> str:
+    """Compares a run's steps with their prediction.
+
+    Args:
+        config: of the run.
+        ranks: its mesh, or its stages.
+        events: "step" of the run on this rank.
+
+    Returns:
+        A line; "" if there are too few steps.
+    """
+    taken = [event["seconds"] for event in events][WARMUP:]
+    if len(taken) < _STEPS:
+        return ""
+    measured = f"measured {_MS * median(taken):.4g} ms (median of {len(taken)}), {_peak()}"
+    try:
+        found, hardware = _predicted(config, ranks)
+    except PydistError as error:
+        return f"a step: {measured}; no prediction: {error}"
+    return f"a step: predicted {_told(found, hardware)}; {measured}"
+
+
+def _predicted(config: Config, ranks: Mesh | Stages) -> tuple[Estimate, Hardware]:
+    hardware = hardware_here(ranks.world.device is not None)
+    model = model_of(config, hardware, _MANY)  # measures nothing
+    if not isinstance(ranks, Stages):
+        return estimate_step(model, ranks.grid), hardware
+    mesh = config.mesh
+    grids = {each.grid for each in ranks.meshes}
+    if len(grids) > 1 or mesh.order is not None or mesh.recompute or mesh.schedule == "gems":
+        raise NotSupported("only equal stages in the order of their meshes are planned")
+    given = InStages(ranks.count, mesh.micro_batches, mesh.schedule)
+    found = estimate_in_stages(model, grids.pop(), given)
+    if found is None:
+        raise NotSupported(f"the plan finds no cuts for {ranks.count} stages")
+    return found, hardware
+
+
+def _told(found: Estimate, hardware: Hardware) -> str:
+    return f"{_MS * found.step:.4g} ms and {found.peak / _GIB:.3g} GiB per rank ({hardware.name})"
+
+
+def _peak() -> str:
+    """Returns the most memory that this rank has used."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return f"{torch.cuda.max_memory_reserved() / _GIB:.3g} GiB of the device"
+    unit = 1 if sys.platform == "darwin" else 1024
+    return f"{unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _GIB:.3g} GiB"
+
+
+def measured_step(config: Config, ranks: Mesh | Stages) -> float:
     """Returns the seconds of a training step on the slowest rank. Collective.
 
     Args:
         config: as for `pydist train`.
-        mesh: over all ranks, made from the configuration.
+        ranks: the mesh or the stages, made from the configuration.
     """
-    events = recorded_steps(config, mesh, _STEPS, WARMUP)
+    events = recorded_steps(config, ranks, _STEPS, WARMUP)
     seconds = torch.tensor(median(event["seconds"] for event in events)).double()
-    return float(mesh.world.all_gather(seconds).max())
+    return float(ranks.world.all_gather(seconds).max())
 
 
 def _criterion(task: Task) -> Callable[[object], Tensor]:

@@ -153,6 +153,7 @@ def _mistakes(config: Config) -> Iterator[str]:
             if (given := getattr(mesh, name)) != default[name]:
                 yield f"mesh.{name} = {_shown(given)}: it is for stages, and mesh.stages is not set"
     yield from _mistakes_in_slices(config)
+    yield from _mistakes_in_auto(mesh)
     if isinstance(mesh.stages, tuple):
         yield from _mistakes_in_list(mesh, default)
     for number, stage in enumerate(meshes_of(mesh)):
@@ -178,6 +179,18 @@ def _mistakes_in_slices(config: Config) -> Iterator[str]:
         return
     if all(each.axes[CHANNEL_AXIS] == 1 for each in meshes_of(mesh)):
         yield "mesh.sharded_weights: weights are sharded along mesh.channel, which is 1"
+
+
+def _mistakes_in_auto(mesh: MeshConfig) -> Iterator[str]:
+    if mesh.spatial != "auto":
+        return
+    if mesh.stages is not None:
+        yield (
+            'mesh.spatial = "auto" with mesh.stages: it chooses one mesh; `pydist plan` compares '
+            "stages"
+        )
+    for axis in mesh.shares.given:
+        yield f'mesh.shares.{axis} with mesh.spatial = "auto": give mesh.spatial as numbers'
 
 
 def _mistakes_in_list(mesh: MeshConfig, default: Mapping[str, Any]) -> Iterator[str]:

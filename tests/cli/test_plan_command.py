@@ -27,27 +27,32 @@ def shown(capsys, *arguments: str) -> str:
 
 
 def test_every_mesh_has_a_row_the_best_first(place, capsys):
-    text = shown(capsys, "--ranks", "4", "--hardware", "v100")
+    text = shown(capsys, "--ranks", "4", "--hardware", "v100", "--rows", "21")
     heading, head, *rows = text.splitlines()
     assert heading.startswith("4 ranks of v100 (Lassen: 4 V100 16 GB per node")
     assert head.split() == [
-        "mesh", "GiB", "fits", "compute", "halo", "sums", "gradient", "optimiz.", "reading", "ms",
-        "samples/s", "effic.", "most", "time",
+        "mesh", "GiB", "fits", "compute", "halo", "sums", "gradient", "optimiz.", "waiting",
+        "reading", "ms", "samples/s", "effic.", "most", "time", "gathered",
     ]  # fmt: skip
-    assert len(rows) == 15  # 4 = 2² over five axes
+    # 4 = 2² over five axes, and 2 and 4 stages; 2 samples are too few for data 4.
+    assert len(rows) == 15 + 5 + 1 - 1
     times = [float(re.findall(r"(\S+)  +\S+  +\d+ %", row)[0]) for row in rows]
     assert times == sorted(times)
     few = shown(capsys, "--ranks", "4", "--rows", "2", "--memory", "1MB")
-    assert few.splitlines()[-1] == "13 more meshes: --rows 15"
-    assert all(" no " in row and row.endswith("memory") for row in few.splitlines()[2:-1])
+    assert few.splitlines()[-1] == "18 more meshes: --rows 20"
+    assert all(" no " in row and " memory" in row for row in few.splitlines()[2:-1])
+    gathered = [row.split()[-1] for row in rows if row.startswith("depth 4 ")]
+    assert gathered[0].startswith("features.")  # blocks of one plane
 
 
 def test_json_has_all_numbers(place, capsys):
     found = json.loads(shown(capsys, "--ranks", "2", "--json", "--memory", "4GB"))
     assert found["hardware"]["name"] == "cpu"
     assert found["memory"] == 4 * 10**9
-    assert len(found["meshes"]) == 5
+    assert len(found["meshes"]) == 6
+    assert {each["stages"] for each in found["meshes"]} == {1, 2}
     for each in found["meshes"]:
+        assert each["bubble"] == pytest.approx(each["seconds"]["waiting"] / each["step"])
         assert each["step"] == pytest.approx(sum(each["seconds"].values()))
         assert each["peak"] == pytest.approx(sum(each["memory"].values()))
         assert each["samples_per_second"] == pytest.approx(2 / each["step"])
@@ -59,9 +64,11 @@ def test_json_has_all_numbers(place, capsys):
         ([], "--ranks None: 1 or more are possible"),
         (["--ranks", "0"], "--ranks 0: 1 or more are possible"),
         (["--ranks", "2", "--memory", "16"], "--memory 16: a size is expected, such as"),
-        (["--ranks", "2", "--hardware", "k80"], "hardware 'k80': possible are cpu, v100"),
+        (["--ranks", "2", "--hardware", "k80"], "hardware 'k80': possible are auto, cpu, v100"),
         (["--ranks", "2", "--data.path", "none"], "none"),
-        (["--ranks", "2", "--mesh.stages", "2"], "a plan compares meshes, and mesh.stages"),
+        (["--ranks", "3", "--mesh.stages", "2"], "--ranks 3: mesh.stages = 2 does not divide them"),
+        (["--ranks", "2", "--chart", "none/plan.png"], "can't write none/plan.png"),
+        (["--ranks", "2", "--chart", "plan.txt"], "--chart plan.txt: Format 'txt'"),
     ],
 )
 def test_mistakes_are_named(arguments, message, place, capsys):
@@ -85,4 +92,35 @@ def test_a_measured_profile_is_planned_with_and_its_meshes_measured(place, monke
     assert cli.main(["plan", "run.toml", *own]) == 0
     text = capfd.readouterr().out
     assert "1 rank of mine (pydist env --bench on 2 ranks" in text
-    assert re.search(r"^measured here, the best 1:\n1 rank: \S+ ms$", text, re.MULTILINE)
+    line = r"^1 rank: \S+ ms predicted, \S+ ms measured$"
+    assert re.search(line, text, re.MULTILINE)
+
+
+def test_a_chart_of_the_stages_is_drawn(place, capsys):
+    text = shown(capsys, "--ranks", "4", "--mesh.stages", "2", "--chart", "plan.png")
+    assert all("2 stages, " in row for row in text.splitlines()[2:])
+    assert (place / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_takes_the_mesh_of_its_plan_and_shows_both_times(place, capsys):
+    options = ["--mesh.spatial", "auto", "--train.epochs", "4", "--train.validate-every", "0"]
+    assert cli.main(["train", "run.toml", *options, "--output.no-plot"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r'^mesh.spatial = "auto": 1 rank, predicted \S+ ms and', text, re.MULTILINE)
+    both = r"^a step: predicted \S+ ms and \S+ GiB per rank \(cpu\); measured \S+ ms \(median of "
+    assert re.search(both, text, re.MULTILINE)
+    saved = (place / "run" / "config.toml").read_text()
+    assert "spatial = [1, 1, 1]" in saved
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh.spatial", "auto", "--mesh.stages", "2"], "it chooses one mesh"),
+        (["--mesh.spatial", "auto", "--mesh.data", "3"], "no mesh of 1 ranks has channel 1 and"),
+        (["--mesh.spatial", "most"], "spatial"),
+    ],
+)
+def test_mistakes_with_auto_are_named(arguments, message, place, capsys):
+    assert cli.main(["train", "run.toml", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from pydist.hardware import CPU, Interconnect, kept_file, this_machine
 from pydist.layout import Layout
 from pydist.mesh import Mesh
-from pydist.ops import coarsening
 from pydist.ops.coarsening import Workload, coarsen_if_faster
 from pydist.ops.windows import Window
 from support.equivalence import Task, check_network, layout_at, on_ranks, randn
@@ -55,14 +58,13 @@ def test_where_computing_costs_much_the_blocks_stay():
     on_ranks((4, 1, 1), rank)
 
 
-def test_between_the_two_neighbors_share(monkeypatch: pytest.MonkeyPatch):
+def test_between_the_two_neighbors_share():
     # Only messages and computing have a cost: 4 messages with blocks of 1, 2 with 2, 1 with 4, but
     # the last takes 4 times as long to compute.
-    monkeypatch.setattr(coarsening, "EXCHANGE_S", 0.0)
-    monkeypatch.setattr(coarsening, "MESSAGE_S", 1.0)
+    costs = replace(CPU, exchange=0.0, within=Interconnect(1.0, CPU.within.bandwidth))
 
     def rank(mesh: Mesh) -> None:
-        mesh.ranks_per_core = 1.0
+        mesh.ranks_per_core, mesh.hardware = 1.0, costs
         layout = in_depth(mesh, [0, 1, 2, 3, 4, 5, 6, 7, 8])
         wide = Workload(Window((5, 5, 5), (1, 1, 1), (1, 1, 1), ((2, 2),) * 3), 4, 1.7e7)
         assert points_of(coarsen_if_faster(layout, wide)) == [0, 4, 4, 4, 4, 8, 8, 8, 8]
@@ -116,9 +118,11 @@ def test_thin_blocks_can_be_kept():
 
 @pytest.mark.parametrize("message_seconds", [0.0, 1e-3, 1.0])
 def test_the_result_does_not_depend_on_the_choice(
-    message_seconds: float, monkeypatch: pytest.MonkeyPatch
+    message_seconds: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(coarsening, "MESSAGE_S", message_seconds)
+    monkeypatch.setenv("PYDIST_CACHE", str(tmp_path))
+    link = Interconnect(message_seconds, CPU.within.bandwidth)
+    replace(CPU, within=link, machine=this_machine()).save(kept_file())
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv3d(2, 4, 3, padding=1),

@@ -16,7 +16,8 @@ from pydist.plan import StepModel, Training, estimate_step, trace_network
 
 SLOW = Hardware(
     name="slow", source="this test", ranks_per_node=2, memory=1 << 30, reserved=0, slack=1.0,
-    flops={"float32": 1.0}, bandwidth=1e9, call=100.0, exchange=1000.0,
+    flops={"float32": 1.0}, bandwidth=1e9, optimizing=1e9,
+    call=100.0, exchange=1000.0,
     within=Interconnect(10.0, 2.0), between=Interconnect(30.0, 1.0), reading=4.0, overlap=0.0,
 )  # fmt: skip
 FLOPS = 2 * 27 * 1 * 2 * 8**3
@@ -64,6 +65,8 @@ def test_computation_hides_messages_as_far_as_the_hardware_lets_it() -> None:
     found = model(conv())
     for overlap, left in ((0.25, 0.75), (1.0, 0.0)):
         found.hardware = replace(SLOW, overlap=overlap)
+        assert seconds(found, depth=2)["halo"] == pytest.approx(1000 + left * (10 + 128))
+        found.hardware = replace(found.hardware, is_asynchronous=True)  # then the host is free
         assert seconds(found, depth=2)["halo"] == pytest.approx(left * (1000 + 10 + 128))
     found.flops = 1e9  # only the call's own time in forward is left
     left = 1000 + 10 + 128 - SLOW.call / 3

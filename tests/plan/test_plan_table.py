@@ -49,7 +49,7 @@ def model() -> StepModel:
 
 def test_meshes_that_fit_come_first_and_the_fastest_of_them(model: StepModel) -> None:
     everything = plan_meshes(model, 16)
-    assert len(everything) == 70  # 16 = 2⁴ over five axes
+    assert len(everything) == 70 - 1  # 16 = 2⁴ over five axes; 8 samples are too few for data 16
     steps = [each.step for each in everything]
     assert steps == sorted(steps)
     peaks = sorted(each.peak for each in everything)
@@ -84,5 +84,5 @@ def test_a_wrong_profile_is_refused(change: dict, message: str, tmp_path: Path) 
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UsageError, match=message):
         load_hardware(str(path))
-    with pytest.raises(UsageError, match="possible are cpu, v100, a100, h100, or a file"):
+    with pytest.raises(UsageError, match="possible are auto, cpu, v100, a100, h100, or a file"):
         load_hardware("k80")

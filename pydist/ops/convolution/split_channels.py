@@ -25,6 +25,7 @@ from pydist.ops.channels import (
     parameter_of_channels,
     with_channels,
 )
+from pydist.ops.fusion.relu import ConvOutputs
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, local_of, wrap
 from pydist.tensor.operands import operand_in, parameter_for
@@ -187,4 +188,6 @@ def add_parts(
         total = scatter_parts(wide, out, split.sums)
     if bias is not None:
         total = total + bias.view(-1, *(1 for _ in total.shape[2:]))
-    return wrap(total.to(partial.dtype), result, split.input)
+    added = wrap(total.to(partial.dtype), result, split.input)
+    added._deferred = ConvOutputs(local_of(added))
+    return added

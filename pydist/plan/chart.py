@@ -1,0 +1,56 @@
+"""Draws a plan: the time of a step on each mesh by part, and the memory of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydist.errors import DiskError, UsageError
+from pydist.plan.estimate import PARTS, Estimate
+from pydist.plan.memory import KINDS
+
+_MS = 1e3
+_GIB = 2**30
+
+
+def draw_meshes(path: Path, found: Sequence[Estimate], memory: int) -> None:
+    """Draws one row for each mesh, the best at the top.
+
+    Args:
+        path: of the picture; its suffix says the format.
+        found: the estimates.
+        memory: bytes that each rank may use.
+
+    Raises:
+        DiskError: the file can't be written.
+        UsageError: matplotlib is not installed, or has no such format.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("--chart needs matplotlib: pip install 'pydist[plot]'") from None
+    names = [str(each) for each in found]
+    figure = Figure(figsize=(12, 1.5 + 0.3 * len(found)), layout="constrained")
+    of_time, of_memory = figure.subplots(1, 2, sharey=True)
+    tables = (
+        (of_time, PARTS, [each.seconds for each in found], _MS),
+        (of_memory, KINDS, [each.memory for each in found], 1 / _GIB),
+    )
+    for axes, kinds, rows, unit in tables:
+        left = [0.0] * len(found)
+        for number, kind in enumerate(kinds):
+            widths = [unit * row[kind] for row in rows]
+            if any(widths):
+                axes.barh(names, widths, left=left, label=kind, color=f"C{number}")
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.legend(fontsize="small")
+    of_time.set_xlabel("ms of a step, predicted")
+    of_memory.set_xlabel("GiB of a rank, predicted")
+    of_memory.axvline(memory / _GIB, color="black", linestyle="--")
+    of_time.invert_yaxis()
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise DiskError(f"can't write {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--chart {path}: {error}") from error
