@@ -13,13 +13,18 @@ import select
 import sys
 
 _ALLOCATION = re.compile(
-    r"out of memory|out_of_memory|not enough memory|memory allocation failed|ALLOC_FAILED"
+    r"out of memory|out_of_memory|not enough memory|memory allocation failed|ALLOC_FAILED|bad_alloc"
     r"|storage size calculation overflow|integer multiplication overflow"
     r"|(can't|can not|cannot|unable to|failed to|could not) allocate",
     re.IGNORECASE,
 )
 """Out-of-memory messages of torch, CUDA, cuBLAS, cuDNN, oneDNN and HDF5."""
 
+_WANTED = re.compile(
+    r"(?:allocate|allocating):? (?P<n>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>bytes|[KMGTP]i?B)"
+)
+"""The size in such a message of torch ("you tried to allocate 4096 bytes"), CUDA ("Tried to
+allocate 2.00 GiB") or NumPy ("Unable to allocate 3.6 TiB")."""
 
 _SIGPIPE = 141
 """The exit code, as of a shell, of a tool whose output is no longer read."""
@@ -101,6 +106,15 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno == errno.ENOMEM
     return _ALLOCATION.search(str(error)) is not None
+
+
+def wanted_bytes(error: BaseException) -> int | None:
+    """Returns the bytes that could not be allocated, if the error tells."""
+    found = _WANTED.search(str(error))
+    if found is None:
+        return None
+    power = 0 if found["unit"] == "bytes" else 1 + "KMGTP".index(found["unit"][0])
+    return round(float(found["n"]) * 1024**power)
 
 
 def in_words(error: BaseException) -> str:

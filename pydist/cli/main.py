@@ -38,6 +38,7 @@ COMMANDS = {
     "data info": Command("pydist.cli.data", "info", "describe a data set"),
     "data verify": Command("pydist.cli.data", "verify", "compare a data set with its checksums"),
     "train": Command("pydist.cli.train", "train", "train a network from a TOML file"),
+    "status": Command("pydist.cli.status", "status", "tell how far a run is, from outside"),
     "predict": Command("pydist.cli.predict", "predict", "segment NIfTI volumes across ranks"),
     "export": Command("pydist.cli.export", "export", "extract the weights from a checkpoint"),
     "profile": Command("pydist.cli.profile", "profile", "measure a training step by layer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pydist.inference.export import export_weights
-from pydist.inference.predictor import Predictor, Sliding
+from pydist.inference.predictor import Predictor
+from pydist.inference.windows import Sliding
 
 __all__ = ["Predictor", "Sliding", "export_weights"]

@@ -1,141 +1,133 @@
-"""Segments volumes with a trained network, each volume partitioned over the ranks."""
+"""Segments volumes with trained networks, each volume partitioned over the ranks."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
+from torch import nn
 
+from pydist.comm import Transport
 from pydist.comm.consensus import together
-from pydist.data.medical.case import grid_options, read_image, write_labels
-from pydist.data.medical.collection import as_stored
+from pydist.data import Manifest
+from pydist.data.medical.case import grid_options
 from pydist.data.medical.grid import GridOptions
+from pydist.data.medical.nifti import without_private, written_nifti
 from pydist.data.normalize import Normalizer
 from pydist.data.publish import refuse_overwriting
 from pydist.errors import CheckpointError, DataError, UsageError
-from pydist.interop import ArrayLike, as_tensor
+from pydist.inference.distributed import Volume
+from pydist.inference.results import Results
+from pydist.inference.scoring import Progress, Scorer
+from pydist.inference.source import Array, Facts, Files, Source, distribute
+from pydist.inference.windows import Sliding, Windows, regions
+from pydist.interop import ArrayLike
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.parallel import parallelize
-from pydist.tensor import ShardedTensor
+from pydist.partition import Box
 from pydist.train.device import choose_device
-from pydist.train.gather import gather_to_first_rank, scatter_from_first_rank
 from pydist.train.metadata import load_trained
-from pydist.train.tasks.factory import first_of
-
-
-@dataclass(frozen=True)
-class Sliding:
-    """Options that define a prediction by sliding windows (MONAI's `sliding_window_inference`).
-
-    For volumes whose activations do not fit into memory. A window has no context beyond its border,
-    so results differ from those of the full volume.
-
-    Attributes:
-        window: voxels along each side, a multiple of the network's downsampling factor (8).
-        overlap: fraction shared by neighboring windows, which are averaged there with weights that
-            decrease toward a window's border.
-    """
-
-    window: int
-    overlap: float = 0.25
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or not isinstance(self.overlap, (int, float)):
-            raise UsageError(
-                f"window={self.window!r}, overlap={self.overlap!r}: a whole number of voxels, and "
-                "a part in [0, 1)"
-            )
-        if not 1 <= self.window < 1 << 31 or not 0 <= self.overlap < 1:
-            raise UsageError(
-                f"window={self.window}, overlap={self.overlap}: at least 1 voxel and below 2**31, "
-                "and a part in [0, 1)"
-            )
 
 
 class Predictor:
-    """Trained network that predicts one volume after another.
+    """Trained network, or several whose scores are averaged, that predicts volume after volume.
 
-    Collective over a sample group: all its ranks create the predictor and make the same calls.
-    Sample groups may predict different volumes.
+    The full volume is partitioned over a sample group, and sample groups may predict different
+    volumes. Sliding windows of one volume are dealt out to all sample groups, each window
+    partitioned over a group: then no rank holds the volume or its scores. Collective over the
+    `group` in both cases: all its ranks create the predictor and make the same calls.
 
     Args:
-        checkpoint: checkpoint of a segmentation; see `pydist.train.metadata.load_trained`.
-        mesh: the ranks; its spatial axes determine the partition of volumes.
-        sliding: sliding windows, each of them partitioned; None predicts the full volume.
+        checkpoint: checkpoint of a segmentation; see `pydist.train.metadata.load_trained`. Or
+            several of the same classes, such as the folds of a cross-validation.
+        mesh: the ranks; its spatial axes determine the partition of volumes or windows.
+        sliding: sliding windows; None predicts the full volume.
         device: "cpu", "cuda", or "auto" for CUDA where possible, as in training.
         factory: of a network that is not pydist's own, such as "nets.py:make"; it runs only if
             it is named, as a checkpoint may be a stranger's.
         task: the same for a task that is not pydist's own.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or its network does not segment.
-        UsageError: a window that the network can't halve, MONAI is missing, "cuda" where it is
-            impossible, or another factory.
+        CheckpointError: there is no checkpoint, it is damaged, its network does not segment, or
+            checkpoints differ in classes, channels or grid.
+        UsageError: a window that the network can't halve, "cuda" where it is impossible, or
+            another factory.
+
+    Attributes:
+        group: the ranks that predict one volume together; the first one has the image.
     """
 
     def __init__(
         self,
-        checkpoint: str | Path,
+        checkpoint: str | Path | Sequence[str | Path],
         mesh: Mesh,
         sliding: Sliding | None = None,
         device: str = "auto",
         factory: str = "",
         task: str = "",
     ) -> None:
+        single = isinstance(checkpoint, (str, Path))
+        checkpoints = [checkpoint] if single else list(checkpoint)
+        models: list[nn.Module] = []
+        normalizers: list[Normalizer] = []
+        manifests: list[Manifest] = []
         with together(mesh.world):
             self.device = choose_device(device, mesh.world, "device")
             """The device of this rank."""
-            metadata, weights = load_trained(checkpoint)
-            trained_for = metadata.task(factory, task)
-            if trained_for.multiple is None:
-                name = metadata.config.model.name
-                raise CheckpointError(
-                    f"{checkpoint} holds a {name}, which predicts no classes of voxels"
+            if not checkpoints:
+                raise UsageError("no checkpoint was given: one, or several to average")
+            self._multiple = 1
+            for each in checkpoints:
+                model, normalizer, manifest, multiple = _loaded(each, factory, task)
+                models.append(model)
+                normalizers.append(normalizer)
+                manifests.append(manifest)
+                self._multiple = math.lcm(self._multiple, multiple)
+                _require_same(manifests, checkpoints)
+            if sliding is not None and sliding.window % self._multiple:
+                raise UsageError(
+                    f"a window of {sliding.window} voxels is not a multiple of {self._multiple}"
                 )
-            network = trained_for.network(metadata.manifest)
-            try:
-                network.load_state_dict(weights)
-            except RuntimeError as error:
-                reason = shorten(str(error), 200)  # the error may name every parameter
-                raise CheckpointError(f"{checkpoint}: its weights do not fit: {reason}") from error
-            self._multiple = trained_for.multiple
-            if sliding is not None:
-                _check_sliding(sliding, self._multiple)
         self.mesh = mesh
-        self.class_names = metadata.manifest.class_names
+        self.group: Transport = mesh.sample if sliding is None else mesh.world
+        self.class_names = manifests[0].class_names
         """Names of the classes, in the order of the labels."""
-        self._manifest = metadata.manifest
-        self._sliding = sliding
-        data = metadata.config.data
-        self._normalizer = Normalizer(data.normalize, metadata.manifest, "float32", data.window)
-        network.eval()
-        self.model = parallelize(network.to(self.device), mesh)
+        self._manifest, self._sliding = manifests[0], sliding
+        models = [parallelize(model.to(self.device), mesh) for model in models]
+        self._scorer = Scorer(mesh, models, normalizers, len(self.class_names), self.device)
 
     @property
     def grid(self) -> GridOptions:
         """The training data's grid, to which volumes are resampled."""
-        record = self._manifest.origin.get("grid")
-        grid = GridOptions() if record is None else grid_options(record)
-        return replace(grid, multiple=math.lcm(grid.multiple, self._multiple))
+        found = _grid_of(self._manifest)
+        return replace(found, multiple=math.lcm(found.multiple, self._multiple))
 
-    def predict_file(self, images: Sequence[str | Path], output: str | Path) -> None:
+    def predict_file(
+        self,
+        images: Sequence[str | Path],
+        output: str | Path,
+        probabilities: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         """Segments a volume in NIfTI files, and writes the labels on its own grid.
 
-        The first rank of the group reads and writes.
+        The image is resampled to the grid of the training data, and the scores back. The first
+        rank of the group reads and writes, part by part.
 
         Args:
             images: one file per channel, or one with all channels.
             output: file ending in .nii or .nii.gz; affine, codes, spacing and extents are those of
                 the first image.
+            probabilities: file for the probabilities, [x, y, z, class] float32; none by default.
+            progress: called on each rank with the numbers of finished and of all windows.
 
         Raises:
             DataError: a file is damaged, or its channels differ from the network's.
@@ -144,18 +136,18 @@ class Predictor:
         """
         if not images:
             raise UsageError("no image was given: a file a channel, or one with all")
-        refuse_overwriting(images, output)
-        group = self.mesh.sample
-        image, header = None, b""
-        with together(group):
-            if group.rank == 0:
-                image, first = read_image(tuple(Path(i) for i in images), self.grid)
-                header = first.block
-        labels = self._predict(image, str(images[0]))
-        with together(group):
-            if labels is not None:
-                kind = "uint8" if len(self.class_names) <= 256 else "uint16"
-                write_labels(output, labels.astype(kind), header, self.grid, kind)
+        for each in (output, probabilities):
+            if each is not None:
+                refuse_overwriting(images, each)
+        source = None
+        with together(self.group):
+            if self.group.rank == 0:
+                source = Files([Path(i) for i in images], self.grid)
+        facts, results = self._results(source, progress)
+        kind = "uint8" if len(self.class_names) <= 256 else "uint16"
+        self._write(source, facts, output, [results.labels()], kind)
+        if probabilities is not None:
+            self._write(source, facts, probabilities, results.probabilities(), "float32")
 
     def predict(self, image: ArrayLike | None) -> npt.NDArray[np.generic] | None:
         """Segments a volume.
@@ -172,92 +164,145 @@ class Predictor:
             DataError: a wrong number of channels, or values that do not fit or are not finite.
             UsageError: the image is not an array.
         """
-        return self._predict(image, "the image")
+        facts, results = self._results(self._array(image))
+        found = self._whole(facts, results.labels())
+        return None if found is None else found[0].astype(np.int64)
 
-    def _predict(self, image: ArrayLike | None, name: str) -> npt.NDArray[np.generic] | None:
-        """Implements `predict`; `name` identifies the image in errors."""
-        with torch.no_grad():
-            if self._sliding is None:
-                scores = first_of(self.model(self._input(image, name, self.device)))
-            else:
-                x = self._input(image, name, torch.device("cpu"))
-                scores = self._by_windows(x, self._sliding)
-        labels = scores.argmax(1).cpu()
-        if not isinstance(labels, ShardedTensor):
-            return labels[0].numpy() if self.mesh.sample.rank == 0 else None
-        whole = gather_to_first_rank(labels)
-        return None if whole is None else whole[0].numpy()
+    def probabilities(self, image: ArrayLike | None) -> npt.NDArray[np.float32] | None:
+        """Computes the probability of each class in each voxel of a volume.
 
-    def _input(self, image: ArrayLike | None, name: str, device: torch.device) -> ShardedTensor:
-        """Returns the normalized volume on a device, partitioned over the ranks."""
-        group = self.mesh.sample
-        facts = b""
-        whole = None
-        with together(group):
-            if group.rank == 0:
-                stored = self._checked(_values_of(image, name), name)
-                mean = float(stored.mean(dtype=np.float64))
-                if not math.isfinite(mean):
-                    raise DataError(f"{name}: a value is NaN or infinite")
-                facts = json.dumps([stored.shape, mean]).encode()
-                whole = torch.from_numpy(np.ascontiguousarray(stored))[None]
-        shape, mean = json.loads(group.broadcast_bytes(facts))
-        layout = layout_for_sample(self.mesh, (1, *shape))
-        dtype = getattr(torch, self._manifest.dtype)
-        stored_block = scatter_from_first_rank(whole, layout, dtype)[0]
-        block = torch.empty(stored_block.shape)
-        self._normalizer(stored_block.numpy(), 0, mean, block.numpy())
-        return ShardedTensor.from_local(block[None].to(device), layout)
+        Args:
+            image: as in `predict`, with the same errors.
 
-    def _checked(self, image: npt.NDArray[np.generic], name: str) -> npt.NDArray[np.generic]:
-        """Checks an image's shape and converts it to the dtype of the stored training data."""
-        channels = self._manifest.sample_shape[0]
-        if image.ndim != 4 or image.shape[0] != channels:
+        Returns:
+            On the first rank [classes, D, H, W] float32; None on the others.
+        """
+        facts, results = self._results(self._array(image))
+        found = [self._whole(facts, each) for each in results.probabilities()]
+        return np.concatenate(found) if self.group.rank == 0 else None
+
+    def _array(self, image: ArrayLike | None) -> Array | None:
+        """Returns the image in memory, on the first rank."""
+        with together(self.group):
+            if self.group.rank != 0:
+                return None
+            found = Array(image, "the image")
+            shape = (*found.channels, *found.extents)
+            channels = self._manifest.sample_shape[0]
+            if len(shape) != len(self._manifest.sample_shape) or shape[0] != channels:
+                raise DataError(
+                    f"the image: the shape {shape}; the network accepts [{channels}, D, H, W]"
+                )
+            if any(extent % self._multiple for extent in found.extents):
+                raise DataError(
+                    f"the image: {found.extents} voxels; the network needs multiples of "
+                    f"{self._multiple}"
+                )
+            return found
+
+    def _results(
+        self, source: Source | None, progress: Progress | None = None
+    ) -> tuple[Facts, Results]:
+        """Predicts an image."""
+        facts = Facts(source, self.group)
+        given, channels = sum(facts.channels), self._manifest.sample_shape[0]
+        if given != channels:
             raise DataError(
-                f"{name}: the shape {image.shape}; the network accepts [{channels}, D, H, W]"
+                f"{facts.name}: {given} channels; the network accepts [{channels}, D, H, W]"
             )
-        if any(extent % self._multiple for extent in image.shape[1:]):
-            raise DataError(
-                f"{name}: {image.shape[1:]} voxels; the network needs multiples of {self._multiple}"
-            )
-        return as_stored(image, self._manifest.dtype, name, ", as which training data were stored")
+        multiple = self.grid.multiple
+        extents = [-(-n // multiple) * multiple for n in facts.inner]
+        if self._sliding is None:
+            windows, boxes = Windows.whole(extents), self._blocks(extents)
+        else:
+            extents = [max(n, self._sliding.window) for n in extents]
+            window = [self._sliding.window] * len(extents)
+            windows = Windows(extents, window, self._sliding.overlap)
+            boxes = regions(extents, self.group.size)
+        image, mean = distribute(source, facts, self.group, boxes, self._manifest.dtype)
+        if source is not None:
+            source.forget()
+        scores = self._scorer.scores(image, mean, windows, progress)
+        return facts, Results(scores, facts.inner, facts.extents)
 
-    def _by_windows(self, x: ShardedTensor, sliding: Sliding) -> Tensor:
-        """Computes scores of the full volume on every rank, in host memory, which is larger."""
-        from monai.inferers.utils import sliding_window_inference
+    def _blocks(self, extents: Sequence[int]) -> list[Box]:
+        """Returns the box of each rank of a sample group; of equal copies, others are empty."""
+        boxes = [
+            Box(box.lo[2:], box.hi[2:])
+            for box in layout_for_sample(self.mesh, (1, 1, *extents)).boxes
+        ]
+        nothing = Box([0] * len(extents), [0] * len(extents))
+        return [nothing if box in boxes[:i] else box for i, box in enumerate(boxes)]
 
-        def scores_of(window: Tensor) -> Tensor:
-            found = first_of(self.model(window))
-            return found.full_tensor() if isinstance(found, ShardedTensor) else found
+    def _whole(self, facts: Facts, volume: Volume) -> npt.NDArray[Any] | None:
+        """Returns all of a volume on the first rank."""
+        everything = Box([0] * len(facts.extents), facts.extents)
+        part = volume.read([everything, *[None] * (self.group.size - 1)])
+        return None if part is None else part.numpy()
 
-        found = sliding_window_inference(
-            x.full_tensor(),
-            (sliding.window,) * 3,
-            sw_batch_size=1,
-            predictor=scores_of,
-            overlap=sliding.overlap,
-            mode="gaussian",
-            sw_device=self.device,
-            device="cpu",
-        )
-        assert isinstance(found, Tensor)  # only networks with several outputs give a tuple
-        return found
+    def _write(
+        self,
+        source: Files | None,
+        facts: Facts,
+        path: str | Path,
+        volumes: Iterable[Volume],
+        kind: str,
+    ) -> None:
+        """Writes volumes to one file, slab by slab."""
+        with ExitStack() as stack:
+            write = None
+            with together(self.group):
+                if source is not None:
+                    more = (len(self.class_names),) if kind == "float32" else ()
+                    shape, header = (*source.grid.file_shape, *more), without_private(source.block)
+                    write = stack.enter_context(written_nifti(path, shape, header, kind))
+            for volume in volumes:
+                for slab in facts.slabs:
+                    part = volume.read([slab, *[None] * (self.group.size - 1)])
+                    with together(self.group, "writing a prediction"):
+                        if source is not None and write is not None and part is not None:
+                            write(source.grid.in_file_order(part[0].numpy()))
+            with together(self.group, "writing a prediction"):
+                stack.close()
 
 
-def _values_of(image: ArrayLike, name: str) -> npt.NDArray[np.generic]:
-    """Returns an image as an array of real numbers in host memory."""
-    tensor = as_tensor(image)
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
-        kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
-        raise DataError(f"{name}: a tensor of kind {kind}; real numbers in dense memory are needed")
-    tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # NumPy has none
-    return tensor.numpy(force=True)
-
-
-def _check_sliding(sliding: Sliding, multiple: int) -> None:
-    if sliding.window % multiple:
-        raise UsageError(f"a window of {sliding.window} voxels is not a multiple of {multiple}")
+def _loaded(
+    checkpoint: str | Path, factory: str, task: str
+) -> tuple[nn.Module, Normalizer, Manifest, int]:
+    """Returns a checkpoint's network with its normalizer, its manifest, and its multiple."""
+    metadata, weights = load_trained(checkpoint)
+    trained_for = metadata.task(factory, task)
+    if trained_for.multiple is None:
+        name = metadata.config.model.name
+        raise CheckpointError(f"{checkpoint} holds a {name}, which predicts no classes of voxels")
+    network = trained_for.network(metadata.manifest)
     try:
-        import monai.inferers  # noqa: F401  checks that it is installed, before anything is read
-    except ImportError:
-        raise UsageError("sliding windows need MONAI: pip install 'pydist[medical]'") from None
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = shorten(str(error), 200)  # the error may name every parameter
+        raise CheckpointError(f"{checkpoint}: its weights do not fit: {reason}") from error
+    data = metadata.config.data
+    normalizer = Normalizer(data.normalize, metadata.manifest, "float32", data.window)
+    return network.eval(), normalizer, metadata.manifest, trained_for.multiple
+
+
+def _require_same(manifests: Sequence[Manifest], checkpoints: Sequence[str | Path]) -> None:
+    """Raises `CheckpointError` if the last of several networks can't be averaged with the first."""
+    first, last = manifests[0], manifests[-1]
+    for what, one, other in (
+        ("classes", first.class_names, last.class_names),
+        ("channels", first.sample_shape[0], last.sample_shape[0]),
+        ("values", first.dtype, last.dtype),
+        ("grid", _grid_of(first), _grid_of(last)),
+    ):
+        if one != other:
+            where = checkpoints[len(manifests) - 1]
+            raise CheckpointError(
+                f"{where} was trained with {what} {other}, {checkpoints[0]} with {one}: their "
+                "scores can't be averaged"
+            )
+
+
+def _grid_of(manifest: Manifest) -> GridOptions:
+    record = manifest.origin.get("grid")
+    return GridOptions() if record is None else grid_options(record)

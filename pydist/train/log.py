@@ -34,6 +34,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class EventLog:
         self.listeners = list(listeners)
         self.step = 0
         """The step of the last event that named one."""
+        self._file: FileIO | None = None
 
     def emit(self, event: str, **fields: object) -> None:
         """Writes one event."""
@@ -73,23 +75,33 @@ class EventLog:
         for listener in self.listeners:
             listener(record)
 
+    def close(self) -> None:
+        """Closes the file. Idempotent; another event opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def _append(self, line: str) -> None:
         assert self.path is not None
         try:
-            with self.path.open("ab+") as file:
-                if _ends_amid_a_line(file):
+            if self._file is None:
+                # Without a buffer: an event is in the file when `emit` returns.
+                self._file = FileIO(self.path, "a+")
+                if _ends_amid_a_line(self._file):
                     line = "\n" + line
-                file.write(line.encode())
+            content = line.encode()
+            while content:
+                content = content[self._file.write(content) :]
         except OSError as error:
             raise DiskError(f"can't write {self.path}: {error.strerror}") from error
 
 
-def _ends_amid_a_line(file: Any) -> bool:
+def _ends_amid_a_line(file: FileIO) -> bool:
     """Returns whether a killed run has left an incomplete line."""
     if file.seek(0, os.SEEK_END) == 0:
         return False
     file.seek(-1, os.SEEK_END)
-    return bool(file.read(1) != b"\n")
+    return file.read(1) != b"\n"
 
 
 def _dumps(record: Event) -> str:

@@ -17,8 +17,9 @@ import torch
 from pydist.backend.autotuner import Autotuner, autotuner_of
 from pydist.comm.consensus import any_rank, together
 from pydist.data.loader import ELSEWHERE
-from pydist.data.publish import publish
+from pydist.data.publish import make_folder, publish
 from pydist.errors import DataError, DiskError, PydistError, Stopped
+from pydist.train import report
 from pydist.train.cuda_graph import GraphedStep
 from pydist.train.folder import TUNING_FILE
 from pydist.train.gradients import name_of
@@ -58,6 +59,7 @@ class Trainer:
         folder: the folder of checkpoints.
         lock: the writer's lock on the run's folder; None on other ranks, or if nothing is saved.
         rebalancing: ends the training when other parts of the mesh are to follow.
+        pictures: folder for a picture of a sample at each validation; None for none.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class Trainer:
         folder: Path,
         lock: FolderLock | None = None,
         rebalancing: Rebalancing | None = None,
+        pictures: Path | None = None,
     ) -> None:
         self.state = state
         self.task = task
+        self._pictures = pictures
         self.job, self.mesh = state.job, state.mesh
         self.loader = state.loader
         self.validation_loader = validation_loader
@@ -338,7 +342,20 @@ class Trainer:
             **found.figures(),
         )
         self._log_data(self.validation_loader, "val", epoch)
+        if self._pictures is not None and self._lock is not None:
+            self._draw_sample(self._pictures / f"epoch-{epoch + 1:04}.png", found)
         return found
+
+    def _draw_sample(self, path: Path, found: Validation) -> None:
+        """Draws a sample, if the task does; a picture that can't be written ends no run."""
+        draw = getattr(self.task, "draw_sample", None)
+        if draw is None or self.validation_loader is None or not report.can_draw():
+            return
+        try:
+            make_folder(path.parent)
+            draw(path, self.validation_loader.dataset, found)
+        except DiskError as error:
+            self.log.emit("notice", text=f"no picture of a sample: {error}")
 
     def _log_data(self, loader: Loader, split: str, epoch: int) -> None:
         """Logs what a loader has read in an epoch, and what its store has saved. Collective."""

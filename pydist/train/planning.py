@@ -1,10 +1,9 @@
-"""Describes the training step of a configuration for `pydist.plan`, and measures it."""
+"""Describes the training step of a configuration for `pydist.plan`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,20 +18,15 @@ from pydist.plan import StepModel, Training, trace_network
 from pydist.plan.kept import KeptConvs
 from pydist.plan.measuring import this_machine
 from pydist.stages.shapes import tensors_of
-from pydist.train.parts import WARMUP
 from pydist.train.ranks import check_settings
 from pydist.train.tasks import task_of
-from pydist.train.trial import recorded_steps
 
 if TYPE_CHECKING:
     from pydist.hardware import Hardware
-    from pydist.mesh import Mesh
     from pydist.train.config import Config
     from pydist.train.tasks import Task
 
 _DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_STEPS = 5
-"""Steps that are measured."""
 
 
 def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
@@ -80,18 +74,6 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
         return StepModel(trace, training, hardware)
     measures = ranks <= hardware.ranks_per_node
     return StepModel(trace, training, hardware, KeptConvs(hardware.threads, measures))
-
-
-def measured_step(config: Config, mesh: Mesh) -> float:
-    """Returns the seconds of a training step on the slowest rank. Collective.
-
-    Args:
-        config: as for `pydist train`.
-        mesh: over all ranks, made from the configuration.
-    """
-    events = recorded_steps(config, mesh, _STEPS, WARMUP)
-    seconds = torch.tensor(median(event["seconds"] for event in events)).double()
-    return float(mesh.world.all_gather(seconds).max())
 
 
 def _criterion(task: Task) -> Callable[[object], Tensor]:

@@ -74,16 +74,61 @@ def draw_run(
     report.draw_curves(axes[0], curves, "training loss")
     _draw_dice(axes[1], folder / DICE_FILE)
     if predicted is not None:
-        ignored = data.ignore_label
         unseen = ShardDataset(
-            data.root, "val", normalize="none", manifest=data.manifest, ignore_label=ignored
-        )
-        image, truth = (part.numpy() for part in unseen[0])
+            data.root, "val", normalize="none", manifest=data.manifest,
+            ignore_label=data.ignore_label,
+        )  # fmt: skip
+        found = Slice(unseen)
         unseen.close()
-        if ignored is not None:
-            truth[truth == ignored] = 0  # not drawn, as background
-        _draw_volume(axes[2:], image[0], truth, predicted, mesh)
-    return report.save_figure(figure, folder)
+        found.draw_on(axes[2:], predicted)
+        report.draw_blocks(axes[2], predicted.shape, mesh, found.width)
+    return report.save_figure(figure, folder / report.PICTURE_FILE)
+
+
+class Slice:
+    """Slice of the first volume of a data set, at the width with most voxels of the last class.
+
+    Only the slice is kept.
+
+    Args:
+        data: the data set, as it is stored.
+    """
+
+    def __init__(self, data: ShardDataset) -> None:
+        image, truth = (part.numpy() for part in data[0])
+        if data.ignore_label is not None:
+            truth[truth == data.ignore_label] = 0  # not drawn, as background
+        self.width = int((truth == int(truth.max())).sum((0, 1)).argmax())
+        self._truth = truth[:, :, self.width].copy()
+        self._image = image[0, :, :, self.width].copy()
+        self._range = np.percentile(image[0], (0.5, 99.5))
+
+    def draw(self, path: Path, predicted: NDArray[Any]) -> None:
+        """Draws image, truth and prediction.
+
+        Args:
+            path: of the picture.
+            predicted: `[D, H, W]`, the predicted classes.
+
+        Raises:
+            DiskError: the file can't be written.
+        """
+        figure = report.new_figure(11, 4.2)
+        self.draw_on(figure.subplots(1, 3), predicted)
+        figure.suptitle(path.stem)
+        report.save_figure(figure, path)
+
+    def draw_on(self, axes: Sequence[Axes], predicted: NDArray[Any]) -> None:
+        """Draws the slice, depth upwards: alone, with the truth, and with the prediction."""
+        low, high = self._range
+        parts = None, self._truth, predicted[:, :, self.width]
+        for each, classes, title in zip(
+            axes, parts, ("A volume", "Truth", "Prediction"), strict=True
+        ):
+            each.imshow(self._image, cmap="gray", origin="lower", vmin=low, vmax=high)
+            each.set(xlabel="height (voxels)", ylabel="depth (voxels)", title=title)
+            if classes is not None:
+                _draw_classes(each, classes)
 
 
 def _draw_dice(axes: Axes, table: Path) -> None:
@@ -101,28 +146,6 @@ def _draw_dice(axes: Axes, table: Path) -> None:
             axes.annotate(f"{np.mean(found):.2f}", (i + 0.22, float(np.mean(found))), va="center")
     axes.set_xticks(range(1, len(header)), header[1:])
     axes.set_xlim(0.5, len(header) - 0.3)
-
-
-def _draw_volume(
-    axes: Sequence[Axes],
-    image: NDArray[Any],
-    truth: NDArray[Any],
-    predicted: NDArray[Any],
-    mesh: MeshConfig,
-) -> None:
-    """Draws the slice at the width with most voxels of the last class, depth upwards."""
-    rarest = int(truth.max())
-    width = int((truth == rarest).sum((0, 1)).argmax())
-    low, high = np.percentile(image, (0.5, 99.5))
-    for each, classes, title in zip(
-        axes, (None, truth, predicted), ("A volume", "Truth", "Prediction"), strict=True
-    ):
-        each.imshow(image[:, :, width], cmap="gray", origin="lower", vmin=low, vmax=high)
-        each.set(xlabel="height (voxels)", ylabel="depth (voxels)", title=title)
-        if classes is None:
-            report.draw_blocks(each, image.shape, mesh, width)
-        else:
-            _draw_classes(each, classes[:, :, width])
 
 
 def _draw_classes(axes: Axes, classes: NDArray[Any]) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING
+
+import torch
 
 from pydist.comm.consensus import together
 from pydist.errors import PydistError, Stopped
@@ -14,6 +17,7 @@ from pydist.train.device import own_stream
 from pydist.train.job import Job
 from pydist.train.log import Event, EventLog
 from pydist.train.loop import Trainer
+from pydist.train.parts import WARMUP
 from pydist.train.run import make_state, require_same_settings
 from pydist.train.tasks import task_of
 
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from pydist.stages import Stages
     from pydist.train.config import Config
     from pydist.train.state import RunState
+
+_STEPS = 5
+"""Steps that `measured_step` measures."""
 
 StepListener = Callable[[Event], None]
 """Receives the event "step" of each step, with the parts of this rank's time."""
@@ -95,3 +102,15 @@ def recorded_steps(config: Config, ranks: Mesh | Stages, steps: int, warmup: int
 
     take_steps(config, ranks, warmup + steps, recording)
     return recorded[warmup:]
+
+
+def measured_step(config: Config, mesh: Mesh) -> float:
+    """Returns the seconds of a training step on the slowest rank. Collective.
+
+    Args:
+        config: as for `pydist train`.
+        mesh: over all ranks, made from the configuration.
+    """
+    events = recorded_steps(config, mesh, _STEPS, WARMUP)
+    seconds = torch.tensor(median(event["seconds"] for event in events)).double()
+    return float(mesh.world.all_gather(seconds).max())

@@ -89,6 +89,7 @@ class Segmentation:
         self._loss = SegmentationLoss(kind, train.class_weights, train.ignore_label)
         self._class_names: tuple[str, ...] = ()
         self._example: Tensor | None = None
+        self._slice: segmentation_report.Slice | None = None
 
     def check(self, data: ShardDataset) -> None:
         """Checks that the extents are multiples of `multiple`, and that there are labels."""
@@ -197,6 +198,15 @@ class Segmentation:
             files,
             validation.dice.numpy(),
         )
+
+    def draw_sample(self, path: Path, data: ShardDataset, validation: Validation) -> None:
+        """Draws a slice of the first validation volume: image, truth, prediction."""
+        del validation
+        if self._example is None:
+            return
+        if self._slice is None:
+            self._slice = segmentation_report.Slice(data)
+        self._slice.draw(path, self._example.numpy())
 
     def draw(
         self,
