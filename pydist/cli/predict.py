@@ -48,6 +48,8 @@ class _Arguments:
     scores are averaged."""
     probabilities: bool = False
     """Write the probability of each class as well, to OUTPUT with _probabilities in its name."""
+    truth: Path | None = None
+    """True labels, a file, or a folder with files of the same names: prints the Dice of classes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the network; "auto" is CUDA where each rank has a device of its own."""
     factory: str = ""
@@ -74,7 +76,7 @@ def predict(arguments: Sequence[str]) -> int:
     for name in ("spatial", "folds"):
         values = getattr(options, name)
         own += [f"--{name}", *map(str, values)] if values else []
-    for name in ("sliding", "overlap", "factory", "task"):
+    for name in ("sliding", "overlap", "truth", "factory", "task"):
         value = getattr(options, name)
         own += [f"--{name}", str(value)] if value not in (None, "") else []
     own += ["--probabilities"] if options.probabilities else []
@@ -113,7 +115,14 @@ def _check(options: _Arguments) -> None:
             f"{options.output}: labels would be stored among the images and mistaken for images; "
             "choose another folder"
         )
+    if options.truth is not None and not options.truth.exists():
+        raise DataError(f"{options.truth}: no such file or folder")
     cases = _cases(options.images, options.output)
+    if options.truth is not None:
+        if options.images[0].is_dir() != options.truth.is_dir() and len(cases) > 1:
+            raise UsageError(f"--truth {options.truth}: a folder, as the images are in one")
+        for _, output in cases:
+            _truth_of(options, output)
     images = [path for files, _ in cases for path in files]
     for _, output in cases:
         refuse_overwriting(images, output)
@@ -125,8 +134,10 @@ def _predict_here(options: _Arguments) -> int:
     """Predicts in this process, which is one rank of a job, or the only one."""
     from pydist import owner
     from pydist.cli.prediction_view import PredictionView
+    from pydist.comm.consensus import together
     from pydist.data.publish import make_folder
     from pydist.inference import Predictor, Sliding
+    from pydist.inference.dice import dice_of_files
     from pydist.launch import launcher_env
     from pydist.setup import init
     from pydist.train.device import facts_of_run
@@ -170,11 +181,32 @@ def _predict_here(options: _Arguments) -> int:
             _probabilities_of(output) if options.probabilities else None,
             lambda done, windows: log.emit("windows", done=done, windows=windows),
         )
-        log.emit("predicted", output=str(output), seconds=time.perf_counter() - began)
+        seconds, dice = time.perf_counter() - began, {}
+        if options.truth is not None:
+            with together(mesh.world):
+                if first:
+                    truth = _truth_of(options, output)
+                    dice = dice_of_files(output, truth, predictor.class_names)
+        log.emit("predicted", output=str(output), seconds=seconds, dice=dice)
     if view is not None:
         view.close()
     mesh.world.barrier()
     return 0
+
+
+def _truth_of(options: _Arguments, output: Path) -> Path:
+    """Returns the file of a case's true labels."""
+    from pydist.data.medical.nifti import SUFFIXES, stem
+
+    assert options.truth is not None
+    if not options.truth.is_dir():
+        return options.truth
+    name = stem(output if options.images[0].is_dir() else options.images[0])
+    name = name.removesuffix("_0000")
+    for suffix in SUFFIXES:
+        if (path := options.truth / f"{name}{suffix}").is_file():
+            return path
+    raise DataError(f"{options.truth}: no {name}.nii or {name}.nii.gz with true labels")
 
 
 def _probabilities_of(output: Path) -> Path:

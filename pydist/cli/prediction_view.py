@@ -58,7 +58,10 @@ class PredictionView:
 
     def _on_predicted(self, event: Event) -> None:
         self._finished += 1
-        self._say("predicted", f"{event['output']}  {event['seconds']:.1f} s")
+        figures = {name: value for name, value in event["dice"].items() if value == value}
+        dice = "".join(f" {name} {value:.3f}" for name, value in figures.items())
+        said = f"  Dice{dice}" if dice else ""
+        self._say("predicted", f"{event['output']}  {event['seconds']:.1f} s{said}")
         if self._task is not None:
             self._bar.update(self._task, completed=self._finished, volume=self._volume())
 

@@ -224,7 +224,7 @@ def test_networks_of_other_grids_are_not_averaged(trained, tmp_path):
     other = checkpoint_on(tmp_path / "ckpt", trained, spacing=(2.0, 2.0, 2.0))
 
     def body(world):
-        with pytest.raises(CheckpointError, match="was trained with grid .*can't be averaged"):
+        with pytest.raises(CheckpointError, match=r"was trained with grid .*can't be averaged"):
             Predictor([trained / "run", other], Mesh(world))
         with pytest.raises(UsageError, match="no checkpoint was given"):
             Predictor([], Mesh(world))
