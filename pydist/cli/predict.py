@@ -115,14 +115,9 @@ def _check(options: _Arguments) -> None:
             f"{options.output}: labels would be stored among the images and mistaken for images; "
             "choose another folder"
         )
-    if options.truth is not None and not options.truth.exists():
-        raise DataError(f"{options.truth}: no such file or folder")
     cases = _cases(options.images, options.output)
     if options.truth is not None:
-        if options.images[0].is_dir() != options.truth.is_dir() and len(cases) > 1:
-            raise UsageError(f"--truth {options.truth}: a folder, as the images are in one")
-        for _, output in cases:
-            _truth_of(options, output)
+        _check_truth(options, options.truth, [output for _, output in cases])
     images = [path for files, _ in cases for path in files]
     for _, output in cases:
         refuse_overwriting(images, output)
@@ -192,6 +187,15 @@ def _predict_here(options: _Arguments) -> int:
         view.close()
     mesh.world.barrier()
     return 0
+
+
+def _check_truth(options: _Arguments, truth: Path, outputs: Sequence[Path]) -> None:
+    if not truth.exists():
+        raise DataError(f"{truth}: no such file or folder")
+    if not truth.is_dir() and len(outputs) > 1:
+        raise UsageError(f"--truth {truth}: a folder is needed, as the images are in one")
+    for output in outputs:
+        _truth_of(options, output)
 
 
 def _truth_of(options: _Arguments, output: Path) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -58,7 +60,7 @@ class PredictionView:
 
     def _on_predicted(self, event: Event) -> None:
         self._finished += 1
-        figures = {name: value for name, value in event["dice"].items() if value == value}
+        figures = {name: d for name, d in event["dice"].items() if math.isfinite(d)}
         dice = "".join(f" {name} {value:.3f}" for name, value in figures.items())
         said = f"  Dice{dice}" if dice else ""
         self._say("predicted", f"{event['output']}  {event['seconds']:.1f} s{said}")
