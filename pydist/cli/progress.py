@@ -101,7 +101,7 @@ class ProgressView:
 
     def _on_step(self, event: Event) -> None:
         self._recent.append(event)
-        self._began = self._began or (event["time"], event["step"])
+        self._began = self._began or (time.monotonic(), event["step"])
         if self._live is not None and self._task is not None:
             self._bar.update(
                 self._task,
@@ -149,7 +149,7 @@ class ProgressView:
         done, left = event["step"] - first, self._steps - event["step"]
         if done < 1 or left < 1:
             return ""
-        return f"  {describe_time((event['time'] - began) / done * left)} left"
+        return f"  {describe_time((time.monotonic() - began) / done * left)} left"
 
     def _epoch(self, event: Event) -> str:
         return f"{min(event['epoch'] + 1, self._epochs)}/{self._epochs}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from pydist.data.axes import as_stored, as_volume, channels_last, label_as_stored
 from pydist.data.file_table import Sample
 from pydist.data.formats import Readable, StoredArray
 from pydist.data.manifest import Manifest
@@ -102,6 +103,11 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
     def num_targets(self) -> int:
         """Number of values that are predicted for each sample."""
         return len(self.manifest.target_names)
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial dims of samples as networks get them: 2 for [N, C, H, W]."""
+        return self.manifest.dims
 
     @property
     def labelled(self) -> bool:
@@ -235,7 +241,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
         def part(opened: OpenedFile) -> npt.NDArray[Any]:
             assert opened.label is not None
-            name, window = self.manifest.label, _window(sample.offset, lo, hi)
+            window = label_as_stored(self.manifest.axes, _window(sample.offset, lo, hi))
+            name = self.manifest.label
             return self._read(opened, opened.label, window, self._where(index, name))
 
         stored = self._files.read(sample.file, part)
@@ -244,7 +251,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             name = self.manifest.label
             raise DataError(f"{self._where(index, name)}: labels are integers of up to 63 bits")
         values = out.numpy()
-        values[...] = stored
+        values[...] = stored.reshape(values.shape)
         classes = len(self.manifest.class_names)
         if classes and not 0 <= int(values.min()) <= int(values.max()) < classes:
             wrong = (values < 0) | (values >= classes)
@@ -317,18 +324,18 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
     ) -> npt.NDArray[Any]:
         """Reads the stored values of a block as [C, D, H, W]; into `out`, if given."""
         window = _window((0, *sample.offset), lo, hi)
-        last = self.manifest.axes == "DHWC"
-        if last:
-            window = (*window[1:], window[0])
-        where, into = self._where(index), None if last else out
+        axes = self.manifest.axes
+        window = as_stored(axes, window)
+        where, into = self._where(index), None
+        if out is not None and not channels_last(axes):
+            into = out.reshape([part.stop - part.start for part in window])
         stored = self._files.read(
             sample.file, lambda opened: self._read(opened, opened.samples, window, where, into)
         )
-        if last:
-            stored = np.moveaxis(stored, -1, 0)
-        if out is not None and stored is not out:
+        stored = as_volume(axes, stored)
+        if out is not None and into is None:
             out[...] = stored
-        return stored
+        return stored if out is None else out
 
     def _read(
         self,

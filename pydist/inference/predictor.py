@@ -272,6 +272,11 @@ def _loaded(
     """Returns a checkpoint's network with its normalizer, its manifest, and its multiple."""
     metadata, weights = load_trained(checkpoint)
     trained_for = metadata.task(factory, task)
+    if metadata.manifest.dims != 3:
+        raise CheckpointError(
+            f"{checkpoint} was trained on samples of {metadata.manifest.dims} dims; volumes are "
+            "predicted"
+        )
     if trained_for.multiple is None:
         name = metadata.config.model.name
         raise CheckpointError(f"{checkpoint} holds a {name}, which predicts no classes of voxels")

@@ -33,8 +33,8 @@ import math
 import os
 import stat
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,8 @@ class EventLog:
         self.listeners = list(listeners)
         self.step = 0
         """The step of the last event that named one."""
-        self._file: FileIO | None = None
+        self._close: Callable[[], object] | None = None
+        self._file = -1
 
     def emit(self, event: str, **fields: object) -> None:
         """Writes one event."""
@@ -77,31 +78,30 @@ class EventLog:
 
     def close(self) -> None:
         """Closes the file. Idempotent; another event opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._close is not None:
+            self._close()
+            self._close = None
 
     def _append(self, line: str) -> None:
         assert self.path is not None
         try:
-            if self._file is None:
+            if self._close is None:
                 # Without a buffer: an event is in the file when `emit` returns.
-                self._file = FileIO(self.path, "a+")
+                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+                self._close = weakref.finalize(self, os.close, self._file)
                 if _ends_amid_a_line(self._file):
                     line = "\n" + line
             content = line.encode()
             while content:
-                content = content[self._file.write(content) :]
+                content = content[os.write(self._file, content) :]
         except OSError as error:
             raise DiskError(f"can't write {self.path}: {error.strerror}") from error
 
 
-def _ends_amid_a_line(file: FileIO) -> bool:
+def _ends_amid_a_line(file: int) -> bool:
     """Returns whether a killed run has left an incomplete line."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return False
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) != b"\n"
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"
 
 
 def _dumps(record: Event) -> str:

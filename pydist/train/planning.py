@@ -54,7 +54,7 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
     task.check(ShardDataset(config.data.path, "train", normalize="none", manifest=manifest))
     with torch.device("meta"):
         network = task.network(manifest)
-    trace = trace_network(network, manifest.sample_shape, _criterion(task))
+    trace = trace_network(network, manifest.network_shape, _criterion(task))
     parameters = sum(p.numel() for p in network.parameters())
     partitioned = config.optimizer.sharded == "always" or (
         config.optimizer.sharded == "auto"

@@ -185,23 +185,37 @@ def draw_predictions(
     axes.legend()
 
 
+def shown_dims(extents: Sequence[int]) -> tuple[int, int, int]:
+    """Returns the dims of (D, H, W) that a picture shows upwards and to the right, and the other.
+
+    Depth is split first, so it is one of the two, except of images, which are flat.
+    """
+    return (1, 2, 0) if extents[0] == 1 else (0, 1, 2)
+
+
 def _draw_universe(axes: Axes, universe: NDArray[Any], mesh: MeshConfig) -> None:
-    # Depth is split first, so it must be one of the two visible axes.
-    width = universe.shape[2] // 2
-    picture = axes.imshow(universe[:, :, width], cmap="magma", origin="upper")
+    rows, columns, across = shown_dims(universe.shape)
+    place = universe.shape[across] // 2
+    picture = axes.imshow(universe.take(place, across), cmap="magma", origin="upper")
     axes.figure.colorbar(picture, ax=axes, label="log(1 + particles)", shrink=0.8)
-    draw_blocks(axes, universe.shape, mesh, width)
-    axes.set(xlabel="height (voxels)", ylabel="depth (voxels)", title="A universe and its blocks")
+    draw_blocks(axes, universe.shape, mesh, place)
+    axes.set(
+        xlabel=f"{SPATIAL_AXES[columns]} (voxels)",
+        ylabel=f"{SPATIAL_AXES[rows]} (voxels)",
+        title="A sample and its blocks",
+    )
 
 
-def draw_blocks(axes: Axes, extents: Sequence[int], mesh: MeshConfig, width: int) -> None:
-    """Draws the ranks' blocks over a slice at `width` that shows depth and height."""
+def draw_blocks(axes: Axes, extents: Sequence[int], mesh: MeshConfig, place: int) -> None:
+    """Draws the ranks' blocks over a slice with the `shown_dims`, at a place of the other dim."""
     from matplotlib.patheffects import withStroke
 
+    rows, columns, across = shown_dims(extents)
     for index, block in enumerate(blocks_of(extents, mesh)):
-        if block.empty or not block.lo[2] <= width < block.hi[2]:
+        if block.empty or not block.lo[across] <= place < block.hi[across]:
             continue
-        (top, left), (bottom, right) = block.lo[:2], block.hi[:2]
+        top, bottom = block.lo[rows], block.hi[rows]
+        left, right = block.lo[columns], block.hi[columns]
         axes.plot(
             [left - 0.5, right - 0.5, right - 0.5, left - 0.5, left - 0.5],
             [top - 0.5, top - 0.5, bottom - 0.5, bottom - 0.5, top - 0.5],

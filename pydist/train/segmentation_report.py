@@ -11,6 +11,7 @@ import numpy as np
 
 from pydist.data import ShardDataset
 from pydist.errors import DiskError
+from pydist.grid import SPATIAL_AXES
 from pydist.train import report
 
 if TYPE_CHECKING:
@@ -81,14 +82,14 @@ def draw_run(
         found = Slice(unseen)
         unseen.close()
         found.draw_on(axes[2:], predicted)
-        report.draw_blocks(axes[2], predicted.shape, mesh, found.width)
+        report.draw_blocks(axes[2], predicted.shape, mesh, found.place)
     return report.save_figure(figure, folder / report.PICTURE_FILE)
 
 
 class Slice:
     """Slice of the first volume of a data set, at the width with most voxels of the last class.
 
-    Only the slice is kept.
+    Of images, whose depth is 1, it is the whole image. Only the slice is kept.
 
     Args:
         data: the data set, as it is stored.
@@ -98,9 +99,11 @@ class Slice:
         image, truth = (part.numpy() for part in data[0])
         if data.ignore_label is not None:
             truth[truth == data.ignore_label] = 0  # not drawn, as background
-        self.width = int((truth == int(truth.max())).sum((0, 1)).argmax())
-        self._truth = truth[:, :, self.width].copy()
-        self._image = image[0, :, :, self.width].copy()
+        *shown, self._axis = report.shown_dims(truth.shape)
+        self._names = [SPATIAL_AXES[dim] for dim in shown]
+        self.place = int((truth == int(truth.max())).sum(tuple(shown)).argmax())
+        self._truth = truth.take(self.place, self._axis)
+        self._image = image[0].take(self.place, self._axis)
         self._range = np.percentile(image[0], (0.5, 99.5))
 
     def draw(self, path: Path, predicted: NDArray[Any]) -> None:
@@ -121,12 +124,13 @@ class Slice:
     def draw_on(self, axes: Sequence[Axes], predicted: NDArray[Any]) -> None:
         """Draws the slice, depth upwards: alone, with the truth, and with the prediction."""
         low, high = self._range
-        parts = None, self._truth, predicted[:, :, self.width]
+        parts = None, self._truth, predicted.take(self.place, self._axis)
+        upwards, right = self._names
         for each, classes, title in zip(
             axes, parts, ("A volume", "Truth", "Prediction"), strict=True
         ):
             each.imshow(self._image, cmap="gray", origin="lower", vmin=low, vmax=high)
-            each.set(xlabel="height (voxels)", ylabel="depth (voxels)", title=title)
+            each.set(xlabel=f"{right} (voxels)", ylabel=f"{upwards} (voxels)", title=title)
             if classes is not None:
                 _draw_classes(each, classes)
 

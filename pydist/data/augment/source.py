@@ -25,7 +25,7 @@ from pydist.data.augment.steps import (
     low_resolution,
     volume,
 )
-from pydist.data.blocks import BlockSource
+from pydist.data.blocks import BlockSource, dims_of
 from pydist.data.store.source import CountedReads
 from pydist.errors import UsageError
 from pydist.grid import SPATIAL_AXES
@@ -73,6 +73,11 @@ class Augmented:
         """Shape (C, D, H, W) that a sample has; see `BlockSource.sample_shape`."""
         shape = self.dataset.sample_shape
         return shape if self.options.crop is None else (shape[0], *self.options.crop)
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial dims of samples as networks get them."""
+        return dims_of(self.dataset)
 
     @property
     def num_targets(self) -> int:
