@@ -8,6 +8,7 @@ scripts act on them (for example, 75 means "requeue me").
 from __future__ import annotations
 
 import errno
+import mmap
 import re
 import select
 import sys
@@ -19,6 +20,12 @@ _ALLOCATION = re.compile(
     re.IGNORECASE,
 )
 """Out-of-memory messages of torch, CUDA, cuBLAS, cuDNN, oneDNN and HDF5."""
+
+_ONEDNN = re.compile(r"could not (create|execute|initialize) a \w+")
+"""Messages of oneDNN, which do not say whether memory was missing."""
+
+_SPARE = 256 << 20
+"""Bytes that a process can still get unless memory was missing for a oneDNN primitive."""
 
 _WANTED = re.compile(
     r"(?:allocate|allocating):? (?P<n>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>bytes|[KMGTP]i?B)"
@@ -105,7 +112,17 @@ def out_of_memory(error: BaseException) -> bool:
         return False
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno == errno.ENOMEM
-    return _ALLOCATION.search(str(error)) is not None
+    said = str(error)
+    return bool(_ALLOCATION.search(said) or (_ONEDNN.search(said) and not _can_get(_SPARE)))
+
+
+def _can_get(nbytes: int) -> bool:
+    """Returns whether this process can get memory; takes none."""
+    try:
+        mmap.mmap(-1, nbytes).close()
+    except (OSError, MemoryError):
+        return False
+    return True
 
 
 def wanted_bytes(error: BaseException) -> int | None:
