@@ -16,8 +16,8 @@ from pydist.errors import UsageError
 from pydist.train.log import EventLog
 
 START = {
-    "device": "cpu", "transport": "mpi", "precision": "fp32", "unused_device": "", "mesh": "2 ranks",
-    "epochs": 4, "steps": 40, "step": 0,
+    "device": "cpu", "transport": "mpi", "precision": "fp32", "unused_device": "",
+    "mesh": "2 ranks", "epochs": 4, "steps": 40, "step": 0,
 }  # fmt: skip
 STEP = {"epoch": 1, "loss": 0.5, "lr": 1e-3, "samples_per_second": 2.0, "seconds": 1.0, "parts": {}}
 
