@@ -7,7 +7,6 @@ import math
 import os
 import re
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +15,16 @@ import torch
 from pydist.errors import DoesNotFit, PydistError, out_of_memory, wanted_bytes
 from pydist.grid import CHANNEL_AXIS, OTHER_AXES, SPATIAL_AXES, Grid
 from pydist.launch import launcher_env
-from pydist.plan import Estimate, load_hardware, plan_meshes
+from pydist.plan import Estimate, estimate_step, legal_meshes, load_hardware
 from pydist.train.planning import model_of
 
 if TYPE_CHECKING:
     from pydist.train.config import Config
 
-_MOST_RANKS = 1024
+_MOST_RANKS = 256
 """Ranks up to which a split is searched, in powers of two."""
+_GAIN = 0.99
+"""Memory on twice the ranks, of that before, from which on more ranks are not tried."""
 _GIB = 2**30
 _OF_CUDA = re.compile("CUDA|CUBLAS|CUDNN")
 
@@ -102,9 +103,7 @@ def _advice(config: Config, limit: int, device: str) -> str:
             raise
         return "`pydist plan` predicts which split fits"
     if found is None:
-        return (
-            f"no split over up to {_MOST_RANKS} ranks is predicted to fit: choose a smaller batch"
-        )
+        return "no split is predicted to fit: choose a smaller batch, or more of train.accumulate"
     sizes = dict(zip(("data", *OTHER_AXES, *SPATIAL_AXES), found.grid.shape, strict=True))
     spatial = " ".join(str(sizes[axis]) for axis in SPATIAL_AXES)
     return (
@@ -118,15 +117,18 @@ def _smallest_that_fits(config: Config, limit: int, device: str) -> tuple[Estima
     """Returns the estimate of the fastest mesh of the fewest ranks that fits; None if none does."""
     hardware = load_hardware("h100" if device == "cuda" else "cpu")
     model = model_of(config, hardware, _MOST_RANKS)
-    for ranks in _counts():
-        for each in plan_meshes(model, ranks, limit):
-            if each.peak <= limit and _possible(each.grid, config):
-                return each, ranks
+    ranks, least = 1, math.inf
+    while ranks <= _MOST_RANKS:
+        possible = (grid for grid in legal_meshes(ranks) if _possible(grid, config))
+        found = [estimate_step(model, grid) for grid in possible]
+        fits = [each for each in found if each.peak <= limit]
+        if fits:
+            return min(fits, key=lambda each: each.step), ranks
+        before, least = least, min((each.peak for each in found), default=least)
+        if least > _GAIN * before:
+            break  # what is left is not divided, such as weights
+        ranks *= 2
     return None, _MOST_RANKS
-
-
-def _counts() -> Iterator[int]:
-    return (1 << power for power in range(int(math.log2(_MOST_RANKS)) + 1))
 
 
 def _possible(grid: Grid, config: Config) -> bool:
