@@ -68,33 +68,22 @@ class Scorer:
         channels = len(image.local)
         inputs = layout_for_sample(mesh, (1, channels, *windows.window))
         outputs = layout_for_sample(mesh, (1, self.classes, *windows.window))
-        taken, given = _spatial(inputs), _spatial(outputs)
-        firsts = {i for i, box in enumerate(given) if given.index(box) == i}  # of equal copies
-        size = mesh.sample_size
-        own, index = divmod(group.rank, size)
-        dtype = torch.float64 if self.normalizers[0].dtype == "float64" else torch.float32
+        taken, boxes = _spatial(inputs), _spatial(outputs)
+        # Of equal copies, as along the channel axis, one is added.
+        given = [None if box in boxes[:i] else box for i, box in enumerate(boxes)]
+        own, index = divmod(group.rank, mesh.sample_size)
+        dtype = _torch_dtype(self.normalizers[0])
         found = Volume.empty(group, image.boxes, self.classes, dtype)
-        groups = group.size // size
+        groups = group.size // mesh.sample_size
         for first in range(0, len(windows), groups):
             starts = [windows.start(n) for n in range(first, min(first + groups, len(windows)))]
-            needed = [
-                taken[rank % size].shift(starts[rank // size])
-                if rank // size < len(starts)
-                else None
-                for rank in range(group.size)
-            ]
-            adds = [
-                given[rank % size].shift(starts[rank // size])
-                if rank // size < len(starts) and rank % size in firsts
-                else None
-                for rank in range(group.size)
-            ]
-            block, values = image.read(needed), None
+            block = image.read(_dealt(taken, starts, group.size))
+            values = None
             if block is not None:
                 values = self._of_window(block, mean, inputs, outputs)
-                values = windows.weighted(values, first + own, given[index])
+                values = windows.weighted(values, first + own, boxes[index])
             del block
-            found.add(adds, values if adds[group.rank] is not None else None)
+            found.add(_dealt(given, starts, group.size), None if given[index] is None else values)
             if progress is not None:
                 progress(min(first + groups, len(windows)), len(windows))
         return found
@@ -107,8 +96,7 @@ class Scorer:
             values = torch.empty(block.shape, dtype=_torch_dtype(normalizer))
             normalizer(block.numpy(), 0, mean, values.numpy())
             x = ShardedTensor.from_local(values[None].to(self.device), inputs)
-            scores = self._local(model(x), outputs, number)[0]
-            scores = scores.to("cpu", values.dtype)
+            scores = self._local(model(x), outputs, number)[0].to("cpu", values.dtype)
             total = scores if total is None else total + scores
         assert total is not None
         return total if len(self.models) == 1 else total / len(self.models)
@@ -126,6 +114,24 @@ class Scorer:
         if not isinstance(found, ShardedTensor):
             return found
         return redistributed(found.to_local(), found.layout, layout)
+
+
+def _dealt(
+    parts: Sequence[Box | None], starts: Sequence[Sequence[int]], ranks: int
+) -> list[Box | None]:
+    """Returns each rank's part of the window of its sample group; None where it has none.
+
+    Args:
+        parts: of a window, for the ranks of a sample group.
+        starts: the first voxel of the window of each group that has one.
+        ranks: number of ranks of all groups.
+    """
+    found: list[Box | None] = []
+    for rank in range(ranks):
+        group, index = divmod(rank, len(parts))
+        part = parts[index] if group < len(starts) else None
+        found.append(None if part is None else part.shift(starts[group]))
+    return found
 
 
 def _spatial(layout: Layout) -> list[Box]:

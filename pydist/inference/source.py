@@ -122,15 +122,16 @@ class Files:
     def read(self, file: int, box: Box) -> npt.NDArray[Any]:
         """Returns a file's channels in a box; see `Source`."""
         if file != self._file:
-            self._image = read_part(self._paths[file])
-            self._file = file
+            self.forget()
+            self._image, self._file = read_part(self._paths[file]), file
             require_alike(self._first, self._image)
         return self.grid.image_part(self._image.values, box)
 
     def forget(self) -> None:
         """Releases the voxels; header and grid stay."""
-        nothing = self._first.stored[:0]
-        self._image = self._first = replace(self._first, stored=nothing.copy())
+        stored = self._first.stored
+        nothing = np.broadcast_to(np.zeros((), stored.dtype), stored.shape)  # without memory
+        self._image = self._first = replace(self._first, stored=nothing)
 
 
 class Facts:
