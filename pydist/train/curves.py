@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from pydist.errors import DiskError, UsageError
 from pydist.train import report
 from pydist.train.log import Event, Listener, read
@@ -138,16 +141,21 @@ class Curves:
         many = len(steps) > _FEW
         axes.plot(steps, losses, linewidth=1, alpha=0.35 if many else 1.0, label="training")
         if many:
-            mean, smooth = losses[0], []
-            for each in losses:
-                mean = each if math.isnan(mean) else mean + 2 / _FEW * (each - mean)
-                smooth.append(mean)
+            smooth = _smoothed(np.array(losses), max(5, len(losses) // 20))
             axes.plot(steps, smooth, color="tab:blue", label="training, smoothed")
         if self._validations:
             steps, losses = list(self._validations), list(self._validations.values())
             axes.plot(steps, losses, marker=".", color="tab:orange", label="validation")
         axes.set(xlabel="step", title="Loss")
         axes.legend()
+
+
+def _smoothed(values: npt.NDArray[np.float64], width: int) -> npt.NDArray[np.float64]:
+    """Returns the mean of the finite values around each one."""
+    finite, window = np.isfinite(values), np.ones(width)
+    total = np.convolve(np.where(finite, values, 0.0), window, "same")
+    count = np.convolve(finite, window, "same")
+    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0.5)
 
 
 class TensorBoard:
