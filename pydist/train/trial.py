@@ -35,6 +35,8 @@ StepListener = Callable[[Event], None]
 
 
 class _Unsaved(Trainer):
+    reads_late = False
+
     def _save(self) -> None:
         """Saves no checkpoint."""
 
