@@ -12,6 +12,7 @@ import numpy as np
 from pydist.data import ShardDataset
 from pydist.errors import DiskError
 from pydist.grid import SPATIAL_AXES
+from pydist.partition import Box
 from pydist.train import report
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from pydist.train.config import MeshConfig
 
 DICE_FILE = "dice.csv"
+
+_VOXELS = 1 << 24
+"""Voxels of labels that are read at a time."""
 
 _COLORS = ("#00000000", "tab:green", "tab:red", "tab:blue", "tab:orange", "tab:purple")
 
@@ -89,22 +93,36 @@ def draw_run(
 class Slice:
     """Slice of the first volume of a data set, at the width with most voxels of the last class.
 
-    Of images, whose depth is 1, it is the whole image. Only the slice is kept.
+    Of images, whose depth is 1, it is the whole image. Only the slice is kept, and slabs are read
+    to find it: the volume may be larger than the memory of a rank.
 
     Args:
-        data: the data set, as it is stored.
+        data: the data set.
     """
 
     def __init__(self, data: ShardDataset) -> None:
-        image, truth = (part.numpy() for part in data[0])
-        if data.ignore_label is not None:
-            truth[truth == data.ignore_label] = 0  # not drawn, as background
-        *shown, self._axis = report.shown_dims(truth.shape)
+        _, *extents = data.shape_of(0)
+        *shown, self._axis = report.shown_dims(extents)
         self._names = [SPATIAL_AXES[dim] for dim in shown]
-        self.place = int((truth == int(truth.max())).sum(tuple(shown)).argmax())
-        self._truth = truth.take(self.place, self._axis)
-        self._image = image[0].take(self.place, self._axis)
-        self._range = np.percentile(image[0], (0.5, 99.5))
+        counts = np.zeros((len(data.manifest.class_names), extents[self._axis]), dtype=np.int64)
+        planes = max(1, _VOXELS // (extents[1] * extents[2]))
+        for first in range(0, extents[0], planes):
+            slab = Box((first, 0, 0), (min(first + planes, extents[0]), *extents[1:]))
+            labels = data.read_labels(0, slab).numpy()
+            for k, found in enumerate(counts):
+                start = first if self._axis == 0 else 0
+                here = (labels == k).sum(tuple(shown))
+                found[start : start + len(here)] += here
+        shown_classes = [k for k, n in enumerate(counts) if n.any() and k != data.ignore_label]
+        rarest = max(shown_classes, default=0)
+        self.place = int(counts[rarest].argmax())
+        lo, hi = [0, 0, 0], list(extents)
+        lo[self._axis], hi[self._axis] = self.place, self.place + 1
+        self._truth = data.read_labels(0, Box(lo, hi)).numpy().squeeze(self._axis)
+        if data.ignore_label is not None:
+            self._truth[self._truth == data.ignore_label] = 0  # not drawn, as background
+        self._image = data.read_block(0, Box((0, *lo), (1, *hi)))[0].numpy().squeeze(self._axis)
+        self._range = np.percentile(self._image, (0.5, 99.5))
 
     def draw(self, path: Path, predicted: NDArray[Any]) -> None:
         """Draws image, truth and prediction.
