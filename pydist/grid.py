@@ -17,7 +17,7 @@ To add an axis, add a line here; see `docs/extending.md`.
 """
 
 
-def axes_of(dims: int) -> dict[int, str]:
+def axes_by_dim(dims: int) -> dict[int, str]:
     """Returns the axis that cuts each spatial dim of a batch [N, C, ...], by dim.
 
     An image [N, C, H, W] has height and width, and a line [N, C, W] has width.

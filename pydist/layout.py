@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pydist.errors import UsageError
-from pydist.grid import SAMPLE_AXES, axes_of
+from pydist.grid import SAMPLE_AXES, axes_by_dim
 from pydist.mesh import Mesh
 from pydist.partition import Box, Partition, split_extent
 
@@ -199,7 +199,7 @@ def layout_for_sample(
                 f"shape {tuple(shape)}: [N, C, D, H, W] expected, [N, C, H, W] or [N, C, W]; name "
                 'the dims to split otherwise, as in dims={2: "depth"}'
             )
-        dims = axes_of(len(shape) - 2)
+        dims = axes_by_dim(len(shape) - 2)
     if not isinstance(dims, Mapping):
         raise UsageError(f'dims={dims!r}: expected which dim is cut where, as in {{2: "depth"}}')
     splits: list[Split | None] = [None] * len(shape)

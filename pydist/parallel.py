@@ -30,7 +30,7 @@ from pydist.gradients.forms.settings import Dense, Gradients, check_groups, sett
 from pydist.gradients.lane import Lane
 from pydist.gradients.reducer import Reducer
 from pydist.gradients.registration import reducer_of
-from pydist.grid import axes_of
+from pydist.grid import axes_by_dim
 from pydist.group_sizes import GroupSizes
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
@@ -261,7 +261,7 @@ class EntryHook:
         """
         self.gradients = gradients or Dense()
         dims = _dims_of(module)
-        if any(self.mesh.grid.size((axis,)) > 1 for axis in axes_of(dims).values()):
+        if any(self.mesh.grid.size((axis,)) > 1 for axis in axes_by_dim(dims).values()):
             self._dims = 2 + dims
         if self.mesh.size > 1:
             broadcast_state(module, self.mesh.world)

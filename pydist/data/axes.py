@@ -16,7 +16,7 @@ _ORDER = "CDHW"
 _T = TypeVar("_T")
 
 
-def dims_of(axes: Axes) -> int:
+def spatial_dims(axes: Axes) -> int:
     """Returns the number of spatial dims of samples, as networks get them."""
     return len(axes) - 1
 
@@ -31,14 +31,14 @@ def without_flat(shape: Sequence[int], dims: int) -> tuple[int, ...]:
     return (shape[0], *shape[len(shape) - dims :])
 
 
-def as_stored(axes: Axes, of_volume: Sequence[_T]) -> tuple[_T, ...]:
+def file_order(axes: Axes, of_volume: Sequence[_T]) -> tuple[_T, ...]:
     """Returns values given for C, D, H and W, such as extents, for the axes of the array."""
     return tuple(of_volume[_ORDER.index(axis)] for axis in axes)
 
 
-def label_as_stored(axes: Axes, of_volume: Sequence[_T]) -> tuple[_T, ...]:
+def label_file_order(axes: Axes, of_volume: Sequence[_T]) -> tuple[_T, ...]:
     """Returns values given for D, H and W for the axes of an array of labels."""
-    return tuple(of_volume[len(of_volume) - dims_of(axes) :])
+    return tuple(of_volume[len(of_volume) - spatial_dims(axes) :])
 
 
 def as_volume(axes: Axes, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pydist.data.axes import as_stored, as_volume, channels_last, label_as_stored
+from pydist.data.axes import as_volume, channels_last, file_order, label_file_order
 from pydist.data.file_table import Sample
 from pydist.data.formats import Readable, StoredArray
 from pydist.data.manifest import Manifest
@@ -106,7 +106,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def dims(self) -> int:
-        """Number of spatial dims of samples as networks get them: 2 for [N, C, H, W]."""
+        """Number of spatial dims that networks get: 2 for images [N, C, H, W]."""
         return self.manifest.dims
 
     @property
@@ -241,7 +241,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
         def part(opened: OpenedFile) -> npt.NDArray[Any]:
             assert opened.label is not None
-            window = label_as_stored(self.manifest.axes, _window(sample.offset, lo, hi))
+            window = label_file_order(self.manifest.axes, _window(sample.offset, lo, hi))
             name = self.manifest.label
             return self._read(opened, opened.label, window, self._where(index, name))
 
@@ -325,7 +325,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         """Reads the stored values of a block as [C, D, H, W]; into `out`, if given."""
         window = _window((0, *sample.offset), lo, hi)
         axes = self.manifest.axes
-        window = as_stored(axes, window)
+        window = file_order(axes, window)
         where, into = self._where(index), None
         if out is not None and not channels_last(axes):
             into = out.reshape([part.stop - part.start for part in window])

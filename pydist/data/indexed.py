@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.axes import Axes, as_stored, as_volume, channels_last
+from pydist.data.axes import Axes, as_volume, channels_last, file_order
 from pydist.data.formats import StoredArray, StoredFile
 from pydist.data.made import checksum_of_file, state_of
 from pydist.data.manifest import DataFile
@@ -183,7 +183,7 @@ def slabs(
     step = max(1, SLAB_BYTES // plane)
     for start in range(depth.start, depth.stop, step):
         part = slice(start, min(start + step, depth.stop)), height, width
-        found = file.read(array, as_stored(axes, (slice(0, channels), *part)))
+        found = file.read(array, file_order(axes, (slice(0, channels), *part)))
         yield as_volume(axes, found)
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError
 
-from pydist.data.axes import Axes, dims_of, without_flat
+from pydist.data.axes import Axes, spatial_dims, without_flat
 from pydist.data.data_file import DataFile, checked_path
 from pydist.data.file_table import FileTable
 from pydist.data.publish import publish
@@ -162,12 +162,12 @@ class Manifest:
 
     @property
     def dims(self) -> int:
-        """Number of spatial dims of samples as networks get them: 2 for [N, C, H, W]."""
-        return dims_of(self.axes)
+        """Number of spatial dims that networks get: 2 for images [N, C, H, W]."""
+        return spatial_dims(self.axes)
 
     @property
     def network_shape(self) -> tuple[int, ...]:
-        """Shape of a sample as networks get it, such as (C, D, H, W) or (C, H, W)."""
+        """Shape that a sample has for networks, such as (C, D, H, W) or (C, H, W)."""
         return without_flat(self.sample_shape, self.dims)
 
     @property

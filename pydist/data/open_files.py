@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.axes import as_stored, channels_last
+from pydist.data.axes import channels_last, file_order
 from pydist.data.data_file import kind_of
 from pydist.data.formats import Readable, StoredArray, StoredFile
 from pydist.data.isolated import MEMORY, ReadingProcess
@@ -202,7 +202,7 @@ class OpenFiles:
         extents = self._needed(entry)
         channels = self.manifest.sample_shape[0]
         axes = self.manifest.axes
-        needed = as_stored(axes, (channels, *extents))
+        needed = file_order(axes, (channels, *extents))
         fits = dataset.ndim == len(needed) and all(
             n >= m for n, m in zip(dataset.shape, needed, strict=True)
         )

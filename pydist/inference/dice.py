@@ -1,4 +1,4 @@
-"""The Dice of a prediction in NIfTI files."""
+"""Compares predicted labels in NIfTI files with true ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Volumes in boxes over ranks: no rank holds all of one."""
+"""Divides volumes into boxes over ranks, so that no rank holds all of one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Volume:
-    """Volume with channels or scores of classes, of which each rank holds a box.
+class BoxedVolume:
+    """Volume of channels or classes that is divided into boxes, one on each rank.
 
     Attributes:
         group: the ranks.
@@ -34,14 +34,14 @@ class Volume:
     @classmethod
     def empty(
         cls, group: Transport, boxes: Sequence[Box], channels: int, dtype: torch.dtype
-    ) -> Volume:
+    ) -> BoxedVolume:
         """Makes a volume of zeros."""
         shape = (channels, *boxes[group.rank].shape)
         return cls(group, boxes, torch.zeros(shape, dtype=dtype))
 
     @property
     def box(self) -> Box:
-        """The box of this rank."""
+        """Box that this rank holds."""
         return self.boxes[self.group.rank]
 
     def read(self, needed: Sequence[Box | None]) -> Tensor | None:
@@ -60,7 +60,7 @@ class Volume:
 
     def read_channel(self, channel: int, needed: Sequence[Box | None]) -> Tensor | None:
         """Does the same as `read`, for one channel."""
-        return Volume(self.group, self.boxes, self.local[channel : channel + 1]).read(needed)
+        return BoxedVolume(self.group, self.boxes, self.local[channel : channel + 1]).read(needed)
 
     def add(self, given: Sequence[Box | None], values: Tensor | None) -> None:
         """Adds a box of values of each rank to the boxes that hold its voxels. Collective.

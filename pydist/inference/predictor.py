@@ -23,10 +23,10 @@ from pydist.data.medical.nifti import without_private, written_nifti
 from pydist.data.normalize import Normalizer
 from pydist.data.publish import refuse_overwriting
 from pydist.errors import CheckpointError, DataError, UsageError
-from pydist.inference.distributed import Volume
+from pydist.inference.distributed import BoxedVolume
 from pydist.inference.results import Results
-from pydist.inference.scoring import Progress, Scorer
-from pydist.inference.source import Array, Facts, Files, Source, distribute
+from pydist.inference.scoring import Scorer, WindowProgress
+from pydist.inference.source import ArrayImage, ImageFacts, ImageSource, NiftiImage, distribute
 from pydist.inference.windows import Sliding, Windows, regions
 from pydist.interop import ArrayLike
 from pydist.layout import layout_for_sample
@@ -115,7 +115,7 @@ class Predictor:
         images: Sequence[str | Path],
         output: str | Path,
         probabilities: str | Path | None = None,
-        progress: Progress | None = None,
+        progress: WindowProgress | None = None,
     ) -> None:
         """Segments a volume in NIfTI files, and writes the labels on its own grid.
 
@@ -142,7 +142,7 @@ class Predictor:
         source = None
         with together(self.group):
             if self.group.rank == 0:
-                source = Files([Path(i) for i in images], self.grid)
+                source = NiftiImage([Path(i) for i in images], self.grid)
         facts, results = self._results(source, progress)
         kind = "uint8" if len(self.class_names) <= 256 else "uint16"
         self._write(source, facts, output, [results.labels()], kind)
@@ -181,12 +181,12 @@ class Predictor:
         found = [self._whole(facts, each) for each in results.probabilities()]
         return np.concatenate(found) if self.group.rank == 0 else None
 
-    def _array(self, image: ArrayLike | None) -> Array | None:
+    def _array(self, image: ArrayLike | None) -> ArrayImage | None:
         """Returns the image in memory, on the first rank."""
         with together(self.group):
             if self.group.rank != 0:
                 return None
-            found = Array(image, "the image")
+            found = ArrayImage(image, "the image")
             shape = (*found.channels, *found.extents)
             channels = self._manifest.sample_shape[0]
             if len(shape) != len(self._manifest.sample_shape) or shape[0] != channels:
@@ -201,10 +201,10 @@ class Predictor:
             return found
 
     def _results(
-        self, source: Source | None, progress: Progress | None = None
-    ) -> tuple[Facts, Results]:
+        self, source: ImageSource | None, progress: WindowProgress | None = None
+    ) -> tuple[ImageFacts, Results]:
         """Predicts an image."""
-        facts = Facts(source, self.group)
+        facts = ImageFacts(source, self.group)
         given, channels = sum(facts.channels), self._manifest.sample_shape[0]
         if given != channels:
             raise DataError(
@@ -234,7 +234,7 @@ class Predictor:
         nothing = Box([0] * len(extents), [0] * len(extents))
         return [nothing if box in boxes[:i] else box for i, box in enumerate(boxes)]
 
-    def _whole(self, facts: Facts, volume: Volume) -> npt.NDArray[Any] | None:
+    def _whole(self, facts: ImageFacts, volume: BoxedVolume) -> npt.NDArray[Any] | None:
         """Returns all of a volume on the first rank."""
         everything = Box([0] * len(facts.extents), facts.extents)
         part = volume.read([everything, *[None] * (self.group.size - 1)])
@@ -242,10 +242,10 @@ class Predictor:
 
     def _write(
         self,
-        source: Files | None,
-        facts: Facts,
+        source: NiftiImage | None,
+        facts: ImageFacts,
         path: str | Path,
-        volumes: Iterable[Volume],
+        volumes: Iterable[BoxedVolume],
         kind: str,
     ) -> None:
         """Writes volumes to one file, slab by slab."""

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from pydist.data.medical.grid import resized_part, source_of
-from pydist.inference.distributed import Volume
+from pydist.inference.distributed import BoxedVolume
 from pydist.partition import Box
 
 
 class Results:
-    """Labels and probabilities of a volume, in boxes over the ranks.
+    """Labels and probabilities that scores of a volume give, in boxes over the ranks.
 
     Scores are interpolated trilinearly before they are compared, class by class. Methods are
     collective over the ranks of the scores.
@@ -24,13 +24,13 @@ class Results:
         extents: of the results.
     """
 
-    def __init__(self, scores: Volume, inner: Sequence[int], extents: Sequence[int]) -> None:
+    def __init__(self, scores: BoxedVolume, inner: Sequence[int], extents: Sequence[int]) -> None:
         self._scores, self._inner, self._extents = scores, tuple(inner), tuple(extents)
         self._classes = len(scores.local)
         self._boxes = [self._scaled(box) for box in scores.boxes]
         self._needed = [source_of(box, inner, extents) for box in self._boxes]
 
-    def labels(self) -> Volume:
+    def labels(self) -> BoxedVolume:
         """Returns the class with the highest score in each voxel, [1, D, H, W] uint8 or int32."""
         best = self._of_class(0).clone()
         kind = torch.uint8 if self._classes <= 256 else torch.int32
@@ -39,9 +39,9 @@ class Results:
             scores = self._of_class(k)
             labels[scores > best] = k
             torch.maximum(best, scores, out=best)
-        return Volume(self._scores.group, self._boxes, labels[None])
+        return BoxedVolume(self._scores.group, self._boxes, labels[None])
 
-    def probabilities(self) -> Iterator[Volume]:
+    def probabilities(self) -> Iterator[BoxedVolume]:
         """Yields the probabilities (softmax of the scores) of one class after another."""
         most = self._of_class(0).clone()
         total = torch.ones_like(most)
@@ -52,7 +52,7 @@ class Results:
             most = higher
         for k in range(self._classes):
             found = (self._of_class(k) - most).exp_().div_(total)
-            yield Volume(self._scores.group, self._boxes, found[None])
+            yield BoxedVolume(self._scores.group, self._boxes, found[None])
 
     def _of_class(self, k: int) -> Tensor:
         """Returns the scores of a class in this rank's box of the results."""

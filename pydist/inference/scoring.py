@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pydist.data.normalize import Normalizer
 from pydist.errors import CheckpointError
 from pydist.exchange.redistribution import redistributed
-from pydist.inference.distributed import Volume
+from pydist.inference.distributed import BoxedVolume
 from pydist.inference.windows import Windows
 from pydist.layout import Layout, layout_for_sample
 from pydist.mesh import Mesh
@@ -21,7 +21,7 @@ from pydist.partition import Box
 from pydist.tensor import ShardedTensor
 from pydist.train.tasks.factory import outputs_of
 
-Progress = Callable[[int, int], object]
+WindowProgress = Callable[[int, int], object]
 """Called with the number of windows that are done, and of all."""
 
 
@@ -44,8 +44,12 @@ class Scorer:
     device: torch.device
 
     def scores(
-        self, image: Volume, mean: float, windows: Windows, progress: Progress | None = None
-    ) -> Volume:
+        self,
+        image: BoxedVolume,
+        mean: float,
+        windows: Windows,
+        progress: WindowProgress | None = None,
+    ) -> BoxedVolume:
         """Computes the scores of an image. Collective over the image's ranks.
 
         In each round every sample group reads a window of the image, computes its scores, and adds
@@ -73,7 +77,7 @@ class Scorer:
         given = [None if box in boxes[:i] else box for i, box in enumerate(boxes)]
         own, index = divmod(group.rank, mesh.sample_size)
         dtype = _torch_dtype(self.normalizers[0])
-        found = Volume.empty(group, image.boxes, self.classes, dtype)
+        found = BoxedVolume.empty(group, image.boxes, self.classes, dtype)
         groups = group.size // mesh.sample_size
         for first in range(0, len(windows), groups):
             starts = [windows.start(n) for n in range(first, min(first + groups, len(windows)))]

@@ -1,4 +1,4 @@
-"""Images as they come, in files or in memory, and their way to boxes over the ranks."""
+"""Reads images from files or memory into boxes over the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pydist.data.medical.case import read_part, require_alike
 from pydist.data.medical.collection import as_stored
 from pydist.data.medical.grid import GridOptions, VoxelGrid
 from pydist.errors import DataError
-from pydist.inference.distributed import Volume
+from pydist.inference.distributed import BoxedVolume
 from pydist.interop import ArrayLike, as_tensor
 from pydist.partition import Box
 
@@ -28,7 +28,7 @@ _SLAB = 1 << 22
 """Voxels that are read or written at a time."""
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """Image that the first rank of a group reads.
 
     Attributes:
@@ -54,8 +54,8 @@ class Source(Protocol):
         ...
 
 
-class Array:
-    """Image that is an array of NumPy, torch, CuPy or the like, [C, ...]; see `Source`.
+class ArrayImage:
+    """Image that is an array of NumPy, torch, CuPy or the like, [C, ...]; see `ImageSource`.
 
     Raises:
         UsageError: it is not an array.
@@ -78,7 +78,7 @@ class Array:
         self.slabs = [Box([0] * len(self.inner), self.inner)]
 
     def read(self, file: int, box: Box) -> npt.NDArray[Any]:
-        """Returns the channels in a box; see `Source`."""
+        """Returns the channels in a box; see `ImageSource`."""
         del file
         inner = [
             range(min(a, n - 1), min(b, n))
@@ -89,12 +89,12 @@ class Array:
         return np.pad(part, [(0, 0), *missing], mode="edge")
 
     def forget(self) -> None:
-        """Releases the voxels; see `Source`."""
+        """Releases the voxels; see `ImageSource`."""
         self._values = self._values[:, :0]
 
 
-class Files:
-    """Image in NIfTI files, one for each channel or one for all; see `Source`.
+class NiftiImage:
+    """Image that is stored in NIfTI files, one for each channel or one for all; see `ImageSource`.
 
     One file is in memory at a time, as it is stored.
 
@@ -120,7 +120,7 @@ class Files:
         self.slabs = self.grid.slabs(_SLAB)
 
     def read(self, file: int, box: Box) -> npt.NDArray[Any]:
-        """Returns a file's channels in a box; see `Source`."""
+        """Returns a file's channels in a box; see `ImageSource`."""
         if file != self._file:
             self.forget()
             self._image, self._file = read_part(self._paths[file]), file
@@ -134,10 +134,10 @@ class Files:
         self._image = self._first = replace(self._first, stored=nothing)
 
 
-class Facts:
-    """What all ranks know of an image; the attributes are those of `Source`."""
+class ImageFacts:
+    """What all ranks know of an image; the attributes are those of `ImageSource`."""
 
-    def __init__(self, source: Source | None, group: Transport) -> None:
+    def __init__(self, source: ImageSource | None, group: Transport) -> None:
         text = b""
         if source is not None:
             slabs = [(box.lo, box.hi) for box in source.slabs]
@@ -149,8 +149,12 @@ class Facts:
 
 
 def distribute(
-    source: Source | None, facts: Facts, group: Transport, boxes: Sequence[Box], dtype: str
-) -> tuple[Volume, float]:
+    source: ImageSource | None,
+    facts: ImageFacts,
+    group: Transport,
+    boxes: Sequence[Box],
+    dtype: str,
+) -> tuple[BoxedVolume, float]:
     """Reads an image on the first rank, slab by slab, into boxes over the ranks. Collective.
 
     Args:
@@ -166,7 +170,7 @@ def distribute(
     Raises:
         DataError: a file is damaged, or a value is not finite or does not fit the type.
     """
-    image = Volume.empty(group, boxes, sum(facts.channels), getattr(torch, dtype))
+    image = BoxedVolume.empty(group, boxes, sum(facts.channels), getattr(torch, dtype))
     ends = [max(box.hi[dim] for box in boxes) for dim in range(len(boxes[0].hi))]
     nothing = Box([0] * len(ends), [0] * len(ends))
     sums: list[float] = []
@@ -179,7 +183,7 @@ def distribute(
                     values = as_stored(source.read(file, slab), dtype, facts.name, _ADVICE)
                     sums += _sums(values, facts.name)
             held = [slab, *[nothing] * (group.size - 1)]
-            given = Volume(group, held, torch.from_numpy(np.ascontiguousarray(values)))
+            given = BoxedVolume(group, held, torch.from_numpy(np.ascontiguousarray(values)))
             part = given.read([box.intersect(slab) for box in boxes])
             place = image.box.intersect(slab).shift([-a for a in image.box.lo])
             if part is not None and not place.empty:

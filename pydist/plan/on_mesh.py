@@ -11,7 +11,7 @@ import numpy as np
 
 from pydist.backend.problem import ConvProblem
 from pydist.gradients.buckets import ALONE_BYTES, BUCKET_BYTES
-from pydist.grid import CHANNEL_AXIS, SAMPLE_AXES, Grid, axes_of
+from pydist.grid import CHANNEL_AXIS, SAMPLE_AXES, Grid, axes_by_dim
 from pydist.ops.channel_forms import cheapest_form
 from pydist.ops.coarsening import BYTE_S, ELEMENT_BYTES, EXCHANGE_S, FLOP_S, LAYERS
 from pydist.plan.estimate import PARTS, Estimate, StepModel
@@ -46,7 +46,7 @@ class _StepOnMesh:
         self._model, self._grid = model, grid
         self._trace, self._hardware = model.trace, model.hardware
         self._messages = MessageTimes(grid, model.hardware)
-        self._axes = tuple(axes_of(len(self._trace.tensors[0].shape) - 2).values())
+        self._axes = tuple(axes_by_dim(len(self._trace.tensors[0].shape) - 2).values())
         self._cuts = model.cuts.of([grid.size((axis,)) for axis in self._axes])
         self._channel = grid.size((CHANNEL_AXIS,))
         groups = grid.size(("data",)) * model.training.passes

@@ -91,7 +91,7 @@ def draw_run(
 
 
 class Slice:
-    """Slice of the first volume of a data set, at the width with most voxels of the last class.
+    """Slice that shows a data set's first volume, where most voxels are of the last class.
 
     Of images, whose depth is 1, it is the whole image. Only the slice is kept, and slabs are read
     to find it: the volume may be larger than the memory of a rank.

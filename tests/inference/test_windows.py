@@ -16,7 +16,7 @@ from torch import nn
 
 from pydist.comm import run_local
 from pydist.errors import CheckpointError
-from pydist.inference.distributed import Volume
+from pydist.inference.distributed import BoxedVolume
 from pydist.inference.results import Results
 from pydist.inference.scoring import Scorer
 from pydist.inference.windows import Windows, regions
@@ -50,17 +50,17 @@ def image() -> torch.Tensor:
     return torch.rand(2, *EXTENTS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-def volume(group, whole: torch.Tensor, boxes) -> Volume:
+def volume(group, whole: torch.Tensor, boxes) -> BoxedVolume:
     box = boxes[group.rank]
     own = whole[(slice(None), *(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True)))]
-    return Volume(group, boxes, own.contiguous())
+    return BoxedVolume(group, boxes, own.contiguous())
 
 
-def gathered(part: Volume, extents=EXTENTS) -> torch.Tensor | None:
+def gathered(part: BoxedVolume, extents=EXTENTS) -> torch.Tensor | None:
     return part.read([Box((0,) * len(extents), extents), *[None] * (part.group.size - 1)])
 
 
-def scores(mesh: Mesh, seeds=(1,), overlap=0.4) -> Volume:
+def scores(mesh: Mesh, seeds=(1,), overlap=0.4) -> BoxedVolume:
     models = [parallelize(copy.deepcopy(NETWORKS[seed]), mesh) for seed in seeds]
     scorer = Scorer(mesh, models, [Doubling()] * len(seeds), CLASSES, torch.device("cpu"))
     given = volume(mesh.world, image(), regions(EXTENTS, mesh.size))
@@ -178,7 +178,7 @@ def test_values_are_added_in_the_order_of_the_ranks_that_give_them():
         def job(world, order=order):
             boxes = [Box((0,), (0,))] * 4
             boxes[order[0]], boxes[order[1]] = Box((0,), (2,)), Box((2,), (5,))
-            given = Volume.empty(world, boxes, 1, torch.float64)
+            given = BoxedVolume.empty(world, boxes, 1, torch.float64)
             values = torch.full((1, 3), numbers[world.rank], dtype=torch.float64)
             given.add([Box((1,), (4,))] * 4, values)
             return gathered(given, (5,))

@@ -76,7 +76,7 @@ class Augmented:
 
     @property
     def dims(self) -> int:
-        """Number of spatial dims of samples as networks get them."""
+        """Number of spatial dims that networks get; see `ShardDataset.dims`."""
         return dims_of(self.dataset)
 
     @property
