@@ -205,8 +205,9 @@ def _truth_of(options: _Arguments, output: Path) -> Path:
     assert options.truth is not None
     if not options.truth.is_dir():
         return options.truth
-    name = stem(output if options.images[0].is_dir() else options.images[0])
-    name = name.removesuffix("_0000")
+    # Of a case in a folder the number of the channel is left out already.
+    is_case = options.images[0].is_dir()
+    name = stem(output) if is_case else stem(options.images[0]).removesuffix("_0000")
     for suffix in SUFFIXES:
         if (path := options.truth / f"{name}{suffix}").is_file():
             return path
