@@ -10,7 +10,6 @@ Python and the import of torch and MONAI.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
