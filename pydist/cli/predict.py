@@ -176,7 +176,8 @@ def _predict_here(options: _Arguments) -> int:
             _probabilities_of(output) if options.probabilities else None,
             lambda done, windows: log.emit("windows", done=done, windows=windows),
         )
-        seconds, dice = time.perf_counter() - began, {}
+        seconds = time.perf_counter() - began
+        dice: dict[str, float] = {}
         if options.truth is not None:
             with together(mesh.world):
                 if first:

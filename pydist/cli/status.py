@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def _events(run: Path) -> tuple[dict[str, Event], list[Event]]:
     return found, list(_parsed(steps))
 
 
-def _parsed(lines: Sequence[bytes] | Any) -> Iterator[Event]:
+def _parsed(lines: Iterable[bytes]) -> Iterator[Event]:
     """Yields the events of lines; skips incomplete ones, which killed runs leave."""
     for line in lines:
         try:

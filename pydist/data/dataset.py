@@ -326,7 +326,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         window = _window((0, *sample.offset), lo, hi)
         axes = self.manifest.axes
         window = file_order(axes, window)
-        where, into = self._where(index), None
+        where = self._where(index)
+        into: npt.NDArray[Any] | None = None
         if out is not None and not channels_last(axes):
             into = out.reshape([part.stop - part.start for part in window])
         stored = self._files.read(

@@ -73,7 +73,7 @@ class Kind:
 
     axes: Axes
     dtype: str
-    sample_shape: tuple[int, ...]
+    sample_shape: tuple[int, int, int, int]
     target_names: tuple[str, ...]
 
 
@@ -221,7 +221,7 @@ def _kind(task: FileTask, file: StoredFile, array: StoredArray) -> tuple[Kind, t
     if min(shape) < 1 or (width is not None and width > min(extents[3 - dims :])):
         fits = "has no voxels" if width is None else f"fits no {width}^3"
         raise DataError(f"{task.path}: {task.dataset!r}, {extents} voxels, {fits}")
-    cut = extents if width is None else (*[1] * (3 - dims), *[width] * dims)
+    depth, height, breadth = extents if width is None else (*[1] * (3 - dims), *[width] * dims)
     count = target.shape[0]
     public = task.target in _COSMOFLOW_NAMES and count == len(COSMOFLOW_TARGETS)
     names = COSMOFLOW_TARGETS if public else tuple(f"target {i}" for i in range(count))
@@ -230,7 +230,8 @@ def _kind(task: FileTask, file: StoredFile, array: StoredArray) -> tuple[Kind, t
         names = ("class",)
     letters = "DHW"[3 - dims :]
     axes = cast("Axes", f"{letters}C" if last else f"C{letters}")
-    return Kind(axes, array.dtype.name, (channels, *cut), names), extents
+    sample = (channels, depth, height, breadth)
+    return Kind(axes, array.dtype.name, sample, names), extents
 
 
 def _check_class(task: FileTask, values: npt.NDArray[Any]) -> None:

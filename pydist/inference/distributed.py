@@ -76,18 +76,15 @@ class BoxedVolume:
         pending = exchanger.start_adjoint([] if values is None else [values], self.local)
         pending.wait()
         received = iter(pending.shard_parts)
-        for peer in range(self.group.size):
-            if given[peer] is None:
-                continue
-            common = self._all_channels(self.box.intersect(given[peer]))
-            if common.empty:
+        for peer, box in enumerate(given):
+            if box is None or (common := self._all_channels(self.box.intersect(box))).empty:
                 continue
             if peer != rank:
                 piece, places = next(received)
                 native.unpack_add(piece, places, self.local)
                 continue
             assert values is not None
-            self.local[_slices(common, self.box)] += values[_slices(common, given[rank])]
+            self.local[_slices(common, self.box)] += values[_slices(common, box)]
 
     def _exchanger(self, needed: Sequence[Box | None]) -> Exchanger:
         owned = [self._all_channels(box) for box in self.boxes]
@@ -98,8 +95,7 @@ class BoxedVolume:
         return Box((0, *box.lo), (len(self.local), *box.hi))
 
 
-def _slices(box: Box, within: Box | None) -> tuple[slice, ...]:
+def _slices(box: Box, within: Box) -> tuple[slice, ...]:
     """Returns the place of a box, with channels, in the memory of another one, without."""
-    assert within is not None
     here = box.shift([0, *(-a for a in within.lo)])
     return tuple(slice(a, b) for a, b in zip(here.lo, here.hi, strict=True))

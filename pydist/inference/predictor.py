@@ -74,8 +74,8 @@ class Predictor:
         factory: str = "",
         task: str = "",
     ) -> None:
-        single = isinstance(checkpoint, (str, Path))
-        checkpoints = [checkpoint] if single else list(checkpoint)
+        checkpoints: Sequence[str | Path]
+        checkpoints = [checkpoint] if isinstance(checkpoint, str | Path) else checkpoint
         models: list[nn.Module] = []
         normalizers: list[Normalizer] = []
         manifests: list[Manifest] = []
@@ -139,7 +139,7 @@ class Predictor:
         for each in (output, probabilities):
             if each is not None:
                 refuse_overwriting(images, each)
-        source = None
+        source: NiftiImage | None = None
         with together(self.group):
             if self.group.rank == 0:
                 source = NiftiImage([Path(i) for i in images], self.grid)
@@ -179,7 +179,8 @@ class Predictor:
         """
         facts, results = self._results(self._array(image))
         found = [self._whole(facts, each) for each in results.probabilities()]
-        return np.concatenate(found) if self.group.rank == 0 else None
+        parts = [part for part in found if part is not None]
+        return np.concatenate(parts) if parts else None
 
     def _array(self, image: ArrayLike | None) -> ArrayImage | None:
         """Returns the image in memory, on the first rank."""

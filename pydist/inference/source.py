@@ -73,9 +73,10 @@ class ArrayImage:
         tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         self._values = tensor.numpy(force=True)
         self.name = name
-        self.channels = self._values.shape[:1]
-        self.inner = self.extents = self._values.shape[1:]
-        self.slabs = [Box([0] * len(self.inner), self.inner)]
+        self.channels: Sequence[int] = self._values.shape[:1]
+        self.inner: Sequence[int] = self._values.shape[1:]
+        self.extents: Sequence[int] = self.inner
+        self.slabs: Sequence[Box] = [Box([0] * len(self.inner), self.inner)]
 
     def read(self, file: int, box: Box) -> npt.NDArray[Any]:
         """Returns the channels in a box; see `ImageSource`."""
@@ -115,9 +116,10 @@ class NiftiImage:
         """The header of the first file."""
         self.grid = VoxelGrid(self.block, options, self.name)
         first = self._first.stored.shape[3] if self._first.stored.ndim == 4 else 1
-        self.channels = [first, *[1] * (len(paths) - 1)]
-        self.inner, self.extents = self.grid.resampled, self.grid.oriented
-        self.slabs = self.grid.slabs(_SLAB)
+        self.channels: Sequence[int] = [first, *[1] * (len(paths) - 1)]
+        self.inner: Sequence[int] = self.grid.resampled
+        self.extents: Sequence[int] = self.grid.oriented
+        self.slabs: Sequence[Box] = self.grid.slabs(_SLAB)
 
     def read(self, file: int, box: Box) -> npt.NDArray[Any]:
         """Returns a file's channels in a box; see `ImageSource`."""

@@ -154,7 +154,7 @@ def _smoothed(values: npt.NDArray[np.float64], width: int) -> npt.NDArray[np.flo
     """Returns the mean of the finite values around each one."""
     finite, window = np.isfinite(values), np.ones(width)
     total = np.convolve(np.where(finite, values, 0.0), window, "same")
-    count = np.convolve(finite, window, "same")
+    count = np.convolve(finite.astype(np.float64), window, "same")
     return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0.5)
 
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -330,10 +330,10 @@ def written_nifti(
     packed = name.name.endswith(".gz")
     size = offset + math.prod(shape) * kind.itemsize
     with publishing(name, size // GZIP_RATIO if packed else size) as file, ExitStack() as stack:
-        into: IO[bytes] = file
+        into: Any = file
         if packed:
             gz = gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0)
-            into = stack.enter_context(gz)  # type: ignore[assignment]
+            into = stack.enter_context(gz)
         into.write(block + bytes(4))
 
         def write(stored: npt.NDArray[Any]) -> None:
