@@ -149,7 +149,7 @@ def _logged(
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            missing = with_advice(error, config)
+            missing = with_advice(error, config, job.mesh.grid)
         else:
             status = "done"
             return result

@@ -23,19 +23,22 @@ if TYPE_CHECKING:
 
 _MOST_RANKS = 256
 """Ranks up to which a split is searched, in powers of two."""
+_LESS = 0.95
+"""Most memory that a split needs, of the memory predicted for the mesh that did not fit."""
 _GAIN = 0.99
 """Memory on twice the ranks, of that before, from which on more ranks are not tried."""
 _GIB = 2**30
 _OF_CUDA = re.compile("CUDA|CUBLAS|CUDNN")
 
 
-def with_advice(error: Exception, config: Config) -> DoesNotFit:
+def with_advice(error: Exception, config: Config, grid: Grid) -> DoesNotFit:
     """Returns the error that names bytes wanted and held, and the smallest split that would fit.
 
     Args:
         error: for which `out_of_memory` is true. The values of its frames are released, as the
             search for a split needs memory, too.
         config: of the run.
+        grid: the mesh on which memory is missing, whatever is predicted.
     """
     device = "cuda" if torch.cuda.is_available() and _OF_CUDA.search(str(error)) else "cpu"
     wanted, held, limit = wanted_bytes(error), held_bytes(device), limit_bytes(device)
@@ -47,7 +50,7 @@ def with_advice(error: Exception, config: Config) -> DoesNotFit:
     traceback.clear_frames(error.__traceback__)
     error.__cause__ = error.__context__ = None
     gc.collect()
-    return DoesNotFit(f"{said}; {_advice(config, limit, device)}")
+    return DoesNotFit(f"{said}; {_advice(config, grid, limit, device)}")
 
 
 def held_bytes(device: str) -> int:
@@ -92,10 +95,10 @@ def _pages() -> tuple[int, int]:
     return int(mapped) * page, int(resident) * page
 
 
-def _advice(config: Config, limit: int, device: str) -> str:
+def _advice(config: Config, grid: Grid, limit: int, device: str) -> str:
     """Returns a sentence about the smallest split that is predicted to fit."""
     try:
-        found, ranks = _smallest_that_fits(config, limit, device)
+        found, ranks = _smallest_that_fits(config, grid, limit, device)
     except PydistError as error:
         return f"no split can be predicted: {error}"
     except Exception as error:  # the search itself may not fit
@@ -113,14 +116,17 @@ def _advice(config: Config, limit: int, device: str) -> str:
     )
 
 
-def _smallest_that_fits(config: Config, limit: int, device: str) -> tuple[Estimate | None, int]:
+def _smallest_that_fits(
+    config: Config, grid: Grid, limit: float, device: str
+) -> tuple[Estimate | None, int]:
     """Returns the estimate of the fastest mesh of the fewest ranks that fits; None if none does."""
     hardware = load_hardware("h100" if device == "cuda" else "cpu")
     model = model_of(config, hardware, _MOST_RANKS)
+    limit = min(limit, _LESS * estimate_step(model, grid).peak)
     ranks, least = 1, math.inf
     while ranks <= _MOST_RANKS:
-        possible = (grid for grid in legal_meshes(ranks) if _possible(grid, config))
-        found = [estimate_step(model, grid) for grid in possible]
+        possible = (each for each in legal_meshes(ranks) if _possible(each, config))
+        found = [estimate_step(model, each) for each in possible]
         fits = [each for each in found if each.peak <= limit]
         if fits:
             return min(fits, key=lambda each: each.step), ranks
