@@ -44,4 +44,5 @@ def label_file_order(axes: Axes, of_volume: Sequence[_T]) -> tuple[_T, ...]:
 def as_volume(axes: Axes, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Returns a part of an array of samples as [C, D, H, W], a view."""
     found = np.moveaxis(stored, -1, 0) if channels_last(axes) else stored
-    return found[(slice(None), *[None] * (len(_ORDER) - found.ndim))]
+    place: tuple[slice | None, ...] = (slice(None), *[None] * (len(_ORDER) - found.ndim))
+    return found[place]

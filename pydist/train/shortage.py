@@ -25,7 +25,7 @@ _MOST_RANKS = 256
 """Ranks up to which a split is searched, in powers of two."""
 _LESS = 0.95
 """Most memory that a split needs, of the memory predicted for the mesh that did not fit."""
-_GAIN = 0.99
+_GAIN = 0.999
 """Memory on twice the ranks, of that before, from which on more ranks are not tried."""
 _GIB = 2**30
 _OF_CUDA = re.compile("CUDA|CUBLAS|CUDNN")

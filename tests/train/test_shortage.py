@@ -11,12 +11,12 @@ import torch
 from pydist import errors, run_local
 from pydist.data.medical import CTOptions, generate_ct
 from pydist.errors import DoesNotFit, exit_code_of, out_of_memory, wanted_bytes
-from pydist.grid import CHANNEL_AXIS
-from pydist.plan import load_hardware, plan_meshes
+from pydist.grid import CHANNEL_AXIS, Grid
+from pydist.plan import estimate_step, legal_meshes, load_hardware
 from pydist.train import log, shortage
 from pydist.train.config import Config, DataConfig, OutputConfig, TrainConfig, UNet3dConfig
-from pydist.train.losses import SegmentationLoss
 from pydist.train.planning import model_of
+from pydist.train.step import TrainStep
 from support.training.runs import job
 
 WANTED = (
@@ -27,28 +27,34 @@ WANTED += "you tried to allocate 14155776 bytes. Error code 12 (Cannot allocate 
 
 @pytest.fixture
 def config(tmp_path) -> Config:
-    generate_ct(tmp_path / "ct", CTOptions(count=2, shape=(32, 32, 32), validation=0.0))
+    generate_ct(tmp_path / "ct", CTOptions(count=2, shape=(64, 64, 64), validation=0.0))
     return Config(
-        model=UNet3dConfig(features=8, levels=2),
+        model=UNet3dConfig(features=16, levels=2),
         data=DataConfig(path=tmp_path / "ct", normalize="ct"),
-        train=TrainConfig(epochs=1, batch=1),
+        train=TrainConfig(epochs=1, batch=1, cuda_graph="never"),
         output=OutputConfig(folder=tmp_path / "run", plot=False),
     )
 
 
 def test_a_run_ends_with_the_smallest_split_that_fits(config, monkeypatch):
     model = model_of(config, load_hardware("cpu"), 8)
-    smallest = {n: min(each.peak for each in plan_meshes(model, n)) for n in (1, 2)}
-    limit = round(0.3 * smallest[1] + 0.7 * smallest[2])
+    possible = [
+        estimate_step(model, grid)
+        for grid in legal_meshes(4)
+        if grid.size((CHANNEL_AXIS,)) == grid.size(("data",)) == 1
+    ]
+    here = estimate_step(model, Grid.of({"depth": 2})).peak
+    least = min(each.peak for each in possible)
+    assert least < 0.9 * here
+    limit = round(0.3 * here + 0.7 * least)
     monkeypatch.setattr(shortage, "limit_bytes", lambda device: limit)
-    first = SegmentationLoss.__call__
 
-    def failing(self, scores, *args, **options):
-        if scores.mesh.rank == 1:
+    def failing(self, *_):
+        if self.mesh.rank == 1:
             raise RuntimeError(WANTED)
-        return first(self, scores, *args, **options)
+        self.mesh.world.barrier()
 
-    monkeypatch.setattr(SegmentationLoss, "__call__", failing)
+    monkeypatch.setattr(TrainStep, "__call__", failing)
     with pytest.raises(DoesNotFit) as caught:
         run_local(job, 2, config, 1, (2, 1, 1))
     said = str(caught.value)
@@ -57,13 +63,9 @@ def test_a_run_ends_with_the_smallest_split_that_fits(config, monkeypatch):
     assert (
         f"held, of {shortage._size(limit)}; the smallest split that is predicted to fit: " in said
     )
-    best = next(
-        each
-        for each in plan_meshes(model, 2, limit)
-        if each.grid.size((CHANNEL_AXIS,)) == each.grid.size(("data",)) == 1
-    )
+    best = min((e for e in possible if e.peak <= limit), key=lambda e: e.step)
     spatial = " ".join(map(str, best.grid.shape[2:]))
-    assert f"2 ranks, -n 2 --mesh.data 1 --mesh.spatial {spatial}, " in said
+    assert f"4 ranks, -n 4 --mesh.data 1 --mesh.spatial {spatial}, " in said
     events = list(log.read(config.output.folder / "log.jsonl"))
     ends = {e["reason"]: e["status"] for e in events if e["event"] == "end"}
     assert ends[said] == "failed"
@@ -71,17 +73,17 @@ def test_a_run_ends_with_the_smallest_split_that_fits(config, monkeypatch):
 
 def test_what_can_not_be_split_is_said(config, monkeypatch):
     monkeypatch.setattr(shortage, "limit_bytes", lambda device: 1 << 20)
-    found = shortage.with_advice(MemoryError(), config)
+    found = shortage.with_advice(MemoryError(), config, Grid.of({}))
     assert "more memory wanted" in str(found)
     assert "no split is predicted to fit: choose a smaller batch, or more" in str(found)
-    found = shortage.with_advice(DoesNotFit("the store found none"), config)
+    found = shortage.with_advice(DoesNotFit("the store found none"), config, Grid.of({}))
     assert str(found).startswith("the store found none: more memory wanted")
 
     def full(*_):
         raise MemoryError
 
     monkeypatch.setattr(shortage, "model_of", full)
-    found = shortage.with_advice(MemoryError(), config)
+    found = shortage.with_advice(MemoryError(), config, Grid.of({}))
     assert str(found).endswith("`pydist plan` predicts which split fits")
 
 
