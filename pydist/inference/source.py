@@ -85,7 +85,8 @@ class ArrayImage:
             range(min(a, n - 1), min(b, n))
             for a, b, n in zip(box.lo, box.hi, self.inner, strict=True)
         ]
-        part = self._values[(slice(None), *(slice(r.start, r.stop) for r in inner))]
+        place = (slice(None), *(slice(r.start, r.stop) for r in inner))
+        part = self._values[place]
         missing = [(0, n - len(r)) for n, r in zip(box.shape, inner, strict=True)]
         return np.pad(part, [(0, 0), *missing], mode="edge")
 
@@ -189,8 +190,9 @@ def distribute(
             part = given.read([box.intersect(slab) for box in boxes])
             place = image.box.intersect(slab).shift([-a for a in image.box.lo])
             if part is not None and not place.empty:
-                inside = (slice(a, b) for a, b in zip(place.lo, place.hi, strict=True))
-                image.local[(slice(first, first + channels), *inside)] = part
+                inside = tuple(slice(a, b) for a, b in zip(place.lo, place.hi, strict=True))
+                for channel, read in enumerate(part, start=first):
+                    image.local[channel][inside] = read
         first += channels
     mean = math.fsum(sums) / math.prod((sum(facts.channels), *ends))
     return image, float(json.loads(group.broadcast_bytes(json.dumps(mean).encode())))
