@@ -8,18 +8,30 @@ scripts act on them (for example, 75 means "requeue me").
 from __future__ import annotations
 
 import errno
+import mmap
 import re
 import select
 import sys
 
 _ALLOCATION = re.compile(
-    r"out of memory|out_of_memory|not enough memory|memory allocation failed|ALLOC_FAILED"
+    r"out of memory|out_of_memory|not enough memory|memory allocation failed|ALLOC_FAILED|bad_alloc"
     r"|storage size calculation overflow|integer multiplication overflow"
     r"|(can't|can not|cannot|unable to|failed to|could not) allocate",
     re.IGNORECASE,
 )
 """Out-of-memory messages of torch, CUDA, cuBLAS, cuDNN, oneDNN and HDF5."""
 
+_ONEDNN = re.compile(r"could not (create|execute|initialize) a \w+")
+"""Messages of oneDNN, which do not say whether memory was missing."""
+
+_SPARE = 256 << 20
+"""Bytes that a process can still get unless memory was missing for a oneDNN primitive."""
+
+_WANTED = re.compile(
+    r"(?:allocate|allocating):? (?P<n>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>bytes|[KMGTP]i?B)"
+)
+"""The size in such a message of torch ("you tried to allocate 4096 bytes"), CUDA ("Tried to
+allocate 2.00 GiB") or NumPy ("Unable to allocate 3.6 TiB")."""
 
 _SIGPIPE = 141
 """The exit code, as of a shell, of a tool whose output is no longer read."""
@@ -100,7 +112,26 @@ def out_of_memory(error: BaseException) -> bool:
         return False
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno == errno.ENOMEM
-    return _ALLOCATION.search(str(error)) is not None
+    said = str(error)
+    return bool(_ALLOCATION.search(said) or (_ONEDNN.search(said) and not _can_get(_SPARE)))
+
+
+def _can_get(nbytes: int) -> bool:
+    """Returns whether this process can get memory; takes none."""
+    try:
+        mmap.mmap(-1, nbytes).close()
+    except (OSError, MemoryError):
+        return False
+    return True
+
+
+def wanted_bytes(error: BaseException) -> int | None:
+    """Returns the bytes that could not be allocated, if the error tells."""
+    found = _WANTED.search(str(error))
+    if found is None:
+        return None
+    power = 0 if found["unit"] == "bytes" else 1 + "KMGTP".index(found["unit"][0])
+    return round(float(found["n"]) * 1024**power)
 
 
 def in_words(error: BaseException) -> str:

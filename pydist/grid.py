@@ -15,6 +15,19 @@ OTHER_AXES = {
 
 To add an axis, add a line here; see `docs/extending.md`.
 """
+
+
+def axes_by_dim(dims: int) -> dict[int, str]:
+    """Returns the axis that cuts each spatial dim of a batch [N, C, ...], by dim.
+
+    An image [N, C, H, W] has height and width, and a line [N, C, W] has width.
+
+    Args:
+        dims: number of spatial dims, 1 to 3.
+    """
+    return dict(enumerate(SPATIAL_AXES[-dims:], start=2))
+
+
 SAMPLE_AXES = (*OTHER_AXES, *SPATIAL_AXES)
 """The axes over which one sample is split."""
 AXES = ("data", *SAMPLE_AXES)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pydist.errors import UsageError
-from pydist.grid import SAMPLE_AXES
+from pydist.grid import SAMPLE_AXES, axes_by_dim
 from pydist.mesh import Mesh
 from pydist.partition import Box, Partition, split_extent
 
@@ -185,19 +185,21 @@ def layout_for_sample(
 
     Args:
         mesh: the mesh.
-        shape: global shape; by default [N, C, D, H, W].
-        dims: which dim is cut along which axis; by default {2: "depth", 3: "height", 4: "width"}.
+        shape: global shape; by default of volumes [N, C, D, H, W], images [N, C, H, W] or lines
+            [N, C, W].
+        dims: which dim is cut along which axis; by default that of its name, such as
+            {2: "depth", 3: "height", 4: "width"} for volumes.
 
     Raises:
-        UsageError: a dim does not exist, or the default is used for a shape that is not 5-D.
+        UsageError: a dim does not exist, or the default is used for a shape of other dims.
     """
     if dims is None:
-        if len(shape) != 5:
+        if not 3 <= len(shape) <= 5:
             raise UsageError(
-                f"shape {tuple(shape)}: [N, C, D, H, W] expected; name the dims to split "
-                'otherwise, as in dims={2: "depth"}'
+                f"shape {tuple(shape)}: [N, C, D, H, W] expected, [N, C, H, W] or [N, C, W]; name "
+                'the dims to split otherwise, as in dims={2: "depth"}'
             )
-        dims = {2: "depth", 3: "height", 4: "width"}
+        dims = axes_by_dim(len(shape) - 2)
     if not isinstance(dims, Mapping):
         raise UsageError(f'dims={dims!r}: expected which dim is cut where, as in {{2: "depth"}}')
     splits: list[Split | None] = [None] * len(shape)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -29,6 +30,7 @@ from pydist.gradients.forms.settings import Dense, Gradients, check_groups, sett
 from pydist.gradients.lane import Lane
 from pydist.gradients.reducer import Reducer
 from pydist.gradients.registration import reducer_of
+from pydist.grid import axes_by_dim
 from pydist.group_sizes import GroupSizes
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
@@ -73,7 +75,9 @@ def parallelize(
     The model keeps its class, its hooks and its `state_dict` keys; only hooks are added. All ranks
     start from the parameters and buffers of rank 0. Inputs may be sharded (from a `Loader`) or
     plain 5-D tensors or arrays, equal on all ranks of a sample group, which are cut on entry; if no
-    argument is such, those in lists, tuples, dicts and dataclasses are cut. With several groups,
+    argument is such, those in lists, tuples, dicts and dataclasses are cut. Of networks whose
+    convolutions have fewer dims, images [N, C, H, W] or lines [N, C, W] are cut instead, if the
+    mesh has several parts along height or width. With several groups,
     parts of the model that are called separately accept the same inputs.
 
     After `backward()`, every gradient is the mean over the sample groups, weighted by their numbers
@@ -181,6 +185,12 @@ def _check(model: nn.Module, mesh: Mesh, batch_norm: str, group_weight: str) -> 
                 raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
 
 
+def _dims_of(model: nn.Module) -> int:
+    """Returns the number of spatial dims of a network, the most of its convolutions; 3 without."""
+    found = {len(m.kernel_size) for m in model.modules() if isinstance(m, _ConvNd)}
+    return max(found, default=3)
+
+
 def entry_hook_of(model: nn.Module) -> EntryHook:
     """Returns the entry hook that `parallelize` has added to a model.
 
@@ -202,6 +212,8 @@ class EntryHook:
         self.mesh, self.statistics = mesh, statistics
         self.batches = Batches(mesh, group_weight == "samples")
         self._lanes: list[Lane] = []
+        self._dims = 5
+        """Dims of plain tensors that are cut on entry."""
         self.gradients: Gradients = Dense()
         self.continues = False
         """Whether the next batch is a further part of the last one: it draws no new numbers."""
@@ -213,6 +225,7 @@ class EntryHook:
         # parameters become members of the reducer if they are ever trained.
         copy = memo[id(self)] = EntryHook(self.mesh, self.statistics, "samples")
         copy.batches = deepcopy(self.batches, memo)
+        copy._dims = self._dims
         return copy
 
     __reduce_ex__ = refuse_pickling
@@ -247,6 +260,9 @@ class EntryHook:
             gradients: how gradients are averaged; by default by a dense all-reduce.
         """
         self.gradients = gradients or Dense()
+        dims = _dims_of(module)
+        if any(self.mesh.grid.size((axis,)) > 1 for axis in axes_by_dim(dims).values()):
+            self._dims = 2 + dims
         if self.mesh.size > 1:
             broadcast_state(module, self.mesh.world)
             _ = self.reducer  # installs its checks before the hooks of sharded weights
@@ -326,9 +342,10 @@ class EntryHook:
         return entered
 
     def _cut(self, x: Any) -> Any:
-        if not isinstance(x, ShardedTensor) and is_array(x) and (whole := as_tensor(x)).dim() == 5:
-            return distribute_tensor(whole, self.mesh)
-        return x
+        if isinstance(x, ShardedTensor) or not is_array(x):
+            return x
+        whole = as_tensor(x)
+        return distribute_tensor(whole, self.mesh) if whole.dim() == self._dims else x
 
     def _cut_nested(self, x: Any) -> Any:
         # Kernels are 5-D too, and passed in lists: tensors that require gradients are not cut, and

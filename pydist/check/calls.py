@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_any, tree_map
 
 from pydist.errors import NotSupported
 from pydist.exchange.exchanger import Exchanger
-from pydist.grid import CHANNEL_AXIS, SPATIAL_AXES
+from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, layout_for_sample
 from pydist.mesh import Mesh
 from pydist.ops.channel_forms import channel_form
@@ -160,8 +160,8 @@ class CallRecorder(TorchFunctionMode):
 
 
 def sample_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
-    """Returns the layout of [N, C, ...] with its spatial dims over depth, height and width."""
-    return layout_for_sample(mesh, shape, dict(enumerate(SPATIAL_AXES[: len(shape) - 2], 2)))
+    """Returns the layout of [N, C, ...] with its spatial dims over the axes of their names."""
+    return layout_for_sample(mesh, shape)
 
 
 def _channels(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> str:

@@ -99,7 +99,8 @@ def check(
     for path in off:
         model.get_submodule(path).eval()
     x = torch.randn(batch, *sample, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    spatial = (*spatial, *([1] * (3 - len(spatial))))
+    dims = len(sample) - 1
+    spatial = (*[1] * (3 - dims), *spatial, *[1] * (dims - len(spatial)))
     whole = WholeRun(model, x, micro_batches)
     scale = _own_differences(whole, model, x, range(2))
 

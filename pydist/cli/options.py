@@ -9,15 +9,15 @@ from contextlib import redirect_stderr
 from dataclasses import MISSING, fields, replace
 from itertools import pairwise
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from pydist.errors import UsageError
-from pydist.train import config_io
-from pydist.train.config import Config, FactoryConfig, StagesConfig
-from pydist.train.gradients import FORMS, GradientsConfig, name_of
+
+if TYPE_CHECKING:
+    from pydist.train.config import Config
 
 _T = TypeVar("_T")
 
@@ -41,7 +41,8 @@ def parse(kind: type[_T], arguments: Sequence[str], prog: str, default: _T | Non
     # Of mutually exclusive tables (the networks') only the default's options are shown.
     settings = (tyro.conf.AvoidSubcommands,)
     try:
-        with redirect_stderr(complaint), _types():
+        # Only the options of configurations have a default. Their types take time to import.
+        with redirect_stderr(complaint), _types(of_configuration=default is not None):
             if default is None:
                 return tyro.cli(kind, prog=prog, args=list(arguments), config=settings)
             return tyro.cli(kind, prog=prog, args=list(arguments), default=default, config=settings)
@@ -58,6 +59,9 @@ def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
     An argument of a factory that the configuration does not have is given in TOML, as in
     ``--model.args.width 32``.
     """
+    from pydist.train import config_io
+    from pydist.train.config import Config
+
     chosen, rest = _with_new_arguments(_with_chosen(config, arguments), arguments)
     overridden = parse(Config, rest, prog, chosen)
     return config_io.from_tables(config_io.to_dict(overridden), source="command line")
@@ -68,6 +72,8 @@ def _with_chosen(config: Config, arguments: Sequence[str]) -> Config:
 
     Settings that both classes have keep their values.
     """
+    from pydist.train import config_io
+
     for table, registry in config_io.CHOSEN.items():
         option, before = f"--{table}.name", getattr(config, table)
         names = [b for a, b in pairwise(arguments) if a == option]
@@ -89,6 +95,9 @@ def _with_chosen(config: Config, arguments: Sequence[str]) -> Config:
 
 def _with_new_arguments(config: Config, arguments: Sequence[str]) -> tuple[Config, Sequence[str]]:
     """Adds arguments of a factory to a configuration; returns it, and the other options."""
+    from pydist.train import config_io
+    from pydist.train.config import FactoryConfig
+
     if not isinstance(config.model, FactoryConfig):
         return config, arguments
     given: dict[str, Any] = {}
@@ -120,12 +129,36 @@ def _switch_with_value(complaint: str, arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _types() -> ConstructorRegistry:
-    """Returns types of options: stages and gradients in TOML; choices in the order of their type.
-
-    tyro has none for the former, and lists the choices of an optional one in the order of a set.
-    """
+def _types(of_configuration: bool) -> ConstructorRegistry:
+    """Returns types of options that tyro lacks, or shows otherwise."""
     registry = ConstructorRegistry()
+    if of_configuration:
+        _add_tables(registry)
+
+    @registry.primitive_rule
+    def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        """Lists the choices of an optional one in the order of their type, not of a set."""
+        choice, *others = get_args(info.type) or (None,)
+        if get_origin(choice) is not Literal or others != [NoneType]:
+            return None
+        choices = ("None", *get_args(choice))
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{" + ",".join(choices) + "}",
+            instance_from_str=lambda given: None if given == ["None"] else given[0],
+            is_instance=lambda given: str(given) in choices,
+            str_from_instance=lambda given: [str(given)],
+            choices=choices,
+        )
+
+    return registry
+
+
+def _add_tables(registry: ConstructorRegistry) -> None:
+    """Adds the types of stages and gradients, which are given in TOML."""
+    from pydist.train import config_io
+    from pydist.train.config import StagesConfig
+    from pydist.train.gradients import FORMS, GradientsConfig, name_of
 
     @registry.primitive_rule
     def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
@@ -152,23 +185,6 @@ def _types() -> ConstructorRegistry:
             is_instance=lambda given: given is None or isinstance(given, int | tuple),
             str_from_instance=lambda given: [repr(given)],
         )
-
-    @registry.primitive_rule
-    def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        choice, *others = get_args(info.type) or (None,)
-        if get_origin(choice) is not Literal or others != [NoneType]:
-            return None
-        choices = ("None", *get_args(choice))
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="{" + ",".join(choices) + "}",
-            instance_from_str=lambda given: None if given == ["None"] else given[0],
-            is_instance=lambda given: str(given) in choices,
-            str_from_instance=lambda given: [str(given)],
-            choices=choices,
-        )
-
-    return registry
 
 
 def _plain(box: str) -> str:

@@ -98,7 +98,7 @@ def _row(found: Estimate, memory: int) -> dict[str, Any]:
 
 def _measure(config: Config) -> int:
     """Measures a mesh in this process, which is one rank of a job."""
-    from pydist.train.planning import measured_step
+    from pydist.train.trial import measured_step
 
     config, ranks = joined(config)
     world = ranks.world

@@ -52,6 +52,8 @@ class ProgressView:
         self._validation = ""
         self._steps = 0
         self._epochs = 0
+        self._began: tuple[float, int] | None = None
+        """Time and number of the first step that was shown."""
         self._last_line = 0.0
         self._live: Live | None = None
         self._bar = Progress(
@@ -102,6 +104,7 @@ class ProgressView:
 
     def _on_step(self, event: Event) -> None:
         self._recent.append(event)
+        self._began = self._began or (time.monotonic(), event["step"])
         if self._live is not None and self._task is not None:
             self._bar.update(
                 self._task,
@@ -115,14 +118,7 @@ class ProgressView:
             self._line(event)
 
     def _on_validation(self, event: Event) -> None:
-        if "mae" in event:
-            found = f"mae {event['mae']:.3f}"
-        elif "dice" in event:
-            found = "Dice " + " ".join(f"{name} {d:.3f}" for name, d in event["dice"].items())
-        else:  # of another task
-            own = {k: v for k, v in event.items() if isinstance(v, float) and k != "time"}
-            found = " ".join(f"{name} {value:.3f}" for name, value in own.items())
-        self._validation = f"  validation {found}"
+        self._validation = f"  validation {describe_validation(event)}"
 
     def _on_notice(self, event: Event) -> None:
         self.say("notice", event["text"])
@@ -160,9 +156,19 @@ class ProgressView:
         self._last_line = time.monotonic()
         self.say(
             self.label,
-            f"epoch {self._epoch(event)}  step {event['step']}/{self._steps}  {self._figures()}",
+            f"epoch {self._epoch(event)}  step {event['step']}/{self._steps}  {self._figures()}"
+            f"{self._left(event)}",
         )
         self.say("", self._where())
+
+    def _left(self, event: Event) -> str:
+        """Returns the time to the end, by the mean time since the first step."""
+        assert self._began is not None
+        began, first = self._began
+        done, left = event["step"] - first, self._steps - event["step"]
+        if done < 1 or left < 1:
+            return ""
+        return f"  {describe_time((time.monotonic() - began) / done * left)} left"
 
     def _epoch(self, event: Event) -> str:
         return f"{min(event['epoch'] + 1, self._epochs)}/{self._epochs}"
@@ -186,6 +192,29 @@ def describe_place(facts: Mapping[str, Any]) -> str:
     if facts["unused_device"]:
         where += f"; a CUDA device is available but not used: {facts['unused_device']}"
     return where
+
+
+def describe_validation(event: Event) -> str:
+    """Describes the measures of a validation on one line."""
+    if "mae" in event:
+        return f"mae {event['mae']:.3f}"
+    if "dice" in event:
+        found = {k: v for k, v in event["dice"].items() if v is not None}
+        return "Dice " + " ".join(f"{name} {d:.3f}" for name, d in found.items())
+    # Of another task.
+    own = {k: v for k, v in event.items() if isinstance(v, float) and k != "time"}
+    return " ".join(f"{name} {value:.3f}" for name, value in own.items())
+
+
+def describe_time(seconds: float) -> str:
+    """Describes a duration by its largest two units, such as "3 h 20 min"."""
+    whole = max(0, round(seconds))
+    for size, unit, smaller, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // smaller} {part}"
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min" if whole >= 600 else f"{whole // 60} min {whole % 60} s"
 
 
 def mean_parts(parts: list[Mapping[str, float]]) -> dict[str, float]:

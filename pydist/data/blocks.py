@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -11,6 +12,7 @@ from pydist.data.dataset import BadSample
 from pydist.data.device_input import Arrival, DeviceInput
 from pydist.data.sampler import GroupBatch
 from pydist.errors import UsageError
+from pydist.grid import SPATIAL_AXES
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import Layout, layout_for_sample
 from pydist.mesh import Mesh
@@ -97,6 +99,11 @@ class EpochSource(Protocol):
         ...
 
 
+def dims_of(source: BlockSource) -> int:
+    """Returns the number of spatial dims of samples as networks get them; 3 if it does not say."""
+    return int(getattr(source, "dims", 3))
+
+
 def in_epoch(source: BlockSource, epoch: int) -> BlockSource:
     """Returns the samples of a source as they are in an epoch."""
     return source.in_epoch(epoch) if isinstance(source, EpochSource) else source
@@ -133,12 +140,31 @@ def layout_of(dataset: BlockSource, mesh: Mesh, plan: GroupBatch) -> Layout:
 
 def by_voxel(layout: Layout) -> Layout:
     """Returns the layout of [N, D, H, W] that matches one of [N, C, D, H, W]."""
-    without_channels = [0, 2, 3, 4]
-    return Layout(
-        layout.mesh,
-        [layout.shape[d] for d in without_channels],
-        [layout.splits[d] for d in without_channels],
-    )
+    return _of_dims(layout, [d for d in range(len(layout.shape)) if d != 1])
+
+
+def without_flat_dims(layout: Layout, dims: int) -> Layout:
+    """Returns the layout of samples as networks get them, such as images [N, C, H, W].
+
+    Args:
+        layout: of [N, C, D, H, W].
+        dims: number of spatial dims that are kept.
+
+    Raises:
+        UsageError: a dim that is dropped is cut.
+    """
+    dropped = range(2, 5 - dims)
+    if cut := [SPATIAL_AXES[d - 2] for d in dropped if d in layout.split_dims]:
+        possible = " and ".join(SPATIAL_AXES[-dims:])
+        raise UsageError(
+            f"samples of {dims} dims are cut along {possible}; the mesh has several parts along "
+            f"{' and '.join(cut)}"
+        )
+    return _of_dims(layout, [d for d in range(5) if d not in dropped])
+
+
+def _of_dims(layout: Layout, dims: Sequence[int]) -> Layout:
+    return Layout(layout.mesh, [layout.shape[d] for d in dims], [layout.splits[d] for d in dims])
 
 
 def read_group(

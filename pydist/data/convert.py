@@ -94,6 +94,8 @@ def convert_dataset(
     options = options or ConvertOptions()
     before, root = Path(source), Path(folder)
     manifest = Manifest.load(before)
+    if manifest.dims < 3:
+        raise UsageError(f"{before} has samples of {manifest.dims} dims; volumes can be converted")
     if real_path(before) == real_path(root):
         raise UsageError(f"{root}: it would overwrite what it is made from; choose another folder")
     writer: type[StoredFile] = FORMATS.get(options.format)

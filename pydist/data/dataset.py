@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from pydist.data.axes import as_volume, channels_last, file_order, label_file_order
 from pydist.data.file_table import Sample
 from pydist.data.formats import Readable, StoredArray
 from pydist.data.manifest import Manifest
@@ -104,6 +105,11 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
     def num_targets(self) -> int:
         """Number of values that are predicted for each sample."""
         return len(self.manifest.target_names)
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial dims that networks get: 2 for images [N, C, H, W]."""
+        return self.manifest.dims
 
     @property
     def labelled(self) -> bool:
@@ -241,8 +247,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
         def part(opened: OpenedFile) -> npt.NDArray[Any]:
             assert opened.label is not None
-            name, window = self.manifest.label, _window(sample.offset, lo, hi)
-            return self._read(opened, opened.label, window, index, name)
+            window = label_file_order(self.manifest.axes, _window(sample.offset, lo, hi))
+            return self._read(opened, opened.label, window, index, self.manifest.label)
 
         stored = self._files.read(sample.file, part)
         too_large = stored.dtype == np.uint64 and stored.max() > np.iinfo(np.int64).max
@@ -250,7 +256,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             name = self.manifest.label
             raise DataError(f"{self._where(index, name)}: labels are integers of up to 63 bits")
         values = out.numpy()
-        values[...] = stored
+        values[...] = stored.reshape(values.shape)
         classes = len(self.manifest.class_names)
         if classes and not 0 <= int(values.min()) <= int(values.max()) < classes:
             wrong = (values < 0) | (values >= classes)
@@ -323,18 +329,19 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
     ) -> npt.NDArray[Any]:
         """Reads the stored values of a block as [C, D, H, W]; into `out`, if given."""
         window = _window((0, *sample.offset), lo, hi)
-        last = self.manifest.axes == "DHWC"
-        if last:
-            window = (*window[1:], window[0])
-        into = None if last else out
+        axes = self.manifest.axes
+        window = file_order(axes, window)
+        into: npt.NDArray[Any] | None = None
+        if out is not None and not channels_last(axes):
+            into = out.reshape([part.stop - part.start for part in window])
         stored = self._files.read(
             sample.file, lambda opened: self._read(opened, opened.samples, window, index, "", into)
         )
-        if last:
-            stored = np.moveaxis(stored, -1, 0)
-        if out is not None and stored is not out:
-            out[...] = stored
-        return stored
+        if out is None:
+            return as_volume(axes, stored)
+        if stored is not into:
+            out[...] = as_volume(axes, stored)
+        return out
 
     def _read(
         self,

@@ -6,14 +6,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.axes import Axes, as_volume, channels_last, file_order
 from pydist.data.formats import StoredArray, StoredFile
 from pydist.data.made import checksum_of_file, state_of
-from pydist.data.manifest import Axes, DataFile
+from pydist.data.manifest import DataFile
 from pydist.data.open_files import in_one_line
 from pydist.errors import DataError
 from pydist.registry import FORMATS
@@ -177,16 +178,13 @@ def slabs(
         extents: voxels (D, H, W).
     """
     depth, height, width = (slice(o, o + n) for o, n in zip(offset, extents, strict=True))
-    last = axes == "DHWC"
-    channels = array.shape[3 if last else 0]
+    channels = array.shape[-1 if channels_last(axes) else 0]
     plane = max(1, channels * extents[1] * extents[2] * array.dtype.itemsize)
     step = max(1, SLAB_BYTES // plane)
     for start in range(depth.start, depth.stop, step):
         part = slice(start, min(start + step, depth.stop)), height, width
-        every = slice(0, channels)
-        window = (*part, every) if last else (every, *part)
-        found = file.read(array, window)
-        yield np.moveaxis(found, -1, 0) if last else found
+        found = file.read(array, file_order(axes, (slice(0, channels), *part)))
+        yield as_volume(axes, found)
 
 
 class _Totals:
@@ -210,28 +208,30 @@ def _kind(task: FileTask, file: StoredFile, array: StoredArray) -> tuple[Kind, t
     """Returns the kind of a file, and the extents (D, H, W) of its array."""
     target = file.dataset(task.target)
     shape = array.shape
-    if array.ndim != 4 or target.ndim != 1:
+    if not 2 <= array.ndim <= 4 or target.ndim != 1:
         raise DataError(
             f"{task.path}: {task.dataset!r} has the shape {shape}, {task.target!r} "
-            f"{target.shape}; 4-D and 1-D are needed"
+            f"{target.shape}; 4-D (3-D of images, 2-D of lines) and 1-D are needed"
         )
-    last = shape[3] < shape[0]
-    extents, channels = (shape[:3], shape[3]) if last else (shape[1:], shape[0])
+    last = shape[-1] < shape[0]
+    dims = array.ndim - 1
+    extents, channels = (shape[:-1], shape[-1]) if last else (shape[1:], shape[0])
+    extents = (*[1] * (3 - dims), *extents)
     width = task.width
-    if min(shape) < 1 or (width is not None and width > min(extents)):
+    if min(shape) < 1 or (width is not None and width > min(extents[3 - dims :])):
         fits = "has no voxels" if width is None else f"fits no {width}^3"
         raise DataError(f"{task.path}: {task.dataset!r}, {extents} voxels, {fits}")
-    depth, height, breadth = extents if width is None else (width,) * 3
+    depth, height, breadth = extents if width is None else (*[1] * (3 - dims), *[width] * dims)
     count = target.shape[0]
     public = task.target in _COSMOFLOW_NAMES and count == len(COSMOFLOW_TARGETS)
     names = COSMOFLOW_TARGETS if public else tuple(f"target {i}" for i in range(count))
     if task.classes:
         _check_class(task, file.read(target, ()))
         names = ("class",)
-    kind = Kind(
-        "DHWC" if last else "CDHW", array.dtype.name, (channels, depth, height, breadth), names
-    )
-    return kind, extents
+    letters = "DHW"[3 - dims :]
+    axes = cast("Axes", f"{letters}C" if last else f"C{letters}")
+    sample = (channels, depth, height, breadth)
+    return Kind(axes, array.dtype.name, sample, names), extents
 
 
 def _check_class(task: FileTask, values: npt.NDArray[Any]) -> None:

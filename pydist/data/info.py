@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.axes import label_file_order
 from pydist.data.each_file import Progress, for_each
 from pydist.data.index import fault_of
 from pydist.data.indexed import slabs
@@ -216,6 +217,7 @@ def _facts(manifest: Manifest, entry: DataFile, opened: OpenedFile) -> Facts:
                 facts.add(slab)
             if opened.label is not None:
                 window = tuple(slice(o, o + n) for o, n in zip(offset, extents, strict=True))
+                window = label_file_order(manifest.axes, window)
                 facts.add_labels(file.read(opened.label, window))
         if manifest.target and manifest.target_names:
             target = file.read(file.dataset(manifest.target), ())

@@ -20,9 +20,11 @@ from pydist.data.blocks import (
     Read,
     block_of,
     by_voxel,
+    dims_of,
     in_epoch,
     layout_of,
     read_sample,
+    without_flat_dims,
 )
 from pydist.data.dataset import BadSample
 from pydist.data.device_input import DeviceInput
@@ -52,9 +54,11 @@ class Batch:
     """Samples that one step, or one pass of a step, gives to one sample group.
 
     Attributes:
-        inputs: [N, C, D, H, W] with the group's N samples; this rank holds its blocks of them.
+        inputs: [N, C, D, H, W] with the group's N samples, or [N, C, H, W] of images and [N, C, W]
+            of lines; this rank holds its blocks of them.
         targets: [N, T], plain, equal on all ranks of the group; or, for classes of voxels,
-            [N, D, H, W] int64, a `ShardedTensor` that is cut as `inputs` is.
+            [N, D, H, W] int64, a `ShardedTensor` that is cut as `inputs` is, without the dims that
+            they do not have.
         weight: [N]; 0 for a sample that replaces another one, else 1. In an evaluation,
             sum(weight * error) over groups, divided by sum(weight), counts every sample once.
         indices: the samples' indices in the data set.
@@ -182,6 +186,10 @@ class Loader:
                 f'{type(dataset).__name__} change from epoch to epoch; "off" is possible'
             )
         self.dataset = dataset
+        self.dims = dims_of(dataset)
+        """Number of spatial dims of inputs: 2 for images, [N, C, H, W]."""
+        if self.dims < 3:  # raises if the mesh cuts dims that they do not have
+            without_flat_dims(layout_for_sample(mesh, (1, *dataset.sample_shape)), self.dims)
         self.mesh = mesh
         self.sampler = MeshSampler(
             len(dataset),
@@ -403,11 +411,15 @@ class Loader:
         for n in read.bad:
             weight[n] = 0
         layout = layout_of(self.dataset, self.mesh, plan)
-        targets = read.targets
+        inputs, targets, flat = read.inputs, read.targets, 3 - self.dims
+        if flat:
+            layout = without_flat_dims(layout, self.dims)
+            inputs = inputs.flatten(1, 1 + flat)
         if self.dataset.labelled:
+            targets = targets.flatten(0, flat)
             targets = ShardedTensor.from_local(targets, by_voxel(layout), plan.first_sample)
         return Batch(
-            inputs=ShardedTensor.from_local(read.inputs, layout, plan.first_sample),
+            inputs=ShardedTensor.from_local(inputs, layout, plan.first_sample),
             targets=targets,
             weight=weight,
             indices=plan.indices,

@@ -209,6 +209,18 @@ def lock_if_writable(folder: Path) -> Iterator[None]:
         yield
 
 
+def writer_of(folder: Path) -> str | None:
+    """Describes the process that writes into a folder; None if none does. Changes nothing."""
+    path = folder / FILE_NAME
+    holder = _read(path)
+    if holder is None:
+        return None
+    runs = owner.is_running(holder.tag)
+    if runs is None:  # on another machine: by its lease, whose clock may differ a little
+        runs = time.time() - _renewal(path) < LEASE_SECONDS
+    return _shown(holder) if runs else None
+
+
 def _open(path: Path) -> tuple[int, bool]:
     """Opens the lock file; returns its descriptor and whether this call made it."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError
 
+from pydist.data.axes import Axes, spatial_dims, without_flat
 from pydist.data.data_file import DataFile, checked_path
 from pydist.data.file_table import FileTable
 from pydist.data.publish import publish
@@ -36,8 +37,6 @@ _TABLE = re.compile(r"dataset-[0-9a-f]{16}\.index")
 """Name of the folder with the table of files, by its content."""
 
 HDF5 = "hdf5"
-
-Axes = Literal["CDHW", "DHWC"]
 
 
 def _name(value: Any) -> str:
@@ -121,7 +120,8 @@ class Manifest:
 
     Attributes:
         sample_shape: (C, D, H, W) of one sample; the largest extents, where samples differ.
-        axes: order of the axes in the files: "CDHW" channel first, "DHWC" channel last.
+        axes: order of the axes in the files: "CDHW" channel first, "DHWC" channel last; of images
+            "CHW" or "HWC", of lines "CW" or "WC", whose other extents in `sample_shape` are 1.
         dtype: NumPy's name of the stored type.
         files: the files, in the order that counts the samples; kept as a `FileTable`.
         dataset: name of the array in a file with the samples.
@@ -156,6 +156,19 @@ class Manifest:
     def __post_init__(self) -> None:
         if not isinstance(self.files, FileTable):
             object.__setattr__(self, "files", FileTable.of(self.files))
+        flat = self.sample_shape[1 : 4 - self.dims]
+        if any(n != 1 for n in flat):
+            raise ValueError(f"sample_shape {self.sample_shape} with axes {self.axes!r}")
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial dims that networks get: 2 for images [N, C, H, W]."""
+        return spatial_dims(self.axes)
+
+    @property
+    def network_shape(self) -> tuple[int, ...]:
+        """Shape that a sample has for networks, such as (C, D, H, W) or (C, H, W)."""
+        return without_flat(self.sample_shape, self.dims)
 
     @property
     def table(self) -> FileTable:

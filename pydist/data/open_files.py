@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.axes import channels_last, file_order
 from pydist.data.data_file import kind_of
 from pydist.data.formats import Readable, StoredArray, StoredFile
 from pydist.data.isolated import MEMORY, ReadingProcess
@@ -200,10 +201,12 @@ class OpenFiles:
             raise DataError(f"{where} holds {dataset.dtype}; the manifest says {expected}")
         extents = self._needed(entry)
         channels = self.manifest.sample_shape[0]
-        last = self.manifest.axes == "DHWC"
-        needed = (*extents, channels) if last else (channels, *extents)
-        fits = dataset.ndim == 4 and all(n >= m for n, m in zip(dataset.shape, needed, strict=True))
-        if not fits or dataset.shape[3 if last else 0] != channels:
+        axes = self.manifest.axes
+        needed = file_order(axes, (channels, *extents))
+        fits = dataset.ndim == len(needed) and all(
+            n >= m for n, m in zip(dataset.shape, needed, strict=True)
+        )
+        if not fits or dataset.shape[-1 if channels_last(axes) else 0] != channels:
             raise DataError(f"{where} has the shape {dataset.shape}; {needed} was expected")
 
     def _check_label(self, file: StoredFile, dataset: StoredArray, samples: StoredArray) -> None:
@@ -211,7 +214,7 @@ class OpenFiles:
         where = f"{file.path}: {self.manifest.label!r}"
         if dataset.dtype.kind not in "iu":
             raise DataError(f"{where} holds {dataset.dtype}; labels are integers")
-        needed = samples.shape[:3] if self.manifest.axes == "DHWC" else samples.shape[1:]
+        needed = samples.shape[:-1] if channels_last(self.manifest.axes) else samples.shape[1:]
         if dataset.shape != needed:
             raise DataError(f"{where} has the shape {dataset.shape}; {needed} was expected")
 

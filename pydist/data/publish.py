@@ -6,9 +6,10 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 from pydist import owner
 from pydist.errors import DiskError, UsageError
@@ -33,19 +34,34 @@ def publish(path: Path, content: bytes | memoryview) -> None:
     Raises:
         DiskError: the disk is full, or the folder can't be written.
     """
-    need_space(path.parent, len(content))
+    with publishing(path, len(content)) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def publishing(path: Path, size: int) -> Iterator[IO[bytes]]:
+    """Opens a file that appears, complete, when the `with` block has ended without an error.
+
+    Args:
+        path: the final name; an existing file is replaced.
+        size: the least bytes that the file will have.
+
+    Raises:
+        DiskError: the disk is full, or the folder can't be written.
+    """
+    need_space(path.parent, size)
     temporary = owner.temporary(path.with_name(f".{path.name}"))
     try:
         with temporary.open("xb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         _sync(path.parent)
+    except DiskError:
+        raise
     except OSError as error:
-        raise DiskError(
-            f"{path}: could not write {len(content)} bytes: {error.strerror}"
-        ) from error
+        raise DiskError(f"{path}: could not write {size} bytes: {error.strerror}") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -1,127 +1,125 @@
-"""Segments volumes with a trained network, each volume partitioned over the ranks."""
+"""Segments volumes with trained networks, each volume partitioned over the ranks."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
+from pydist.comm import Transport
 from pydist.comm.consensus import together
-from pydist.data.medical.case import grid_options, read_image, write_labels
+from pydist.data import Manifest
+from pydist.data.medical.case import grid_options
 from pydist.data.medical.grid import GridOptions
+from pydist.data.medical.nifti import without_private, written_nifti
 from pydist.data.publish import refuse_overwriting
 from pydist.errors import CheckpointError, DataError, UsageError
-from pydist.inference.loaded import load_network, values_of
+from pydist.inference.distributed import BoxedVolume
+from pydist.inference.loaded import Loaded, load_network
+from pydist.inference.results import Results
+from pydist.inference.scoring import Scorer, WindowProgress
+from pydist.inference.source import ArrayImage, ImageFacts, ImageSource, NiftiImage, distribute
+from pydist.inference.windows import Sliding, Windows, regions
 from pydist.interop import ArrayLike
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.parallel import parallelize
-from pydist.tensor import ShardedTensor
+from pydist.partition import Box
 from pydist.train.device import choose_device
-from pydist.train.gather import gather_to_first_rank, scatter_from_first_rank
-from pydist.train.tasks.factory import first_of
-
-
-@dataclass(frozen=True)
-class Sliding:
-    """Options that define a prediction by sliding windows (MONAI's `sliding_window_inference`).
-
-    For volumes whose activations do not fit into memory. A window has no context beyond its border,
-    so results differ from those of the full volume.
-
-    Attributes:
-        window: voxels along each side, a multiple of the network's downsampling factor (8).
-        overlap: fraction shared by neighboring windows, which are averaged there with weights that
-            decrease toward a window's border.
-    """
-
-    window: int
-    overlap: float = 0.25
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or not isinstance(self.overlap, (int, float)):
-            raise UsageError(
-                f"window={self.window!r}, overlap={self.overlap!r}: a whole number of voxels, and "
-                "a part in [0, 1)"
-            )
-        if not 1 <= self.window < 1 << 31 or not 0 <= self.overlap < 1:
-            raise UsageError(
-                f"window={self.window}, overlap={self.overlap}: at least 1 voxel and below 2**31, "
-                "and a part in [0, 1)"
-            )
 
 
 class Predictor:
-    """Trained network that predicts one volume after another.
+    """Trained network, or several whose scores are averaged, that predicts volume after volume.
 
-    Collective over a sample group: all its ranks create the predictor and make the same calls.
-    Sample groups may predict different volumes.
+    The full volume is partitioned over a sample group, and sample groups may predict different
+    volumes. Sliding windows of one volume are dealt out to all sample groups, each window
+    partitioned over a group: then no rank holds the volume or its scores. Collective over the
+    `group` in both cases: all its ranks create the predictor and make the same calls.
 
     Args:
-        checkpoint: checkpoint of a segmentation; see `pydist.train.metadata.load_trained`.
-        mesh: the ranks; its spatial axes determine the partition of volumes.
-        sliding: sliding windows, each of them partitioned; None predicts the full volume.
+        checkpoint: checkpoint of a segmentation; see `pydist.train.metadata.load_trained`. Or
+            several of the same classes, such as the folds of a cross-validation.
+        mesh: the ranks; its spatial axes determine the partition of volumes or windows.
+        sliding: sliding windows; None predicts the full volume.
         device: "cpu", "cuda", or "auto" for CUDA where possible, as in training.
         factory: of a network that is not pydist's own, such as "nets.py:make"; it runs only if
             it is named, as a checkpoint may be a stranger's.
         task: the same for a task that is not pydist's own.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or its network does not segment.
-        UsageError: a window that the network can't halve, MONAI is missing, "cuda" where it is
-            impossible, or another factory.
+        CheckpointError: there is no checkpoint, it is damaged, its network does not segment, or
+            checkpoints differ in classes, channels or grid.
+        UsageError: a window that the network can't halve, "cuda" where it is impossible, or
+            another factory.
+
+    Attributes:
+        group: the ranks that predict one volume together; the first one has the image.
     """
 
     def __init__(
         self,
-        checkpoint: str | Path,
+        checkpoint: str | Path | Sequence[str | Path],
         mesh: Mesh,
         sliding: Sliding | None = None,
         device: str = "auto",
         factory: str = "",
         task: str = "",
     ) -> None:
+        checkpoints: Sequence[str | Path]
+        checkpoints = [checkpoint] if isinstance(checkpoint, str | Path) else checkpoint
+        found: list[Loaded] = []
         with together(mesh.world):
             self.device = choose_device(device, mesh.world, "device")
             """The device of this rank."""
-            self._loaded = load_network(checkpoint, factory, task)
-            multiple = self._loaded.task.multiple
-            if multiple is None:
-                raise CheckpointError(
-                    f"{checkpoint} holds a {self._loaded.name}, which predicts no classes of voxels"
-                )
-            self._multiple = multiple
+            if not checkpoints:
+                raise UsageError("no checkpoint was given: one, or several to average")
+            self._multiple = 1
+            for each in checkpoints:
+                loaded, multiple = _load(each, factory, task)
+                found.append(loaded)
+                self._multiple = math.lcm(self._multiple, multiple)
+                _require_same([own.manifest for own in found], checkpoints)
             if sliding is not None:
-                check_sliding(sliding, self._multiple)
+                sliding.check(self._multiple)
         self.mesh = mesh
-        self.class_names = self._loaded.manifest.class_names
+        self.group: Transport = mesh.sample if sliding is None else mesh.world
+        self._manifest, self._sliding = found[0].manifest, sliding
+        self.class_names = self._manifest.class_names
         """Names of the classes, in the order of the labels."""
-        self._sliding = sliding
-        self.model = parallelize(self._loaded.network.to(self.device), mesh)
+        models = [parallelize(own.network.to(self.device), mesh) for own in found]
+        normalizers = [own.normalizer for own in found]
+        self._scorer = Scorer(mesh, models, normalizers, len(self.class_names), self.device)
 
     @property
     def grid(self) -> GridOptions:
         """The training data's grid, to which volumes are resampled."""
-        record = self._loaded.manifest.origin.get("grid")
-        grid = GridOptions() if record is None else grid_options(record)
-        return replace(grid, multiple=math.lcm(grid.multiple, self._multiple))
+        found = _grid_of(self._manifest)
+        return replace(found, multiple=math.lcm(found.multiple, self._multiple))
 
-    def predict_file(self, images: Sequence[str | Path], output: str | Path) -> None:
+    def predict_file(
+        self,
+        images: Sequence[str | Path],
+        output: str | Path,
+        probabilities: str | Path | None = None,
+        progress: WindowProgress | None = None,
+    ) -> None:
         """Segments a volume in NIfTI files, and writes the labels on its own grid.
 
-        The first rank of the group reads and writes.
+        The image is resampled to the grid of the training data, and the scores back. The first
+        rank of the group reads and writes, part by part.
 
         Args:
             images: one file per channel, or one with all channels.
             output: file ending in .nii or .nii.gz; affine, codes, spacing and extents are those of
                 the first image.
+            probabilities: file for the probabilities, [x, y, z, class] float32; none by default.
+            progress: called on each rank with the numbers of finished and of all windows.
 
         Raises:
             DataError: a file is damaged, or its channels differ from the network's.
@@ -130,18 +128,18 @@ class Predictor:
         """
         if not images:
             raise UsageError("no image was given: a file a channel, or one with all")
-        refuse_overwriting(images, output)
-        group = self.mesh.sample
-        image, header = None, b""
-        with together(group):
-            if group.rank == 0:
-                image, first = read_image(tuple(Path(i) for i in images), self.grid)
-                header = first.block
-        labels = self._predict(image, str(images[0]))
-        with together(group):
-            if labels is not None:
-                kind = "uint8" if len(self.class_names) <= 256 else "uint16"
-                write_labels(output, labels.astype(kind), header, self.grid, kind)
+        for each in (output, probabilities):
+            if each is not None:
+                refuse_overwriting(images, each)
+        source: NiftiImage | None = None
+        with together(self.group):
+            if self.group.rank == 0:
+                source = NiftiImage([Path(i) for i in images], self.grid)
+        facts, results = self._results(source, progress)
+        kind = "uint8" if len(self.class_names) <= 256 else "uint16"
+        self._write(source, facts, output, [results.labels()], kind)
+        if probabilities is not None:
+            self._write(source, facts, probabilities, results.probabilities(), "float32")
 
     def predict(self, image: ArrayLike | None) -> npt.NDArray[np.generic] | None:
         """Segments a volume.
@@ -158,83 +156,141 @@ class Predictor:
             DataError: a wrong number of channels, or values that do not fit or are not finite.
             UsageError: the image is not an array.
         """
-        return self._predict(image, "the image")
+        facts, results = self._results(self._array(image))
+        found = self._whole(facts, results.labels())
+        return None if found is None else found[0].astype(np.int64)
 
-    def _predict(self, image: ArrayLike | None, name: str) -> npt.NDArray[np.generic] | None:
-        """Implements `predict`; `name` identifies the image in errors."""
-        with torch.no_grad():
-            if self._sliding is None:
-                scores = first_of(self.model(self._input(image, name, self.device)))
-            else:
-                x = self._input(image, name, torch.device("cpu"))
-                scores = self._by_windows(x, self._sliding)
-        labels = scores.argmax(1).cpu()
-        if not isinstance(labels, ShardedTensor):
-            return labels[0].numpy() if self.mesh.sample.rank == 0 else None
-        whole = gather_to_first_rank(labels)
-        return None if whole is None else whole[0].numpy()
+    def probabilities(self, image: ArrayLike | None) -> npt.NDArray[np.float32] | None:
+        """Computes the probability of each class in each voxel of a volume.
 
-    def _input(self, image: ArrayLike | None, name: str, device: torch.device) -> ShardedTensor:
-        """Returns the normalized volume on a device, partitioned over the ranks."""
-        group = self.mesh.sample
-        facts = b""
-        whole = None
-        with together(group):
-            if group.rank == 0:
-                stored = self._checked(values_of(image, name), name)
-                mean = float(stored.mean(dtype=np.float64))
-                if not math.isfinite(mean):
-                    raise DataError(f"{name}: a value is NaN or infinite")
-                facts = json.dumps([stored.shape, mean]).encode()
-                whole = torch.from_numpy(np.ascontiguousarray(stored))[None]
-        shape, mean = json.loads(group.broadcast_bytes(facts))
-        layout = layout_for_sample(self.mesh, (1, *shape))
-        dtype = getattr(torch, self._loaded.manifest.dtype)
-        stored_block = scatter_from_first_rank(whole, layout, dtype)[0]
-        block = torch.empty(stored_block.shape)
-        self._loaded.normalizer(stored_block.numpy(), 0, mean, block.numpy())
-        return ShardedTensor.from_local(block[None].to(device), layout)
+        Args:
+            image: as in `predict`, with the same errors.
 
-    def _checked(self, image: npt.NDArray[np.generic], name: str) -> npt.NDArray[np.generic]:
-        """Checks an image's shape and converts it to the dtype of the stored training data."""
-        stored = self._loaded.stored(image, name)
-        if any(extent % self._multiple for extent in image.shape[1:]):
+        Returns:
+            On the first rank [classes, D, H, W] float32; None on the others.
+        """
+        facts, results = self._results(self._array(image))
+        found = [self._whole(facts, each) for each in results.probabilities()]
+        parts = [part for part in found if part is not None]
+        return np.concatenate(parts) if parts else None
+
+    def _array(self, image: ArrayLike | None) -> ArrayImage | None:
+        """Returns the image in memory, on the first rank."""
+        with together(self.group):
+            if self.group.rank != 0:
+                return None
+            found = ArrayImage(image, "the image")
+            shape = (*found.channels, *found.extents)
+            channels = self._manifest.sample_shape[0]
+            if len(shape) != len(self._manifest.sample_shape) or shape[0] != channels:
+                raise DataError(
+                    f"the image: the shape {shape}; the network accepts [{channels}, D, H, W]"
+                )
+            if any(extent % self._multiple for extent in found.extents):
+                raise DataError(
+                    f"the image: {found.extents} voxels; the network needs multiples of "
+                    f"{self._multiple}"
+                )
+            return found
+
+    def _results(
+        self, source: ImageSource | None, progress: WindowProgress | None = None
+    ) -> tuple[ImageFacts, Results]:
+        """Predicts an image."""
+        facts = ImageFacts(source, self.group)
+        given, channels = sum(facts.channels), self._manifest.sample_shape[0]
+        if given != channels:
             raise DataError(
-                f"{name}: {image.shape[1:]} voxels; the network needs multiples of {self._multiple}"
+                f"{facts.name}: {given} channels; the network accepts [{channels}, D, H, W]"
             )
-        return stored
+        multiple = self.grid.multiple
+        extents = [-(-n // multiple) * multiple for n in facts.inner]
+        if self._sliding is None:
+            windows, boxes = Windows.whole(extents), self._blocks(extents)
+        else:
+            extents = [max(n, self._sliding.window) for n in extents]
+            window = [self._sliding.window] * len(extents)
+            windows = Windows(extents, window, self._sliding.overlap)
+            boxes = regions(extents, self.group.size)
+        image, mean = distribute(source, facts, self.group, boxes, self._manifest.dtype)
+        if source is not None:
+            source.forget()
+        scores = self._scorer.scores(image, mean, windows, progress)
+        return facts, Results(scores, facts.inner, facts.extents)
 
-    def _by_windows(self, x: ShardedTensor, sliding: Sliding) -> Tensor:
-        """Computes scores of the full volume on every rank, in host memory, which is larger."""
-        from monai.inferers.utils import sliding_window_inference
+    def _blocks(self, extents: Sequence[int]) -> list[Box]:
+        """Returns the box of each rank of a sample group; of equal copies, others are empty."""
+        boxes = [
+            Box(box.lo[2:], box.hi[2:])
+            for box in layout_for_sample(self.mesh, (1, 1, *extents)).boxes
+        ]
+        nothing = Box([0] * len(extents), [0] * len(extents))
+        return [nothing if box in boxes[:i] else box for i, box in enumerate(boxes)]
 
-        def scores_of(window: Tensor) -> Tensor:
-            found = first_of(self.model(window))
-            return found.full_tensor() if isinstance(found, ShardedTensor) else found
+    def _whole(self, facts: ImageFacts, volume: BoxedVolume) -> npt.NDArray[Any] | None:
+        """Returns all of a volume on the first rank."""
+        everything = Box([0] * len(facts.extents), facts.extents)
+        part = volume.read([everything, *[None] * (self.group.size - 1)])
+        return None if part is None else part.numpy()
 
-        found = sliding_window_inference(
-            x.full_tensor(),
-            (sliding.window,) * 3,
-            sw_batch_size=1,
-            predictor=scores_of,
-            overlap=sliding.overlap,
-            mode="gaussian",
-            sw_device=self.device,
-            device="cpu",
+    def _write(
+        self,
+        source: NiftiImage | None,
+        facts: ImageFacts,
+        path: str | Path,
+        volumes: Iterable[BoxedVolume],
+        kind: str,
+    ) -> None:
+        """Writes volumes to one file, slab by slab."""
+        with ExitStack() as stack:
+            write = None
+            with together(self.group):
+                if source is not None:
+                    more = (len(self.class_names),) if kind == "float32" else ()
+                    shape, header = (*source.grid.file_shape, *more), without_private(source.block)
+                    write = stack.enter_context(written_nifti(path, shape, header, kind))
+            for volume in volumes:
+                for slab in facts.slabs:
+                    part = volume.read([slab, *[None] * (self.group.size - 1)])
+                    with together(self.group, "writing a prediction"):
+                        if source is not None and write is not None and part is not None:
+                            write(source.grid.in_file_order(part[0].numpy()))
+            with together(self.group, "writing a prediction"):
+                stack.close()
+
+
+def _load(checkpoint: str | Path, factory: str, task: str) -> tuple[Loaded, int]:
+    """Returns what a checkpoint has, and the multiple that its network needs."""
+    loaded = load_network(checkpoint, factory, task)
+    if loaded.manifest.dims != 3:
+        raise CheckpointError(
+            f"{checkpoint} was trained on samples of {loaded.manifest.dims} dims; volumes are "
+            "predicted"
         )
-        assert isinstance(found, Tensor)  # only networks with several outputs give a tuple
-        return found
+    if loaded.task.multiple is None:
+        raise CheckpointError(
+            f"{checkpoint} holds a {loaded.name}, which predicts no classes of voxels"
+        )
+    return loaded, loaded.task.multiple
 
 
-def check_sliding(sliding: Sliding, multiple: int) -> None:
-    """Checks that windows suit a network, and that MONAI is installed.
+def _require_same(manifests: Sequence[Manifest], checkpoints: Sequence[str | Path]) -> None:
+    """Raises `CheckpointError` if the last of several networks can't be averaged with the first."""
+    first, last = manifests[0], manifests[-1]
+    for what, one, other in (
+        ("classes", first.class_names, last.class_names),
+        ("channels", first.sample_shape[0], last.sample_shape[0]),
+        ("values", first.dtype, last.dtype),
+        ("grid", _grid_of(first), _grid_of(last)),
+    ):
+        if one != other:
+            where = checkpoints[len(manifests) - 1]
+            raise CheckpointError(
+                f"{where} was trained with {what} {other}, {checkpoints[0]} with {one}: their "
+                "scores can't be averaged"
+            )
 
-    Raises:
-        UsageError: they do not, or it is not.
-    """
-    if sliding.window % multiple:
-        raise UsageError(f"a window of {sliding.window} voxels is not a multiple of {multiple}")
-    try:
-        import monai.inferers  # noqa: F401  checks that it is installed, before anything is read
-    except ImportError:
-        raise UsageError("sliding windows need MONAI: pip install 'pydist[medical]'") from None
+
+def _grid_of(manifest: Manifest) -> GridOptions:
+    record = manifest.origin.get("grid")
+    return GridOptions() if record is None else grid_options(record)

@@ -12,16 +12,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.comm.consensus import together
 from pydist.errors import DataError, UsageError, in_words
 from pydist.inference.loaded import load_network, values_of
-from pydist.inference.predictor import Sliding, check_sliding
+from pydist.inference.windows import Sliding, Windows
 from pydist.interop import ArrayLike
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.parallel import parallelize
+from pydist.partition import Box
 from pydist.tensor import ShardedTensor
 from pydist.train.device import choose_device
 from pydist.train.gather import gather_to_first_rank, scatter_from_first_rank
@@ -51,8 +53,8 @@ class Resident:
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
-        UsageError: windows for another task, a window that the network can't halve, MONAI is
-            missing, "cuda" where it is impossible, or another factory.
+        UsageError: windows for another task, a window that the network can't halve, "cuda" where
+            it is impossible, or another factory.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Resident:
                     raise UsageError(
                         f"sliding windows: {self.loaded.name} predicts no classes of voxels"
                     )
-                check_sliding(sliding, self.loaded.task.multiple)
+                sliding.check(self.loaded.task.multiple)
             # The copy on shapes finds out which inputs the network refuses before ranks compute.
             self._on_shapes = copy.deepcopy(self.loaded.network).to("meta")
         self.mesh, self._sliding = mesh, sliding
@@ -172,18 +174,26 @@ class Resident:
 
     def _by_windows(self, x: Tensor, sliding: Sliding) -> Tensor:
         """Computes scores by windows, of which all groups compute some at a time."""
-        from monai.inferers.utils import sliding_window_inference
-
-        found = sliding_window_inference(
-            x[None],
-            (sliding.window,) * 3,
-            sw_batch_size=self.groups,
-            predictor=lambda windows: torch.stack(self._deal(windows.unbind(0))),
-            overlap=sliding.overlap,
-            mode="gaussian",
-        )
-        assert isinstance(found, Tensor)  # only networks with several outputs give a tuple
-        return found[0]
+        window = [sliding.window] * (x.ndim - 1)
+        extents = [max(n, sliding.window) for n in x.shape[1:]]
+        missing = [(0, m - n) for n, m in zip(x.shape[1:], extents, strict=True)]
+        padded = F.pad(x[None], sum(reversed(missing), ()), mode="replicate")[0]
+        windows = Windows(extents, window, sliding.overlap)
+        everything = Box([0] * len(window), window)
+        found: Tensor | None = None
+        for first in range(0, len(windows), self.groups):
+            numbers = range(first, min(first + self.groups, len(windows)))
+            places = [
+                (slice(None), *(slice(at, at + sliding.window) for at in windows.start(n)))
+                for n in numbers
+            ]
+            dealt = self._deal([padded[place] for place in places])
+            for number, place, scores in zip(numbers, places, dealt, strict=True):
+                if found is None:
+                    found = scores.new_zeros(len(scores), *extents)
+                found[place] += windows.weighted(scores, number, everything)
+        assert found is not None
+        return found[tuple(slice(n) for n in (len(found), *x.shape[1:]))]
 
     def _deal(self, items: Sequence[Tensor]) -> list[Tensor]:
         self._tell({"do": "compute", "shapes": [tuple(item.shape) for item in items]})

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from pydist.backend.problem import ConvProblem
-from pydist.grid import CHANNEL_AXIS, SAMPLE_AXES, SPATIAL_AXES, Grid
+from pydist.grid import CHANNEL_AXIS, SAMPLE_AXES, Grid, axes_by_dim
 from pydist.plan.estimate import StepModel
 from pydist.plan.trace import SAMPLES, TracedCall
 
@@ -30,7 +30,7 @@ class Blocks:
     def __init__(self, model: StepModel, grid: Grid) -> None:
         self._model, self._trace, self.grid = model, model.trace, grid
         self._dims = len(self._trace.tensors[0].shape)
-        self.axes = SPATIAL_AXES[: self._dims - 2]
+        self.axes = tuple(axes_by_dim(self._dims - 2).values())
         self.cuts = model.cuts.of([grid.size((axis,)) for axis in self.axes])
         self.channel = grid.size((CHANNEL_AXIS,))
         passes = grid.size(("data",)) * model.training.passes

@@ -463,9 +463,12 @@ class OutputConfig(Table):
     """Table that configures the run's output."""
 
     folder: Path = Path("runs/cosmoflow")
-    """Folder of config.toml, log.jsonl, result.png and ckpt/."""
+    """Folder of config.toml, log.jsonl, ckpt/ and pictures."""
     plot: Flag = True
-    """Whether to draw result.png at the end, if matplotlib is installed."""
+    """Whether to draw progress.png (loss, measures, learning rate) and a sample in each epoch, and
+    result.png at the end, if matplotlib is installed."""
+    tensorboard: Flag = False
+    """Whether to write the curves for TensorBoard as well, to the folder "tensorboard"."""
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,18 @@ from pathlib import Path
 from pydist import owner
 from pydist.errors import DiskError, UsageError
 from pydist.train import checkpoint, log, report
+from pydist.train.curves import CURVES_FILE
 from pydist.train.segmentation_report import DICE_FILE
 
 CONFIG_FILE = "config.toml"
 LOG_FILE = "log.jsonl"
 CHECKPOINTS = "ckpt"
+PICTURES = "samples"
+"""Folder with a picture of a sample for each validation."""
 TUNING_FILE = "tuning.json"
 """The run's choices of kernels, for `train.tuning` of another run."""
 
-_RESULTS = (report.PREDICTIONS_FILE, DICE_FILE, report.PICTURE_FILE)
+_RESULTS = (report.PREDICTIONS_FILE, DICE_FILE, report.PICTURE_FILE, CURVES_FILE)
 
 
 def refuse_foreign(folder: Path) -> None:

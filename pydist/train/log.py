@@ -33,6 +33,7 @@ import math
 import os
 import stat
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ class EventLog:
         self.listeners = list(listeners)
         self.step = 0
         """The step of the last event that named one."""
+        self._close: Callable[[], object] | None = None
+        self._file = -1
 
     def emit(self, event: str, **fields: object) -> None:
         """Writes one event."""
@@ -73,23 +76,32 @@ class EventLog:
         for listener in self.listeners:
             listener(record)
 
+    def close(self) -> None:
+        """Closes the file. Idempotent; another event opens it again."""
+        if self._close is not None:
+            self._close()
+            self._close = None
+
     def _append(self, line: str) -> None:
         assert self.path is not None
         try:
-            with self.path.open("ab+") as file:
-                if _ends_amid_a_line(file):
+            if self._close is None:
+                # Without a buffer: an event is in the file when `emit` returns.
+                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+                self._close = weakref.finalize(self, os.close, self._file)
+                if _ends_amid_a_line(self._file):
                     line = "\n" + line
-                file.write(line.encode())
+            content = line.encode()
+            while content:
+                content = content[os.write(self._file, content) :]
         except OSError as error:
             raise DiskError(f"can't write {self.path}: {error.strerror}") from error
 
 
-def _ends_amid_a_line(file: Any) -> bool:
+def _ends_amid_a_line(file: int) -> bool:
     """Returns whether a killed run has left an incomplete line."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return False
-    file.seek(-1, os.SEEK_END)
-    return bool(file.read(1) != b"\n")
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"
 
 
 def _dumps(record: Event) -> str:

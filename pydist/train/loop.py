@@ -9,23 +9,24 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import torch
 
 from pydist.backend.autotuner import Autotuner, autotuner_of
 from pydist.comm.consensus import any_rank, together
-from pydist.data.loader import ELSEWHERE
-from pydist.data.publish import publish
+from pydist.data.publish import make_folder, publish
 from pydist.errors import DataError, DiskError, PydistError, Stopped
+from pydist.train import report
 from pydist.train.cuda_graph import GraphedStep
+from pydist.train.data_log import DataLog
 from pydist.train.folder import TUNING_FILE
 from pydist.train.gradients import name_of
+from pydist.train.readback import LateLosses, TakenStep
 from pydist.train.signals import StopRequest
 from pydist.train.step import TrainStep
 from pydist.train.step_clock import StepClock
-from pydist.watchdog import BLOCKED, phase
+from pydist.watchdog import phase
 
 if TYPE_CHECKING:
     from pydist.data.loader import Batch, Loader
@@ -58,7 +59,11 @@ class Trainer:
         folder: the folder of checkpoints.
         lock: the writer's lock on the run's folder; None on other ranks, or if nothing is saved.
         rebalancing: ends the training when other parts of the mesh are to follow.
+        pictures: folder for a picture of a sample at each validation; None for none.
     """
+
+    reads_late: ClassVar[bool] = True
+    """Whether the loss of a step may be read after the next one was queued."""
 
     def __init__(
         self,
@@ -71,9 +76,11 @@ class Trainer:
         folder: Path,
         lock: FolderLock | None = None,
         rebalancing: Rebalancing | None = None,
+        pictures: Path | None = None,
     ) -> None:
         self.state = state
         self.task = task
+        self._pictures = pictures
         self.job, self.mesh = state.job, state.mesh
         self.loader = state.loader
         self.validation_loader = validation_loader
@@ -101,13 +108,11 @@ class Trainer:
         self._saved_at = state.step
         self._sent = state.network.gradients.sent()
         self._sent_in_step: dict[str, int] = {}
-        self._loaded: dict[str, Any] = {}
-        """Bytes read and samples replaced by split, up to the last event."""
-        self._told: dict[str, set[int]] = {}
-        """Skipped samples that the log names, by split."""
+        self._data_log = DataLog(log, self.job.world, self.job.ranks_a_sample)
         self._tuner = autotuner_of(self.mesh)
         self._tuner.listener = partial(_announce_tuning, log, self._tuner)
         self._tuned = 0
+        self._losses = LateLosses(self.loader.device, self.job.world, self.reads_late)
 
     @property
     def is_done(self) -> bool:
@@ -184,13 +189,16 @@ class Trainer:
             stop = self._step(batch, islice(batches, 0 if batch.is_last else batch.parts - 1))
             done = batch.ends_epoch or self.is_done
             every = self.checkpoints.every
-            if stop or (self.state.step % every == 0 if every else done):
+            saves = stop or (self.state.step % every == 0 if every else done)
+            if saves or done:
+                stop |= self._read_losses()
+            if saves or stop:
                 self._save()
             if stop:
                 number = self.stop.signal.name if self.stop.signal else "a signal on another rank"
                 raise Stopped(f"stopped by {number} after step {self.state.step}, checkpoint saved")
             if done:
-                self._log_data(self.loader, "train", batch.epoch)
+                self._data_log(self.loader, "train", batch.epoch, self.state.step)
                 break
             self.clock.start()
 
@@ -215,29 +223,10 @@ class Trainer:
         self._adapt(batch, figures)  # before the rate of the next step, which follows the batch
         state.scheduler.step(batch.step_size)
 
-        with phase("the device", BLOCKED):
-            value = loss.item()
-        # The mean over no samples is NaN.
-        self.loss, stop = self._reduce(value * count if count else 0.0, batch)
-        if not math.isfinite(self.loss):
-            self._explain_divergence(batch, rate)
         state.step += 1
-        seconds, parts = self.clock.stop()
-        if self._rebalancing is not None:
-            self._rebalancing.note(seconds, parts)
-        self.log.emit(
-            "step",
-            step=state.step,
-            epoch=batch.epoch,
-            loss=self.loss,
-            lr=rate,
-            batch=batch.step_size,
-            passes=batch.parts,
-            seconds=seconds,
-            samples_per_second=batch.step_size / seconds,
-            gradient_bytes=self._sent_since(),
-            parts=parts,
-        )
+        taken = TakenStep(state.step, batch, count, rate)
+        self._losses.add(loss, taken)
+        stop = self._read_losses(self._losses.behind, taken)
         layers = None if state.layers is None else state.layers.entry()
         if layers:
             self.log.emit("layers", step=state.step, layers=layers)
@@ -245,6 +234,35 @@ class Trainer:
             self._tuned = self._tuner.problems
             text = f"autotuned {self._tuned} convolutions in {self._tuner.seconds:.1f} s so far"
             self.log.emit("notice", text=text)
+        return stop
+
+    def _read_losses(self, most: int = 0, last: TakenStep | None = None) -> bool:
+        """Reads losses of steps, reduces them over the ranks, and logs the steps.
+
+        Args:
+            most: losses that stay unread, as their steps may still run.
+            last: the step that was taken now, whose time ends when losses are read.
+
+        Returns:
+            Whether any rank was asked to stop.
+        """
+        read, stop = [], False
+        for value, taken in self._losses.read(most):
+            # The mean over no samples is NaN.
+            total = value * taken.count if taken.count else 0.0
+            self.loss, asked = self._reduce(total, taken.batch)
+            stop |= asked
+            if not math.isfinite(self.loss):
+                self._explain_divergence(taken)
+            taken.loss = self.loss
+            read.append(taken)
+        if last is not None:
+            last.seconds, last.parts = self.clock.stop()
+            last.sent = self._sent_since()
+            if self._rebalancing is not None:
+                self._rebalancing.note(last.seconds, last.parts)
+        for taken in read:
+            self.log.emit("step", **taken.figures())
         return stop
 
     def _sent_since(self) -> dict[str, int]:
@@ -285,16 +303,16 @@ class Trainer:
         self.job.world.all_reduce(sums)
         return float(sums[0]) / batch.step_size, bool(sums[1] > 0)
 
-    def _explain_divergence(self, batch: Batch, rate: float) -> None:
-        where = f"at step {self.state.step + 1} (epoch {batch.epoch + 1})"
-        local = batch.inputs.to_local()
+    def _explain_divergence(self, taken: TakenStep) -> None:
+        where = f"at step {taken.step} (epoch {taken.batch.epoch + 1})"
+        local = taken.batch.inputs.to_local()
         if any_rank(self.job.world, not bool(torch.isfinite(local).all())):
             raise DataError(f"the loss is {self.loss} {where}: its batch holds NaN or infinity")
         compresses = name_of(self.config.gradients) == "dgc"
         clip_norm = "train.gradients.clip_norm" if compresses else "train.clip_norm"
         raise PydistError(
-            f"the loss is {self.loss} {where}: training diverged at learning rate {rate:g}; lower "
-            f"optimizer.lr, lengthen optimizer.warmup_epochs or set {clip_norm}"
+            f"the loss is {self.loss} {where}: training diverged at learning rate {taken.rate:g}; "
+            f"lower optimizer.lr, lengthen optimizer.warmup_epochs or set {clip_norm}"
         )
 
     def _validate_if_due(self) -> Validation | None:
@@ -337,57 +355,21 @@ class Trainer:
             samples=found.samples,
             **found.figures(),
         )
-        self._log_data(self.validation_loader, "val", epoch)
+        self._data_log(self.validation_loader, "val", epoch, self.state.step)
+        if self._pictures is not None and self._lock is not None:
+            self._draw_sample(self._pictures / f"epoch-{epoch + 1:04}.png", found)
         return found
 
-    def _log_data(self, loader: Loader, split: str, epoch: int) -> None:
-        """Logs what a loader has read in an epoch, and what its store has saved. Collective."""
-        total = np.array([loader.bytes_read or 0, loader.replaced])
-        since = torch.from_numpy(total - self._loaded.get(split, 0))
-        self._loaded[split] = total
-        self.job.world.all_reduce(since)
-        self.log.emit(
-            "data",
-            step=self.state.step,
-            epoch=epoch,
-            split=split,
-            file_bytes=int(since[0]),
-            skipped=int(since[1]) // self.job.ranks_a_sample,
-        )
-        self._tell_skipped(loader, split)
-        if loader.store is None:
+    def _draw_sample(self, path: Path, found: Validation) -> None:
+        """Draws a sample, if the task does; a picture that can't be written ends no run."""
+        draw = getattr(self.task, "draw_sample", None)
+        if draw is None or self.validation_loader is None or not report.can_draw():
             return
-        found = loader.store.counted().over(self.job.world)
-        self.log.emit(
-            "store",
-            step=self.state.step,
-            epoch=epoch,
-            split=split,
-            hit_rate=found.hit_rate,
-            disk_rate=found.disk_rate,
-            file_bytes=found.file_bytes,
-            disk_bytes=found.disk_bytes,
-            received_bytes=found.received_bytes,
-            lost_blocks=found.lost_blocks,
-            held_bytes=found.held_bytes,
-            most_held_bytes=found.most_held_bytes,
-            spilled_bytes=found.spilled_bytes,
-            compression=found.compression,
-            most_staged_bytes=found.most_staged_bytes,
-        )
-
-    def _tell_skipped(self, loader: Loader, split: str) -> None:
-        """Logs why samples were skipped, on any rank. Collective."""
-        if loader.on_bad_sample == "stop":
-            return
-        everyones: dict[int, set[str]] = {}
-        for message in self.job.world.all_gather_bytes(json.dumps(loader.skipped).encode()):
-            for index, why in json.loads(message).items():
-                everyones.setdefault(int(index), set()).add(why)
-        for index in sorted(everyones.keys() - self._told.setdefault(split, set())):
-            self._told[split].add(index)
-            why = next(iter(sorted(everyones[index] - {ELSEWHERE})), ELSEWHERE)
-            self.log.emit("notice", text=f"skipped {split} sample {index}: {why}")
+        try:
+            make_folder(path.parent)
+            draw(path, self.validation_loader.dataset, found)
+        except DiskError as error:
+            self.log.emit("notice", text=f"no picture of a sample: {error}")
 
     def _publish_tuning(self) -> None:
         """Writes the choices of kernels next to the checkpoint folder. Collective."""

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 SMOOTH = 1e-5
 """Added to numerator and denominator of the soft Dice, as in nnU-Net and MONAI."""
 
-_VOXELS = (1, 2, 3)
-"""The dims of [N, D, H, W] for a sum over each sample."""
-
 _NOTHING = -100
 """torch's default for ignored labels; no label has this value."""
 
@@ -107,7 +104,7 @@ class SegmentationLoss:
         total = torch.zeros(1, dtype=torch.float64)
         for each in labels:
             weights = self._voxel_weights(each, self._weights_on(each.device), torch.float64)
-            total += _plain(weights.sum(_VOXELS)).sum().cpu()
+            total += _plain(_sums(weights)).sum().cpu()
         mesh.data.all_reduce(total)
         a_sample = (float(total) or 1.0) / samples
 
@@ -133,7 +130,7 @@ class SegmentationLoss:
             scores.to(dtype), labels, weights, ignore_index=self._ignored, reduction="none"
         )
         weight = self._voxel_weights(labels, weights, dtype)
-        return _plain(torch.stack([entropy.sum(_VOXELS), weight.sum(_VOXELS)], 1))
+        return _plain(torch.stack([_sums(entropy), _sums(weight)], 1))
 
     @property
     def _ignored(self) -> int:
@@ -169,7 +166,7 @@ def dice_loss(scores: Tensor, labels: Tensor, ignore_label: int | None = None) -
     The Dice is per sample, so that the mean over a batch does not depend on its distribution.
 
     Args:
-        scores: [N, C, D, H, W], C > 1; softmax converts them to probabilities.
+        scores: [N, C, D, H, W], or of fewer dims, C > 1; softmax converts them to probabilities.
         labels: [N, D, H, W], integers.
         ignore_label: label of excluded voxels. If it is one of the classes, that class is excluded
             as well.
@@ -178,19 +175,26 @@ def dice_loss(scores: Tensor, labels: Tensor, ignore_label: int | None = None) -
         [N]; 0 for a sample whose voxels are all ignored.
     """
     classes = scores.shape[1]
-    numbers = torch.arange(classes, device=scores.device).view(1, classes, 1, 1, 1)
+    numbers = torch.arange(classes, device=scores.device).view(
+        1, classes, *[1] * (scores.dim() - 2)
+    )
     truth = labels.unsqueeze(1) == numbers
     probabilities = F.softmax(scores, 1)
     if ignore_label is not None:
         kept = (labels != ignore_label).unsqueeze(1)
         truth = truth & kept
         probabilities = torch.where(kept, probabilities, 0)
-    dims = (2, 3, 4)
+    dims = tuple(range(2, scores.dim()))
     shared = torch.where(truth, probabilities, 0).sum(dims)
     sizes = probabilities.sum(dims) + truth.sum(dims)
     dice = (2 * shared + SMOOTH) / (sizes + SMOOTH)
     parts = [dice[:, first:end] for first, end in _runs(scored_classes(classes, ignore_label))]
     return _plain(1 - (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mean(1))
+
+
+def _sums(x: Tensor) -> Tensor:
+    """Returns the sum over each sample of [N, D, H, W]."""
+    return x.sum(tuple(range(1, x.dim())))
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from pydist.backend.autotuner import autotuner_of
+from pydist.data.axes import without_flat
 from pydist.errors import UsageError
 from pydist.gradients import Dense
 from pydist.optim import sharded
@@ -364,7 +365,7 @@ def _sample(loader: Loader, task: Task, config: Config) -> Tensor:
 
     A network of voxels accepts small volumes, and any makes the same calls.
     """
-    channels, *extents = loader.dataset.shape_of(0)
+    channels, *extents = without_flat(loader.dataset.shape_of(0), loader.dims)
     if task.multiple is not None:
         units = max(4, _LEAST_EXTENT // task.multiple)
         extents = [min(extent, units * task.multiple) for extent in extents]

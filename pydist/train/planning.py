@@ -28,7 +28,6 @@ from pydist.train.config import MeshConfig
 from pydist.train.parts import WARMUP
 from pydist.train.ranks import check_settings
 from pydist.train.tasks import task_of
-from pydist.train.trial import recorded_steps
 
 if TYPE_CHECKING:
     from pydist.hardware import Hardware
@@ -66,7 +65,7 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
     task.check(ShardDataset(config.data.path, "train", normalize="none", manifest=manifest))
     with torch.device("meta"):
         network = task.network(manifest)
-    trace = trace_network(network, manifest.sample_shape, _criterion(task))
+    trace = trace_network(network, manifest.network_shape, _criterion(task))
     parameters = sum(p.numel() for p in network.parameters())
     partitioned = config.optimizer.sharded == "always" or (
         config.optimizer.sharded == "auto"
@@ -180,18 +179,6 @@ def _peak() -> str:
         return f"{torch.cuda.max_memory_reserved() / _GIB:.3g} GiB of the device"
     unit = 1 if sys.platform == "darwin" else 1024
     return f"{unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _GIB:.3g} GiB"
-
-
-def measured_step(config: Config, ranks: Mesh | Stages) -> float:
-    """Returns the seconds of a training step on the slowest rank. Collective.
-
-    Args:
-        config: as for `pydist train`.
-        ranks: the mesh or the stages, made from the configuration.
-    """
-    events = recorded_steps(config, ranks, _STEPS, WARMUP)
-    seconds = torch.tensor(median(event["seconds"] for event in events)).double()
-    return float(ranks.world.all_gather(seconds).max())
 
 
 def _criterion(task: Task) -> Callable[[object], Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
+import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pydist.data import ShardDataset
+from pydist.data.publish import publish
 from pydist.errors import DiskError, UsageError
 from pydist.grid import SPATIAL_AXES
 from pydist.partition import Box, split_extent
@@ -81,7 +84,12 @@ def draw_run(
     draw_curves(axes[0], curves, "training loss (MSE)")
     _draw_predictions(axes[1], folder / PREDICTIONS_FILE)
     _draw_universe(axes[2], universe, mesh)
-    return save_figure(figure, folder)
+    return save_figure(figure, folder / PICTURE_FILE)
+
+
+def can_draw() -> bool:
+    """Returns whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -97,17 +105,15 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save_figure(figure: Figure, folder: Path) -> Path:
-    """Writes `result.png`.
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Writes a figure; returns the path.
 
     Raises:
         DiskError: the file can't be written.
     """
-    path = folder / PICTURE_FILE
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise DiskError(f"can't write {path}: {error.strerror}") from error
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    publish(path, content.getbuffer())
     return path
 
 
@@ -120,6 +126,21 @@ def blocks_of(extents: Sequence[int], mesh: MeshConfig) -> list[Box]:
     ]
     intervals = itertools.product(*([c.interval(i) for i in range(c.parts)] for c in cuts))
     return [Box([lo for lo, _ in each], [hi for _, hi in each]) for each in intervals]
+
+
+def draw_sample(
+    path: Path, names: Sequence[str], predicted: NDArray[Any], true: NDArray[Any]
+) -> None:
+    """Draws predicted over true values of a validation; see `write_predictions`.
+
+    Raises:
+        DiskError: the file can't be written.
+    """
+    figure = new_figure(5, 4.8)
+    axes = figure.subplots()
+    axes.set(xlabel="true", ylabel="predicted", title=path.stem)
+    draw_predictions(axes, names, predicted, true)
+    save_figure(figure, path)
 
 
 def draw_curves(axes: Axes, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
@@ -147,31 +168,54 @@ def _draw_predictions(axes: Axes, table: Path) -> None:
     with table.open(newline="") as file:
         header, *rows = csv.reader(file)
     values = np.array(rows, dtype=float).reshape(len(rows), 2, -1)
+    names = [name.removeprefix("true ") for name in header[: values.shape[2]]]
+    draw_predictions(axes, names, values[:, 1], values[:, 0])
+
+
+def draw_predictions(
+    axes: Axes, names: Sequence[str], predicted: NDArray[Any], true: NDArray[Any]
+) -> None:
+    """Draws predicted over true values, a color for each name; see `write_predictions`."""
+    largest = max(1.0, *(float(np.abs(each).max(initial=0)) for each in (true, predicted)))
+    limits = -1.1 * largest, 1.1 * largest
     axes.axline((0, 0), slope=1, color="gray", linewidth=1)
-    axes.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal")
-    for i in range(values.shape[2]):
-        name = header[i].removeprefix("true ")
-        axes.scatter(values[:, 0, i], values[:, 1, i], s=18, alpha=0.7, label=name)
+    axes.set(xlim=limits, ylim=limits, aspect="equal")
+    for i, name in enumerate(names):
+        axes.scatter(true[:, i], predicted[:, i], s=18, alpha=0.7, label=name)
     axes.legend()
 
 
+def shown_dims(extents: Sequence[int]) -> tuple[int, int, int]:
+    """Returns the dims of (D, H, W) that a picture shows upwards and to the right, and the other.
+
+    Depth is split first, so it is one of the two, except of images, which are flat.
+    """
+    return (1, 2, 0) if extents[0] == 1 else (0, 1, 2)
+
+
 def _draw_universe(axes: Axes, universe: NDArray[Any], mesh: MeshConfig) -> None:
-    # Depth is split first, so it must be one of the two visible axes.
-    width = universe.shape[2] // 2
-    picture = axes.imshow(universe[:, :, width], cmap="magma", origin="upper")
+    rows, columns, across = shown_dims(universe.shape)
+    place = universe.shape[across] // 2
+    picture = axes.imshow(universe.take(place, across), cmap="magma", origin="upper")
     axes.figure.colorbar(picture, ax=axes, label="log(1 + particles)", shrink=0.8)
-    draw_blocks(axes, universe.shape, mesh, width)
-    axes.set(xlabel="height (voxels)", ylabel="depth (voxels)", title="A universe and its blocks")
+    draw_blocks(axes, universe.shape, mesh, place)
+    axes.set(
+        xlabel=f"{SPATIAL_AXES[columns]} (voxels)",
+        ylabel=f"{SPATIAL_AXES[rows]} (voxels)",
+        title="A sample and its blocks",
+    )
 
 
-def draw_blocks(axes: Axes, extents: Sequence[int], mesh: MeshConfig, width: int) -> None:
-    """Draws the ranks' blocks over a slice at `width` that shows depth and height."""
+def draw_blocks(axes: Axes, extents: Sequence[int], mesh: MeshConfig, place: int) -> None:
+    """Draws the ranks' blocks over a slice with the `shown_dims`, at a place of the other dim."""
     from matplotlib.patheffects import withStroke
 
+    rows, columns, across = shown_dims(extents)
     for index, block in enumerate(blocks_of(extents, mesh)):
-        if block.empty or not block.lo[2] <= width < block.hi[2]:
+        if block.empty or not block.lo[across] <= place < block.hi[across]:
             continue
-        (top, left), (bottom, right) = block.lo[:2], block.hi[:2]
+        top, bottom = block.lo[rows], block.hi[rows]
+        left, right = block.lo[columns], block.hi[columns]
         axes.plot(
             [left - 0.5, right - 0.5, right - 0.5, left - 0.5, left - 0.5],
             [top - 0.5, top - 0.5, bottom - 0.5, bottom - 0.5, top - 0.5],

@@ -21,10 +21,11 @@ from pydist.data import ShardDataset
 from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, publish
-from pydist.errors import CheckpointError, Stopped, UsageError
+from pydist.errors import CheckpointError, DoesNotFit, Stopped, UsageError, out_of_memory
 from pydist.optim import SampleLR, schedule
 from pydist.optim.layerwise import LayerwiseOptimizer
 from pydist.train import checkpoint, config_io, report
+from pydist.train.curves import drawn_in
 from pydist.train.datasets import make_loader, open_datasets, store_options
 from pydist.train.device import (
     facts_of_run,
@@ -36,6 +37,7 @@ from pydist.train.folder import (
     CHECKPOINTS,
     CONFIG_FILE,
     LOG_FILE,
+    PICTURES,
     refuse_foreign,
     remove_unfinished,
 )
@@ -49,6 +51,7 @@ from pydist.train.noise import AdaptiveBatch
 from pydist.train.optimizers import LayerwiseConfig
 from pydist.train.ranks import meshes_of
 from pydist.train.rebalancing import Rebalancing, resumed
+from pydist.train.shortage import with_advice
 from pydist.train.state import RunState, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
 from pydist.watchdog import phase
@@ -131,13 +134,28 @@ def _logged(
     prepare: Callable[[torch.nn.Module], None] | None,
 ) -> Result:
     """Runs, and logs the end; `lock` is the writer's lock on the output folder."""
-    log = EventLog(config.output.folder / LOG_FILE if lock else None, listeners if lock else ())
+    path = config.output.folder / LOG_FILE
+    drawing: list[Listener] = []
+    with together(job.world):
+        if lock is not None:
+            drawing = drawn_in(config.output, path)
+    log = EventLog(path if lock else None, [*listeners, *drawing] if lock else ())
     began = time.perf_counter()
     status, reason = "failed", ""
+    missing: DoesNotFit | None = None
     try:
-        result = _run(config, job, lock, log, prepare)
-        status = "done"
-        return result
+        try:
+            result = _run(config, job, lock, log, prepare)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            missing = with_advice(error, config, job.mesh.grid)
+        else:
+            status = "done"
+            return result
+        if lock is None:  # the rank that writes is ended by this one, and does not know why
+            log.path = path
+        raise missing
     except BaseException as error:
         status = "stopped" if isinstance(error, Stopped) else "failed"
         reason = str(error)
@@ -145,6 +163,7 @@ def _logged(
     finally:
         seconds = time.perf_counter() - began
         log.emit("end", status=status, step=log.step, seconds=seconds, reason=reason)
+        log.close()
 
 
 def _run(
@@ -203,6 +222,7 @@ def _run_on(
             folder / CHECKPOINTS,
             lock,
             rebalancing,
+            pictures=folder / PICTURES if config.output.plot else None,
         )
         _announce(log, config, trainer)
         for text in state.network.notices:

@@ -11,6 +11,8 @@ import numpy as np
 
 from pydist.data import ShardDataset
 from pydist.errors import DiskError
+from pydist.grid import SPATIAL_AXES
+from pydist.partition import Box
 from pydist.train import report
 
 if TYPE_CHECKING:
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from pydist.train.config import MeshConfig
 
 DICE_FILE = "dice.csv"
+
+_VOXELS = 1 << 24
+"""Voxels of labels that are read at a time."""
 
 _COLORS = ("#00000000", "tab:green", "tab:red", "tab:blue", "tab:orange", "tab:purple")
 
@@ -74,16 +79,78 @@ def draw_run(
     report.draw_curves(axes[0], curves, "training loss")
     _draw_dice(axes[1], folder / DICE_FILE)
     if predicted is not None:
-        ignored = data.ignore_label
         unseen = ShardDataset(
-            data.root, "val", normalize="none", manifest=data.manifest, ignore_label=ignored
-        )
-        image, truth = (part.numpy() for part in unseen[0])
+            data.root, "val", normalize="none", manifest=data.manifest,
+            ignore_label=data.ignore_label,
+        )  # fmt: skip
+        found = Slice(unseen)
         unseen.close()
-        if ignored is not None:
-            truth[truth == ignored] = 0  # not drawn, as background
-        _draw_volume(axes[2:], image[0], truth, predicted, mesh)
-    return report.save_figure(figure, folder)
+        found.draw_on(axes[2:], predicted)
+        report.draw_blocks(axes[2], predicted.shape, mesh, found.place)
+    return report.save_figure(figure, folder / report.PICTURE_FILE)
+
+
+class Slice:
+    """Slice that shows a data set's first volume, where most voxels are of the last class.
+
+    Of images, whose depth is 1, it is the whole image. Only the slice is kept, and slabs are read
+    to find it: the volume may be larger than the memory of a rank.
+
+    Args:
+        data: the data set.
+    """
+
+    def __init__(self, data: ShardDataset) -> None:
+        _, *extents = data.shape_of(0)
+        *shown, self._axis = report.shown_dims(extents)
+        self._names = [SPATIAL_AXES[dim] for dim in shown]
+        counts = np.zeros((len(data.manifest.class_names), extents[self._axis]), dtype=np.int64)
+        planes = max(1, _VOXELS // (extents[1] * extents[2]))
+        for first in range(0, extents[0], planes):
+            slab = Box((first, 0, 0), (min(first + planes, extents[0]), *extents[1:]))
+            labels = data.read_labels(0, slab).numpy()
+            for k, found in enumerate(counts):
+                start = first if self._axis == 0 else 0
+                here = (labels == k).sum(tuple(shown))
+                found[start : start + len(here)] += here
+        shown_classes = [k for k, n in enumerate(counts) if n.any() and k != data.ignore_label]
+        rarest = max(shown_classes, default=0)
+        self.place = int(counts[rarest].argmax())
+        lo, hi = [0, 0, 0], list(extents)
+        lo[self._axis], hi[self._axis] = self.place, self.place + 1
+        self._truth = data.read_labels(0, Box(lo, hi)).numpy().squeeze(self._axis)
+        if data.ignore_label is not None:
+            self._truth[self._truth == data.ignore_label] = 0  # not drawn, as background
+        self._image = data.read_block(0, Box((0, *lo), (1, *hi)))[0].numpy().squeeze(self._axis)
+        self._range = np.percentile(self._image, (0.5, 99.5))
+
+    def draw(self, path: Path, predicted: NDArray[Any]) -> None:
+        """Draws image, truth and prediction.
+
+        Args:
+            path: of the picture.
+            predicted: `[D, H, W]`, the predicted classes.
+
+        Raises:
+            DiskError: the file can't be written.
+        """
+        figure = report.new_figure(11, 4.2)
+        self.draw_on(figure.subplots(1, 3), predicted)
+        figure.suptitle(path.stem)
+        report.save_figure(figure, path)
+
+    def draw_on(self, axes: Sequence[Axes], predicted: NDArray[Any]) -> None:
+        """Draws the slice, depth upwards: alone, with the truth, and with the prediction."""
+        low, high = self._range
+        parts = None, self._truth, predicted.take(self.place, self._axis)
+        upwards, right = self._names
+        for each, classes, title in zip(
+            axes, parts, ("A volume", "Truth", "Prediction"), strict=True
+        ):
+            each.imshow(self._image, cmap="gray", origin="lower", vmin=low, vmax=high)
+            each.set(xlabel=f"{right} (voxels)", ylabel=f"{upwards} (voxels)", title=title)
+            if classes is not None:
+                _draw_classes(each, classes)
 
 
 def _draw_dice(axes: Axes, table: Path) -> None:
@@ -101,28 +168,6 @@ def _draw_dice(axes: Axes, table: Path) -> None:
             axes.annotate(f"{np.mean(found):.2f}", (i + 0.22, float(np.mean(found))), va="center")
     axes.set_xticks(range(1, len(header)), header[1:])
     axes.set_xlim(0.5, len(header) - 0.3)
-
-
-def _draw_volume(
-    axes: Sequence[Axes],
-    image: NDArray[Any],
-    truth: NDArray[Any],
-    predicted: NDArray[Any],
-    mesh: MeshConfig,
-) -> None:
-    """Draws the slice at the width with most voxels of the last class, depth upwards."""
-    rarest = int(truth.max())
-    width = int((truth == rarest).sum((0, 1)).argmax())
-    low, high = np.percentile(image, (0.5, 99.5))
-    for each, classes, title in zip(
-        axes, (None, truth, predicted), ("A volume", "Truth", "Prediction"), strict=True
-    ):
-        each.imshow(image[:, :, width], cmap="gray", origin="lower", vmin=low, vmax=high)
-        each.set(xlabel="height (voxels)", ylabel="depth (voxels)", title=title)
-        if classes is None:
-            report.draw_blocks(each, image.shape, mesh, width)
-        else:
-            _draw_classes(each, classes[:, :, width])
 
 
 def _draw_classes(axes: Axes, classes: NDArray[Any]) -> None:

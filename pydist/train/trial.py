@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING
+
+import torch
 
 from pydist.comm.consensus import together
 from pydist.errors import PydistError, Stopped
@@ -14,6 +17,7 @@ from pydist.train.device import own_stream
 from pydist.train.job import Job
 from pydist.train.log import Event, EventLog
 from pydist.train.loop import Trainer
+from pydist.train.parts import WARMUP
 from pydist.train.run import make_state, require_same_settings
 from pydist.train.tasks import task_of
 
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
     from pydist.train.config import Config
     from pydist.train.state import RunState
 
+_STEPS = 5
+"""Steps that `measured_step` measures."""
+
 MakeLoader = Callable[["Config", "ShardDataset", Job], "Loader"]
 """Makes the loader of a run's training set. Collective."""
 
@@ -33,6 +40,8 @@ StepListener = Callable[[Event], None]
 
 
 class _Unsaved(Trainer):
+    reads_late = False
+
     def _save(self) -> None:
         """Saves no checkpoint."""
 
@@ -109,3 +118,15 @@ def recorded_steps(
 
     take_steps(config, ranks, warmup + steps, recording, make)
     return recorded[warmup:]
+
+
+def measured_step(config: Config, ranks: Mesh | Stages) -> float:
+    """Returns the seconds of a training step on the slowest rank. Collective.
+
+    Args:
+        config: as for `pydist train`.
+        ranks: the mesh or the stages, made from the configuration.
+    """
+    events = recorded_steps(config, ranks, _STEPS, WARMUP)
+    seconds = torch.tensor(median(event["seconds"] for event in events)).double()
+    return float(ranks.world.all_gather(seconds).max())

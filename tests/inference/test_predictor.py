@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -10,12 +11,16 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open as open_weights
 from safetensors.torch import load_file
 
 from pydist.comm import run_local
 from pydist.data import ShardDataset
 from pydist.data.medical import CTOptions, convert_nifti, generate_ct
+from pydist.data.medical.case import read_image
+from pydist.data.medical.grid import GridOptions, VoxelGrid
+from pydist.data.normalize import Normalizer
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.inference import Predictor, Sliding, export_weights
 from pydist.mesh import Mesh
@@ -29,6 +34,7 @@ from pydist.train.config import (
     TrainConfig,
     UNet3dConfig,
 )
+from pydist.train.metadata import load_trained
 from support.training.runs import job
 
 SHAPE = (20, 18, 26)
@@ -51,15 +57,17 @@ def trained(tmp_path_factory) -> Path:
     return root
 
 
-def predict(trained: Path, out: Path, spatial=(1, 1, 1), image=None, **options) -> np.ndarray:
+def predict(
+    trained: Path, out: Path, spatial=(1, 1, 1), image=None, data=1, **options
+) -> np.ndarray:
     """Predicts a volume, by default the first; returns labels [x, y, z]."""
     image = image or trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz"
 
     def body(world):
-        mesh = Mesh(world, 1, spatial)
+        mesh = Mesh(world, data, spatial)
         Predictor(trained / "run", mesh, **options).predict_file([image], out)
 
-    run_local(body, math.prod(spatial), timeout=120)
+    run_local(body, data * math.prod(spatial), timeout=120)
     return np.asarray(nib.load(out).dataobj)
 
 
@@ -149,13 +157,81 @@ def test_the_ranks_stay_up_between_volumes_of_any_shape_and_orientation(trained,
 
 
 def test_sliding_windows_are_near_the_whole_volume(trained, tmp_path):
-    pytest.importorskip("monai")
     expected = predict(trained, tmp_path / "whole.nii")
     found = predict(trained, tmp_path / "sliding.nii", (2, 1, 1), sliding=Sliding(16, 0.5))
     again = predict(trained, tmp_path / "again.nii", sliding=Sliding(16, 0.5))
     np.testing.assert_array_equal(found, again)
+    dealt = predict(trained, tmp_path / "dealt.nii", data=3, sliding=Sliding(16, 0.5))
+    np.testing.assert_array_equal(found, dealt)
     # A network trained for seconds depends on context beyond the window.
     assert 0.7 < dice(found > 0, expected > 0) <= 1
+
+
+def checkpoint_on(folder: Path, trained: Path, **grid) -> Path:
+    """Writes the checkpoint of the same network, as if trained on another grid."""
+    parts = checkpoint.read(checkpoint.complete(trained / "run" / "ckpt")[-1])
+    del parts["step"]
+    manifest = json.loads(parts["about"]["manifest"])
+    manifest["origin"]["grid"] |= grid
+    parts["about"]["manifest"] = json.dumps(manifest)
+    return checkpoint.write(folder, 1, parts)
+
+
+def test_scores_are_resampled_to_the_image(trained, tmp_path):
+    """The oracle is the plain network on the training's grid, with torch's interpolation."""
+    spacing = (2.0, 1.2, 0.9)
+    made = checkpoint_on(tmp_path / "ckpt", trained, spacing=spacing)
+    source = nib.load(trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz")
+    turned = np.asarray(source.dataobj)[::-1].transpose(2, 0, 1)
+    affine = source.affine @ nib.orientations.inv_ornt_aff([[1, -1], [2, 1], [0, 1]], SHAPE[::-1])
+    nib.save(nib.Nifti1Image(turned, affine), tmp_path / "image.nii")
+
+    options = GridOptions(spacing=spacing, multiple=8)  # as `convert_nifti` has padded
+    image, first = read_image((tmp_path / "image.nii",), options)
+    grid = VoxelGrid(first.block, options, "")
+    assert grid.resampled != grid.oriented
+    metadata, weights = load_trained(made)
+    plain = metadata.task().network(metadata.manifest).eval()
+    plain.load_state_dict(weights)
+    stored = np.rint(image).astype(np.int16)
+    values = torch.empty(stored.shape)
+    Normalizer("ct", metadata.manifest, "float32")(stored, 0, 0.0, values.numpy())
+    with torch.no_grad():
+        scores = plain(values[None])
+    inner = scores[(slice(None), slice(None), *map(slice, grid.resampled))]
+    scores = F.interpolate(inner, size=grid.oriented, mode="trilinear")[0]
+    clear = grid.in_file_order((scores.topk(2, 0).values.diff(dim=0)[0] < -1e-4).numpy())
+    expected = grid.in_file_order(scores.argmax(0).numpy())
+    probabilities = [grid.in_file_order(p) for p in scores.softmax(0).numpy()]
+
+    for ranks in (1, 3):
+        out, beside = tmp_path / f"{ranks}.nii.gz", tmp_path / f"{ranks}_p.nii.gz"
+
+        def body(world, out=out, beside=beside):
+            predictor = Predictor([made, made], Mesh(world, 1, (world.size, 1, 1)))
+            predictor.predict_file([tmp_path / "image.nii"], out, beside)
+
+        run_local(body, ranks, timeout=120)
+        found, written = np.asarray(nib.load(out).dataobj), nib.load(beside)
+        assert clear.mean() > 0.95
+        assert (expected > 0).any()
+        np.testing.assert_array_equal(found[clear], expected[clear])
+        np.testing.assert_allclose(written.affine, affine)
+        assert written.get_data_dtype() == np.float32
+        found = np.moveaxis(np.asarray(written.dataobj), 3, 0)
+        np.testing.assert_allclose(found, probabilities, atol=1e-4)
+
+
+def test_networks_of_other_grids_are_not_averaged(trained, tmp_path):
+    other = checkpoint_on(tmp_path / "ckpt", trained, spacing=(2.0, 2.0, 2.0))
+
+    def body(world):
+        with pytest.raises(CheckpointError, match=r"was trained with grid .*can't be averaged"):
+            Predictor([trained / "run", other], Mesh(world))
+        with pytest.raises(UsageError, match="no checkpoint was given"):
+            Predictor([], Mesh(world))
+
+    run_local(body, 1)
 
 
 def test_errors_are_those_of_every_rank(trained, tmp_path):

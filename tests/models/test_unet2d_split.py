@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pydist import ShardedTensor, distribute_tensor, parallelize
+from pydist import distribute_tensor, parallelize
 from pydist.models import UNet2d
 from support.equivalence import (
     Answer,
@@ -51,17 +51,17 @@ def test_an_image_in_parts(parts, data, channel):
     on_ranks((*parts, 1), rank, data, axes={"channel": channel})
 
 
-def test_the_dims_of_an_image_are_named():
-    """Without names an image is not cut: each rank has a copy of it."""
+def test_plain_images_are_cut_along_height_and_width():
     task, answer = task_of(1)
 
     def rank(mesh):
         model = parallelize(copy.deepcopy(task.model), mesh)
-        cut = distribute_tensor(task.x, mesh, {2: "height", 3: "width"})
+        cut = distribute_tensor(task.x, mesh)
         assert cut.to_local().shape == (1, 2, 12, 8)
-        scores = model(cut)
+        whole = distribute_tensor(task.x, mesh, {})
+        assert whole.to_local().shape == task.x.shape
+        scores = model(task.x)
         assert scores.to_local().shape == (1, 3, 12, 8)
-        assert not isinstance(model(task.x), ShardedTensor)
         loss = F.cross_entropy(scores, task.target)
         loss.backward()
         return {f"d {n}": p.grad for n, p in model.named_parameters()}
@@ -69,3 +69,13 @@ def test_the_dims_of_an_image_are_named():
     expected = {n: g for n, g in answer.expected.items() if n.startswith("d ")}
     for found in on_ranks((1, 2, 2), rank):
         assert_equal(found, expected, answer.bounds)
+
+
+def test_images_stay_plain_where_the_mesh_has_no_parts_for_them():
+    task, _ = task_of(1)
+
+    def rank(mesh):
+        model = parallelize(copy.deepcopy(task.model), mesh)
+        return type(model(task.x))
+
+    assert set(on_ranks((2, 1, 1), rank)) == {torch.Tensor}

@@ -95,14 +95,21 @@ def curve(config: Config) -> list[float]:
 
 SMALL = {
     "monai_unet": {"channels": [4, 8, 16], "strides": [2, 2], "num_res_units": 1},
+    "monai_dynunet": {
+        "filters": [4, 8, 8], "kernel_size": [3, 3, 3], "strides": [1, 2, 2],
+        "upsample_kernel_size": [2, 2], "deep_supr_num": 1,
+    },
+    "monai_segresnet": {
+        "init_filters": 4, "blocks_down": [1, 1], "blocks_up": [1],
+        "norm": ["GROUP", {"num_groups": 2}],
+    },
     "nnunet": {"features": [4, 8, 16], "blocks": [1, 1, 1]},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_examples_train_split_as_on_one_rank(volumes, tmp_path, name, monkeypatch):
-    library = {"monai_unet": "monai", "nnunet": "dynamic_network_architectures"}[name]
-    pytest.importorskip(library)
+    pytest.importorskip("dynamic_network_architectures" if name == "nnunet" else "monai")
     monkeypatch.chdir(EXAMPLES.parent)
     text = (EXAMPLES / f"{name}.toml").read_text()
     split = run_of(text, volumes, tmp_path / "split")
@@ -112,22 +119,6 @@ def test_the_examples_train_split_as_on_one_rank(volumes, tmp_path, name, monkey
     job(LocalTransport(), whole)
     assert curve(split) == pytest.approx(curve(whole), rel=1e-4)
     assert len(curve(split)) == 2
-
-
-@pytest.mark.parametrize("network", ["DynUNet", "SegResNet"])
-def test_networks_of_monai_by_their_class(volumes, tmp_path, network):
-    pytest.importorskip("monai")
-    arguments = {
-        "DynUNet": "spatial_dims = 3, kernel_size = [3, 3, 3], strides = [1, 2, 2],"
-        " upsample_kernel_size = [2, 2], filters = [4, 8, 8]",
-        "SegResNet": "init_filters = 4, blocks_down = [1, 1], blocks_up = [1], norm = 'instance'",
-    }[network]
-    text = f'model = {{factory = "monai.networks.nets:{network}", args = {{{arguments}}}}}'
-    split = run_of(text, volumes, tmp_path / "split")
-    whole = change(split, output={"folder": tmp_path / "whole"})
-    run_local(job, 2, split, 1, (2, 1, 1))
-    job(LocalTransport(), whole)
-    assert curve(split) == pytest.approx(curve(whole), rel=1e-4)
 
 
 def test_deep_supervision_weighs_the_outputs(volumes, tmp_path, nets):

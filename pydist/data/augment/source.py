@@ -31,7 +31,7 @@ from pydist.data.augment.steps import (
     volume,
 )
 from pydist.data.augment.warp import Elastic, Warp, rotation
-from pydist.data.blocks import BlockSource
+from pydist.data.blocks import BlockSource, dims_of
 from pydist.data.store.source import CountedReads
 from pydist.errors import UsageError
 from pydist.grid import SPATIAL_AXES
@@ -108,6 +108,11 @@ class Augmented:
         """Shape (C, D, H, W) that a sample has; see `BlockSource.sample_shape`."""
         shape = self.dataset.sample_shape
         return shape if self.options.crop is None else (shape[0], *self.options.crop)
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial dims that networks get; see `ShardDataset.dims`."""
+        return dims_of(self.dataset)
 
     @property
     def num_targets(self) -> int:

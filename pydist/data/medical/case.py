@@ -39,8 +39,8 @@ def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False)
         DataError: a file is damaged, the files do not match, or a label is not an integer.
     """
     image, first = read_image(case.images, options)
-    label = _read(case.label)
-    _require_alike(first, label)
+    label = read_part(case.label)
+    require_alike(first, label)
     grid = VoxelGrid(label.block, options, str(case.label))
     blocks = {IMAGE_HEADER: first.block, LABEL_HEADER: label.block}
     if not keep_header:
@@ -60,16 +60,16 @@ def read_image(paths: tuple[Path, ...], options: GridOptions) -> tuple[npt.NDArr
         DataError: a file is damaged, or the files do not match.
     """
     parts = []
-    first = _read(paths[0])
+    first = read_part(paths[0])
     grid = VoxelGrid(first.block, options, str(first.path))
     for path in paths:
-        part = first if path == paths[0] else _read(path)
-        _require_alike(first, part)
+        part = first if path == paths[0] else read_part(path)
+        require_alike(first, part)
         parts.append(grid.image(part.values()))
     return np.concatenate(parts), first
 
 
-def _read(path: Path) -> Nifti:
+def read_part(path: Path) -> Nifti:
     """Reads a NIfTI file, or a folder with a DICOM series."""
     return read_dicom(path) if path.is_dir() else read_nifti(path)
 
@@ -132,7 +132,7 @@ def grid_options(record: Mapping[str, Any]) -> GridOptions:
     )
 
 
-def _require_alike(one: Nifti, other: Nifti) -> None:
+def require_alike(one: Nifti, other: Nifti) -> None:
     """Raises `DataError` unless two files of a case have the same voxels at the same positions."""
     if one.stored.shape[:3] != other.stored.shape[:3]:
         raise DataError(

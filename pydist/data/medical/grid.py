@@ -9,7 +9,7 @@ orientation change only along the axes of the file: nothing is rotated.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from pydist.data.medical.nifti import affine_of, header_of
 from pydist.errors import DataError, UsageError
+from pydist.partition import Box
 
 Extents = tuple[int, int, int]
 
@@ -73,9 +74,11 @@ class VoxelGrid:
         self._orientation = io_orientation(affine)
         if np.isnan(self._orientation).any():
             raise DataError(f"{where}: its affine {affine[:3, :3].tolist()} is not invertible")
-        shape = header.get_data_shape()[:3]
+        x, y, z = header.get_data_shape()[:3]
+        self.file_shape: Extents = x, y, z
         towards = self._orientation[:, 0].astype(int)
-        self.oriented: Extents = _backwards(shape, towards)
+        self._towards = towards.tolist()
+        self.oriented: Extents = _backwards(self.file_shape, towards)
         """(D, H, W) after orientation."""
         self.spacing = _backwards(voxel_sizes(affine), towards)
         """mm between voxels along depth, height and width, before resampling."""
@@ -97,9 +100,34 @@ class VoxelGrid:
         Returns:
             [C, D, H, W]; float32 if it was resampled.
         """
+        whole = Box((0, 0, 0), self.padded)
+        return self.image_part(lambda place: values[place], whole)
+
+    def image_part(
+        self, read: Callable[[tuple[slice, ...]], npt.NDArray[Any]], box: Box
+    ) -> npt.NDArray[Any]:
+        """Brings the part of an image that a box of the grid needs to the grid; see `image`.
+
+        Args:
+            read: returns the values at slices of the file's x, y and z.
+            box: in the grid, [D, H, W], not empty.
+
+        Returns:
+            [C, D, H, W] of the box, the same bits as in the whole image.
+        """
+        ends = [n - 1 for n in self.resampled]
+        lo = [min(a, end) for a, end in zip(box.lo, ends, strict=True)]
+        hi = [min(b, end + 1) for b, end in zip(box.hi, ends, strict=True)]
+        inner = Box(lo, hi)
+        source = source_of(inner, self.oriented, self.resampled)
+        values = read(self._in_file(source))
         channels = [values] if values.ndim == 3 else np.moveaxis(values, 3, 0)
-        found = [resized(self._oriented(channel), self.resampled) for channel in channels]
-        return np.stack([np.pad(channel, self._padding(), mode="edge") for channel in found])
+        parts = [
+            resized_part(self._oriented(channel), source, self.oriented, self.resampled, inner)
+            for channel in channels
+        ]
+        missing = [(0, n - m) for n, m in zip(box.shape, inner.shape, strict=True)]
+        return np.stack([np.pad(part, missing, mode="edge") for part in parts])
 
     def label(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Brings labels to the grid: the nearest voxel's, 0 in the padding.
@@ -122,12 +150,47 @@ class VoxelGrid:
         Returns:
             [x, y, z].
         """
+        inner = label[tuple(slice(0, n) for n in self.resampled)]
+        return self.in_file_order(nearest(inner, self.oriented))
+
+    def slabs(self, most: int) -> list[Box]:
+        """Returns the boxes of oriented voxels that slabs of the file's last axis hold, in order.
+
+        Args:
+            most: voxels of a slab, if it has several planes.
+        """
+        depth, across = self.file_shape[2], math.prod(self.file_shape[:2])
+        planes = max(1, most // across)
+        found = []
+        for first in range(0, depth, planes):
+            last = min(first + planes, depth)
+            axis = 2 - self._towards[2]
+            lo, hi = [0, 0, 0], list(self.oriented)
+            lo[axis], hi[axis] = self._flipped(2, first, last)
+            found.append(Box(lo, hi))
+        return found
+
+    def in_file_order(self, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Turns oriented voxels [D, H, W], all or those of a box, to the file's [x, y, z]."""
         from nibabel.orientations import apply_orientation, ornt_transform
 
-        inner = label[tuple(slice(0, n) for n in self.resampled)]
         canonical = np.array([[0, 1], [1, 1], [2, 1]])
         back = ornt_transform(canonical, self._orientation)
-        return apply_orientation(nearest(inner, self.oriented).transpose(2, 1, 0), back)
+        turned: npt.NDArray[Any] = apply_orientation(part.transpose(2, 1, 0), back)
+        return turned
+
+    def _in_file(self, box: Box) -> tuple[slice, ...]:
+        """Returns the slices of the file's axes that hold a box of oriented voxels."""
+        found = []
+        for axis, world in enumerate(self._towards):
+            lo, hi = box.lo[2 - world], box.hi[2 - world]
+            found.append(slice(*self._flipped(axis, lo, hi)))
+        return tuple(found)
+
+    def _flipped(self, axis: int, lo: int, hi: int) -> tuple[int, int]:
+        """Converts an interval of a file's axis from the file's order to the oriented, and back."""
+        extent = self.file_shape[axis]
+        return (lo, hi) if self._orientation[axis, 1] > 0 else (extent - hi, extent - lo)
 
     def _oriented(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         from nibabel.orientations import apply_orientation
@@ -154,25 +217,67 @@ def resized(values: npt.NDArray[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
     Equals torch's `interpolate(mode="trilinear", align_corners=False)`, without smoothing before
     downsampling.
     """
-    if tuple(shape) == values.shape:
-        return values
+    whole = Box((0, 0, 0), values.shape)
+    return resized_part(values, whole, values.shape, shape, Box((0, 0, 0), shape))
+
+
+def source_of(box: Box, extents: Sequence[int], shape: Sequence[int]) -> Box:
+    """Returns the box of a volume that a box of the resized volume reads; see `resized_part`."""
+    intervals = [
+        (a, b) if n == extent or a >= b else _read(extent, n, a, b)
+        for extent, n, a, b in zip(extents, shape, box.lo, box.hi, strict=True)
+    ]
+    return Box([a for a, _ in intervals], [b for _, b in intervals])
+
+
+def resized_part(
+    values: npt.NDArray[Any], source: Box, extents: Sequence[int], shape: Sequence[int], box: Box
+) -> npt.NDArray[Any]:
+    """Interpolates a box of a resized volume, with the same bits as in the whole one.
+
+    Args:
+        values: the volume's voxels in `source`, [D, H, W].
+        source: `source_of` the box, or a box around it.
+        extents: of the volume.
+        shape: of the resized volume.
+        box: of the resized volume.
+
+    Returns:
+        [D, H, W] of the box: float32, or the values as they are if nothing changes.
+    """
+    if tuple(shape) == tuple(extents):
+        inner = box.shift([-a for a in source.lo])
+        return values[tuple(slice(a, b) for a, b in zip(inner.lo, inner.hi, strict=True))]
     found = values.astype(np.float32)
-    for axis, n in enumerate(shape):
-        extent = found.shape[axis]
+    for axis, (extent, n) in enumerate(zip(extents, shape, strict=True)):
+        first, lo, hi = source.lo[axis], box.lo[axis], box.hi[axis]
         if n == extent:
+            found = np.take(found, range(lo - first, hi - first), axis)
             continue
-        position = np.clip((np.arange(n) + 0.5) * (extent / n) - 0.5, 0, extent - 1)
-        below = np.minimum(position.astype(np.intp), max(extent - 2, 0))
-        above = np.minimum(below + 1, extent - 1)
-        share = (position - below).astype(np.float32)
-        share = share.reshape([n if a == axis else 1 for a in range(3)])
-        lower = np.take(found, below, axis)
-        upper = np.take(found, above, axis)
+        below, above, share = _taps(extent, n, lo, hi)
+        share = share.reshape([hi - lo if a == axis else 1 for a in range(3)])
+        lower = np.take(found, below - first, axis)
+        upper = np.take(found, above - first, axis)
         upper -= lower
         upper *= share
         upper += lower
         found = upper
     return found
+
+
+def _taps(
+    extent: int, n: int, lo: int, hi: int
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], npt.NDArray[np.float32]]:
+    """Returns the two voxels that outputs lo to hi - 1 of n lie between, and the second's share."""
+    position = np.clip((np.arange(lo, hi) + 0.5) * (extent / n) - 0.5, 0, extent - 1)
+    below = np.minimum(position.astype(np.intp), max(extent - 2, 0))
+    above = np.minimum(below + 1, extent - 1)
+    return below, above, (position - below).astype(np.float32)
+
+
+def _read(extent: int, n: int, lo: int, hi: int) -> tuple[int, int]:
+    below, above, _ = _taps(extent, n, lo, hi)
+    return int(below[0]), int(above[-1]) + 1
 
 
 def nearest(values: npt.NDArray[Any], shape: Sequence[int]) -> npt.NDArray[Any]:

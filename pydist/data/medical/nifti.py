@@ -7,11 +7,12 @@ so that its checksum is compared, and errors are reported in one line.
 from __future__ import annotations
 
 import gzip
+import itertools
 import logging
 import math
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.publish import GZIP_RATIO, publish
+from pydist.data.publish import GZIP_RATIO, publishing
 from pydist.data.regular import require_regular
 from pydist.errors import DataError, UsageError
 
@@ -70,14 +71,18 @@ class Nifti:
         """Affine matrix [4, 4] that maps voxel indices (x, y, z) to mm."""
         return affine_of(self.header, str(self.path))
 
-    def values(self) -> npt.NDArray[Any]:
-        """Returns the voxels with slope and intercept applied; integers if all of them are.
+    def values(self, place: tuple[slice, ...] = ()) -> npt.NDArray[Any]:
+        """Returns voxels with slope and intercept applied; integers if all of them are.
+
+        Args:
+            place: slices of x, y and z; all voxels by default.
 
         Raises:
             DataError: slope, intercept or a value is NaN or infinite, or too large for float32.
         """
         slope, intercept = _scaling(self.header, str(self.path))
-        values = self.stored.astype(self.stored.dtype.newbyteorder("="), copy=False)
+        values = self.stored[place]
+        values = values.astype(values.dtype.newbyteorder("="), copy=False)
         if (slope, intercept) != (1, 0):
             whole = all(n.is_integer() and abs(n) < 1 << 31 for n in (slope, intercept))
             if values.dtype.kind in "iu" and values.dtype.itemsize <= 4 and whole:
@@ -88,14 +93,15 @@ class Nifti:
                 with np.errstate(all="ignore"):  # values that are not finite are refused below
                     values = values * np.float64(slope) + np.float64(intercept)
         if values.dtype.kind == "f":
-            self._require_float32(values)
+            self._require_float32(values, [each.start or 0 for each in place])
         return values
 
-    def _require_float32(self, values: npt.NDArray[Any]) -> None:
-        """Raises `DataError` for values that networks can't compute with."""
+    def _require_float32(self, values: npt.NDArray[Any], first: list[int]) -> None:
+        """Raises `DataError` for values from a voxel on that networks can't compute with."""
         if not np.isfinite(values).all():
             at = np.unravel_index(int(np.argmin(np.isfinite(values))), values.shape)
-            raise DataError(f"{self.path}: value {values[at]} at voxel {tuple(int(i) for i in at)}")
+            voxel = tuple(int(i) + a for i, a in itertools.zip_longest(at, first, fillvalue=0))
+            raise DataError(f"{self.path}: value {values[at]} at voxel {voxel}")
         low, high = float(values.min()), float(values.max())
         if max(-low, high) > _LARGEST:
             raise DataError(
@@ -277,33 +283,67 @@ def write_nifti(
         UsageError: another suffix, or voxels that do not match the header.
         DiskError: the disk is full, or the folder can't be written.
     """
+    with written_nifti(path, stored.shape, block, dtype) as write:
+        write(stored)
+
+
+@contextmanager
+def written_nifti(
+    path: str | Path, shape: Sequence[int], block: bytes, dtype: npt.DTypeLike | None = None
+) -> Iterator[Callable[[npt.NDArray[Any]], None]]:
+    """Writes a NIfTI file in parts; it appears when the `with` block has ended without an error.
+
+    Args:
+        path: ends in .nii or .nii.gz.
+        shape: of all voxels, [x, y, z] or [x, y, z, channel].
+        block: the header, as in `write_nifti`.
+        dtype: as in `write_nifti`.
+
+    Yields:
+        A function that writes the next voxels, in the file's order: x fastest.
+
+    Raises:
+        UsageError: another suffix, or voxels that do not match the header.
+        DiskError: the disk is full, or the folder can't be written.
+    """
     name = Path(path)
     require_suffix(name)
     header = header_of(block, str(name))
     if dtype is not None:
         header.set_data_dtype(np.dtype(dtype))
-        header["dim"][0] = stored.ndim
-        header["dim"][1 + stored.ndim :] = 1
+        header["dim"][0] = len(shape)
+        header["dim"][1 : 1 + len(shape)] = shape
+        header["dim"][1 + len(shape) :] = 1
         header["scl_slope"], header["scl_inter"] = 1, 0
         header["cal_max"] = header["cal_min"] = 0
         block = header.binaryblock
     kind = header.get_data_dtype()
-    if stored.shape != _extents(header, str(name)):
+    if tuple(shape) != _extents(header, str(name)):
         raise UsageError(
-            f"{name}: voxels {stored.shape} do not fit the header's {header.get_data_shape()}"
+            f"{name}: voxels {tuple(shape)} do not fit the header's {header.get_data_shape()}"
         )
     offset = len(block) + 4  # four zeros: no extensions follow
     fixed = header_of(block, str(name))
     if int(fixed["vox_offset"]) != offset:
         fixed["vox_offset"] = offset
         block = fixed.binaryblock
-    converted = stored.astype(kind, copy=False)
-    if not np.array_equal(converted, stored):
-        raise UsageError(f"{name}: values from {stored.min()} to {stored.max()} do not fit {kind}")
-    content = block + bytes(4) + converted.tobytes(order="F")
-    if name.name.endswith(".gz"):
-        content = gzip.compress(content, compresslevel=6, mtime=0)
-    publish(name, content)
+    packed = name.name.endswith(".gz")
+    size = offset + math.prod(shape) * kind.itemsize
+    with publishing(name, size // GZIP_RATIO if packed else size) as file, ExitStack() as stack:
+        into: Any = file
+        if packed:
+            gz = gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0)
+            into = stack.enter_context(gz)
+        into.write(block + bytes(4))
+
+        def write(stored: npt.NDArray[Any]) -> None:
+            converted = stored.astype(kind, copy=False)
+            if not np.array_equal(converted, stored):
+                low, high = stored.min(), stored.max()
+                raise UsageError(f"{name}: values from {low} to {high} do not fit {kind}")
+            into.write(converted.tobytes(order="F"))
+
+        yield write
 
 
 def _read(path: Path, file: BufferedReader | gzip.GzipFile, at_most: int) -> Nifti:

@@ -106,6 +106,9 @@ class Task(Protocol):
         """
         ...
 
+    # Optional: draw_sample(path, data, validation) draws a picture after each validation, on rank
+    # 0. `data` is the validation set.
+
 
 def measured_rows(rows: Tensor) -> Tensor:
     """Returns which rows are of samples that were measured, and not skipped, [N] bool."""
@@ -157,6 +160,12 @@ class SampleReport:
             validation.predicted.numpy(),
             validation.true.numpy(),
         )
+
+    def draw_sample(self, path: Path, data: ShardDataset, validation: Validation) -> None:
+        """Draws predicted over true values."""
+        assert isinstance(validation, SampleValidation)
+        names = data.manifest.target_names
+        report.draw_sample(path, names, validation.predicted.numpy(), validation.true.numpy())
 
     def draw(
         self,

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from pydist.data.loader import Batch
     from pydist.train.config import FactoryConfig, TrainConfig
 
-_STACKED_DIMS = 6
-"""Dims of several outputs in one tensor, as MONAI's DynUNet returns them."""
 _INPUTS = ("in_channels", "input_channels")
 _OUTPUTS = ("out_channels", "num_classes", "classes", "outputs")
 """Names that libraries have for a network's numbers of channels and of outputs."""
@@ -131,9 +129,10 @@ class AnySegmentation(Segmentation):
     def _scores(self, output: Any) -> list[Tensor]:
         """Returns the outputs, the one that predicts first."""
         classes = len(self._class_names)
-        found = outputs_of(output)
-        if not found or any(x.dim() != 5 or x.shape[1] != classes for x in found):
-            raise _unexpected(output, f"[N, {classes}, D, H, W]", "segmentation", "classes")
+        found = outputs_of(output, self._dims)
+        if not found or any(x.dim() != 2 + self._dims or x.shape[1] != classes for x in found):
+            extents = ", ".join("DHW"[3 - self._dims :])
+            raise _unexpected(output, f"[N, {classes}, {extents}]", "segmentation", "classes")
         return found
 
 
@@ -257,13 +256,17 @@ def first_of(output: Any) -> Tensor:
     return outputs_of(output)[0]
 
 
-def outputs_of(output: Any) -> list[Tensor]:
+def outputs_of(output: Any, dims: int = 3) -> list[Tensor]:
     """Returns the outputs of a network: a tensor, several, or several in one, [N, outputs, C, ...].
 
-    Anything else has none.
+    Anything else has none. MONAI's DynUNet returns several in one.
+
+    Args:
+        output: of the network.
+        dims: number of spatial dims.
     """
     if isinstance(output, Tensor):
-        return list(output.unbind(1)) if output.dim() == _STACKED_DIMS else [output]
+        return list(output.unbind(1)) if output.dim() == 3 + dims else [output]
     if isinstance(output, list | tuple) and all(isinstance(x, Tensor) for x in output):
         return list(output)
     return []

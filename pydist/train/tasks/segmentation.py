@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from pydist.data.axes import without_flat
 from pydist.errors import UsageError
 from pydist.models import UNet3d
 from pydist.tensor import ShardedTensor
@@ -89,6 +91,8 @@ class Segmentation:
         self._loss = SegmentationLoss(kind, train.class_weights, train.ignore_label)
         self._class_names: tuple[str, ...] = ()
         self._example: Tensor | None = None
+        self._dims = 3
+        self._slice: segmentation_report.Slice | None = None
 
     def check(self, data: ShardDataset) -> None:
         """Checks that the extents are multiples of `multiple`, and that there are labels."""
@@ -98,7 +102,8 @@ class Segmentation:
                 f"class of each voxel: choose {self.otherwise}"
             )
         multiple = self.multiple
-        for shape in {data.shape_of(i) for i in range(len(data))}:
+        self._dims = data.dims
+        for shape in {without_flat(data.shape_of(i), data.dims) for i in range(len(data))}:
             if any(extent % multiple for extent in shape[1:]):
                 raise UsageError(
                     f"samples in {data.root} are {' × '.join(map(str, shape[1:]))} voxels, and "
@@ -198,6 +203,20 @@ class Segmentation:
             validation.dice.numpy(),
         )
 
+    def draw_sample(self, path: Path, data: ShardDataset, validation: Validation) -> None:
+        """Draws a slice of the first validation volume: image, truth, prediction."""
+        del validation
+        if self._example is None:
+            return
+        if self._slice is None:
+            self._slice = segmentation_report.Slice(data)
+        self._slice.draw(path, self._volume_of(self._example))
+
+    def _volume_of(self, labels: Tensor) -> npt.NDArray[Any]:
+        """Returns predicted labels as [D, H, W]; images and lines have extents of 1 there."""
+        found: npt.NDArray[Any] = labels[(None,) * (3 - labels.dim())].numpy()
+        return found
+
     def draw(
         self,
         folder: Path,
@@ -206,7 +225,7 @@ class Segmentation:
         mesh: MeshConfig,
     ) -> Path:
         """Draws loss, Dice, and a slice of a volume: image, truth, prediction."""
-        example = None if self._example is None else self._example.numpy()
+        example = None if self._example is None else self._volume_of(self._example)
         return segmentation_report.draw_run(folder, curves, data, example, mesh)
 
 

@@ -1,0 +1,74 @@
+"""Draws the progress of `pydist predict`: a bar on a terminal, else a line for each volume."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from pydist.cli.console import Console
+from pydist.cli.progress import describe_place
+from pydist.train.log import Event
+
+
+class PredictionView:
+    """View that shows which volume is predicted, how far it is, and the time to the end.
+
+    Args:
+        console: the console; by default standard output.
+    """
+
+    def __init__(self, console: RichConsole | None = None) -> None:
+        self.console = console or Console()
+        self._bar = Progress(
+            TextColumn(f"{'predict':<10}"),
+            TextColumn("{task.fields[volume]}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+        )
+        self._task: TaskID | None = None
+        self._cases = 0
+        self._finished = 0
+
+    def __call__(self, event: Event) -> None:
+        """Handles one event."""
+        handler = getattr(self, f"_on_{event['event']}", None)
+        if handler is not None:
+            handler(event)
+
+    def close(self) -> None:
+        """Restores the terminal. Idempotent."""
+        if self._task is not None:
+            self._bar.stop()
+            self._task = None
+
+    def _on_start(self, event: Event) -> None:
+        self._say("predict", describe_place(event))
+        self._cases = event["cases"]
+        if self.console.is_terminal:
+            self._task = self._bar.add_task("", total=self._cases, volume=self._volume())
+            self._bar.start()
+
+    def _on_windows(self, event: Event) -> None:
+        if self._task is not None:
+            done = self._finished + event["done"] / event["windows"]
+            self._bar.update(self._task, completed=done, volume=self._volume())
+
+    def _on_predicted(self, event: Event) -> None:
+        self._finished += 1
+        figures = {name: d for name, d in event["dice"].items() if math.isfinite(d)}
+        dice = "".join(f" {name} {value:.3f}" for name, value in figures.items())
+        said = f"  Dice{dice}" if dice else ""
+        self._say("predicted", f"{event['output']}  {event['seconds']:.1f} s{said}")
+        if self._task is not None:
+            self._bar.update(self._task, completed=self._finished, volume=self._volume())
+
+    def _volume(self) -> str:
+        return f"volume {min(self._finished + 1, self._cases)}/{self._cases}"
+
+    def _say(self, label: str, text: str) -> None:
+        self.console.print(Text(f"{label:<10} {text}"), soft_wrap=True)

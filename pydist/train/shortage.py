@@ -1,0 +1,146 @@
+"""What to do when a training step does not fit into memory: the smallest split that would."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import re
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pydist.errors import DoesNotFit, PydistError, out_of_memory, wanted_bytes
+from pydist.grid import CHANNEL_AXIS, OTHER_AXES, SPATIAL_AXES, Grid
+from pydist.launch import launcher_env
+from pydist.plan import Estimate, estimate_step, legal_meshes, load_hardware
+from pydist.train.planning import model_of
+
+if TYPE_CHECKING:
+    from pydist.train.config import Config
+
+_MOST_RANKS = 256
+"""Ranks up to which a split is searched, in powers of two."""
+_LESS = 0.95
+"""Most memory that a split needs, of the memory predicted for the mesh that did not fit."""
+_GAIN = 0.999
+"""Memory on twice the ranks, of that before, from which on more ranks are not tried."""
+_GIB = 2**30
+_OF_CUDA = re.compile("CUDA|CUBLAS|CUDNN")
+
+
+def with_advice(error: Exception, config: Config, grid: Grid) -> DoesNotFit:
+    """Returns the error that names bytes wanted and held, and the smallest split that would fit.
+
+    Args:
+        error: for which `out_of_memory` is true. The values of its frames are released, as the
+            search for a split needs memory, too.
+        config: of the run.
+        grid: the mesh on which memory is missing, whatever is predicted.
+    """
+    device = "cuda" if torch.cuda.is_available() and _OF_CUDA.search(str(error)) else "cpu"
+    wanted, held, limit = wanted_bytes(error), held_bytes(device), limit_bytes(device)
+    said = "the training step does not fit into memory: "
+    if isinstance(error, DoesNotFit):
+        said = f"{error}: "
+    said += "more memory" if wanted is None else _size(wanted)
+    said += f" wanted, {_size(held)} held, of {_size(limit)}"
+    traceback.clear_frames(error.__traceback__)
+    error.__cause__ = error.__context__ = None
+    gc.collect()
+    return DoesNotFit(f"{said}; {_advice(config, grid, limit, device)}")
+
+
+def held_bytes(device: str) -> int:
+    """Returns the memory that this process holds: of the current CUDA device, or resident."""
+    if device == "cuda":
+        return torch.cuda.memory_reserved()
+    return _pages()[1]
+
+
+def limit_bytes(device: str) -> int:
+    """Returns the memory that this process can have at most.
+
+    Of a CUDA device all of it; of the host this rank's part of the memory, or of the limit of the
+    process (`ulimit -v`) or the container.
+    """
+    if device == "cuda":
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    place = launcher_env.detect()
+    ranks = 1 if place is None else place.local_size
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks]
+    container = Path("/sys/fs/cgroup/memory.max")
+    if container.is_file() and (text := container.read_text().strip()).isdigit():
+        limits.append(int(text) // ranks)
+    try:
+        import resource
+    except ImportError:
+        return min(limits)
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY:
+        mapped, resident = _pages()
+        limits.append(space - (mapped - resident))  # libraries are mapped, and hardly resident
+    return min(limits)
+
+
+def _pages() -> tuple[int, int]:
+    """Returns the bytes that are mapped, and those that are resident."""
+    try:
+        mapped, resident, *_ = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0, 0
+    page = os.sysconf("SC_PAGE_SIZE")
+    return int(mapped) * page, int(resident) * page
+
+
+def _advice(config: Config, grid: Grid, limit: int, device: str) -> str:
+    """Returns a sentence about the smallest split that is predicted to fit."""
+    try:
+        found, ranks = _smallest_that_fits(config, grid, limit, device)
+    except PydistError as error:
+        return f"no split can be predicted: {error}"
+    except Exception as error:  # the search itself may not fit
+        if not out_of_memory(error):
+            raise
+        return "`pydist plan` predicts which split fits"
+    if found is None:
+        return "no split is predicted to fit: choose a smaller batch, or more of train.accumulate"
+    sizes = dict(zip(("data", *OTHER_AXES, *SPATIAL_AXES), found.grid.shape, strict=True))
+    spatial = " ".join(str(sizes[axis]) for axis in SPATIAL_AXES)
+    return (
+        f"the smallest split that is predicted to fit: {ranks} rank{'s' if ranks > 1 else ''}, "
+        f"-n {ranks} --mesh.data {sizes['data']} --mesh.spatial {spatial}, "
+        f"{_size(int(found.peak))} for each; `pydist plan` shows others"
+    )
+
+
+def _smallest_that_fits(
+    config: Config, grid: Grid, limit: float, device: str
+) -> tuple[Estimate | None, int]:
+    """Returns the estimate of the fastest mesh of the fewest ranks that fits; None if none does."""
+    hardware = load_hardware("h100" if device == "cuda" else "cpu")
+    model = model_of(config, hardware, _MOST_RANKS)
+    limit = min(limit, _LESS * estimate_step(model, grid).peak)
+    ranks, least = 1, math.inf
+    while ranks <= _MOST_RANKS:
+        possible = (each for each in legal_meshes(ranks) if _possible(each, config))
+        found = [estimate_step(model, each) for each in possible]
+        fits = [each for each in found if each.peak <= limit]
+        if fits:
+            return min(fits, key=lambda each: each.step), ranks
+        before, least = least, min((each.peak for each in found), default=least)
+        if least > _GAIN * before:
+            break  # what is left is not divided, such as weights
+        ranks *= 2
+    return None, _MOST_RANKS
+
+
+def _possible(grid: Grid, config: Config) -> bool:
+    """Returns whether there is a sample for each group, and the memory of the mesh is known."""
+    return grid.size(("data",)) <= config.train.batch and grid.size((CHANNEL_AXIS,)) == 1
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB / 10 else f"{nbytes / 2**20:.1f} MiB"

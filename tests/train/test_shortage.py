@@ -1,0 +1,127 @@
+"""Tests of missing memory: what a run says, and the split that it advises."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from pydist import errors, run_local
+from pydist.data.medical import CTOptions, generate_ct
+from pydist.errors import DoesNotFit, exit_code_of, out_of_memory, wanted_bytes
+from pydist.grid import CHANNEL_AXIS, Grid
+from pydist.plan import estimate_step, legal_meshes, load_hardware
+from pydist.train import log, shortage
+from pydist.train.config import Config, DataConfig, OutputConfig, TrainConfig, UNet3dConfig
+from pydist.train.planning import model_of
+from pydist.train.step import TrainStep
+from support.training.runs import job
+
+WANTED = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+)
+WANTED += "you tried to allocate 14155776 bytes. Error code 12 (Cannot allocate memory)"
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    generate_ct(tmp_path / "ct", CTOptions(count=2, shape=(64, 64, 64), validation=0.0))
+    return Config(
+        model=UNet3dConfig(features=16, levels=2),
+        data=DataConfig(path=tmp_path / "ct", normalize="ct"),
+        train=TrainConfig(epochs=1, batch=1, cuda_graph="never"),
+        output=OutputConfig(folder=tmp_path / "run", plot=False),
+    )
+
+
+def test_a_run_ends_with_the_smallest_split_that_fits(config, monkeypatch):
+    model = model_of(config, load_hardware("cpu"), 8)
+    possible = [
+        estimate_step(model, grid)
+        for grid in legal_meshes(4)
+        if grid.size((CHANNEL_AXIS,)) == grid.size(("data",)) == 1
+    ]
+    here = estimate_step(model, Grid.of({"depth": 2})).peak
+    least = min(each.peak for each in possible)
+    assert least < 0.9 * here
+    limit = round(0.3 * here + 0.7 * least)
+    monkeypatch.setattr(shortage, "limit_bytes", lambda device: limit)
+
+    def failing(self, *_):
+        if self.mesh.rank == 1:
+            raise RuntimeError(WANTED)
+        self.mesh.world.barrier()
+
+    monkeypatch.setattr(TrainStep, "__call__", failing)
+    with pytest.raises(DoesNotFit) as caught:
+        run_local(job, 2, config, 1, (2, 1, 1))
+    said = str(caught.value)
+    assert exit_code_of(caught.value) == 66
+    assert said.startswith("the training step does not fit into memory: 13.5 MiB wanted, ")
+    assert (
+        f"held, of {shortage._size(limit)}; the smallest split that is predicted to fit: " in said
+    )
+    best = min((e for e in possible if e.peak <= limit), key=lambda e: e.step)
+    spatial = " ".join(map(str, best.grid.shape[2:]))
+    assert f"4 ranks, -n 4 --mesh.data 1 --mesh.spatial {spatial}, " in said
+    events = list(log.read(config.output.folder / "log.jsonl"))
+    ends = {e["reason"]: e["status"] for e in events if e["event"] == "end"}
+    assert ends[said] == "failed"
+
+
+def test_what_can_not_be_split_is_said(config, monkeypatch):
+    monkeypatch.setattr(shortage, "limit_bytes", lambda device: 1 << 20)
+    found = shortage.with_advice(MemoryError(), config, Grid.of({}))
+    assert "more memory wanted" in str(found)
+    assert "no split is predicted to fit: choose a smaller batch, or more" in str(found)
+    found = shortage.with_advice(DoesNotFit("the store found none"), config, Grid.of({}))
+    assert str(found).startswith("the store found none: more memory wanted")
+
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(shortage, "model_of", full)
+    found = shortage.with_advice(MemoryError(), config, Grid.of({}))
+    assert str(found).endswith("`pydist plan` predicts which split fits")
+
+
+@pytest.mark.parametrize(
+    ("message", "nbytes"),
+    [
+        (WANTED, 14155776),
+        ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity", 5 << 29),
+        ("Unable to allocate 3.00 MiB for an array with shape (3, 1024)", 3 << 20),
+        ("std::bad_alloc", None),
+    ],
+)
+def test_messages_tell_the_bytes(message, nbytes):
+    kind = torch.OutOfMemoryError if message.startswith("CUDA") else RuntimeError
+    assert out_of_memory(kind(message))
+    assert wanted_bytes(kind(message)) == nbytes
+
+
+def test_primitives_fail_for_lack_of_memory_only_where_it_lacks(monkeypatch):
+    error = RuntimeError("could not create a primitive")
+    assert not out_of_memory(error)
+
+    def none(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(errors.mmap, "mmap", none)
+    assert errors.mmap is mmap
+    assert exit_code_of(error) == 66
+
+
+def test_the_limit_of_the_process_counts(monkeypatch):
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (4 << 30, 4 << 30))
+    monkeypatch.setattr(shortage, "_pages", lambda: (3 << 30, 1 << 30))
+    assert shortage.limit_bytes("cpu") == 2 << 30
+    assert shortage.held_bytes("cpu") == 1 << 30
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("no /proc here")
+    monkeypatch.undo()
+    assert 0 < shortage.held_bytes("cpu") < shortage.limit_bytes("cpu")
