@@ -1,7 +1,11 @@
-"""Registers parameters with the reducer, where sharded tensors meet plain ones."""
+"""Registers parameters with the reducer, where sharded tensors meet plain ones.
+
+This module is the observer of sharded tensors (`pydist.tensor.handlers.Observer`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +13,8 @@ from torch import Tensor, nn
 
 from pydist.gradients import engine, graph, local_uses, replaced, step_check, swap
 from pydist.gradients.leaf import leaf_of
+from pydist.gradients.local_uses import scale_leaving_gradients
+from pydist.gradients.partitioned import PartitionedGradient
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import mark_rows
 
@@ -16,6 +22,17 @@ if TYPE_CHECKING:
     from pydist.group_sizes import GroupSizes
     from pydist.layout import Layout
     from pydist.mesh import Mesh
+
+
+__all__ = [
+    "PartitionedGradient",
+    "follow",
+    "lead_to",
+    "note_part",
+    "reducer_of",
+    "scale_leaving_gradients",
+    "use_as_parameter",
+]
 
 
 def reducer_of(mesh: Mesh) -> Reducer:
@@ -47,6 +64,17 @@ def use_as_parameter(tensor: Tensor, mesh: Mesh) -> None:
         return
     if torch.is_grad_enabled():
         replaced.note_use(tensor, reducer_of(mesh))
+
+
+def note_part(
+    part: Tensor,
+    leaf: Tensor,
+    index: tuple[slice, ...] | None,
+    made: Callable[[Tensor], Tensor],
+    mesh: Mesh,
+) -> None:
+    """Records the part of a leaf that a sharded call uses; see `pydist.gradients.aliases`."""
+    reducer_of(mesh).aliases.note(part, leaf, index, made)
 
 
 def lead_to(

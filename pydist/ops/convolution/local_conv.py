@@ -15,10 +15,9 @@ from pydist.backend.conv import padded
 from pydist.backend.conv_kernels import ConvKernels, by_rule
 from pydist.backend.conv_tuning import choose
 from pydist.backend.problem import ConvProblem, onednn_has
-from pydist.exchange.function import Function
+from pydist.exchange.function import Function, own_grad
 from pydist.exchange.left_weights import LeftWeight, out_of_graph
 from pydist.exchange.memory_formats import all_channels_last
-from pydist.gradients.engine import own_grad
 from pydist.mesh import Mesh
 from pydist.tensor.aliasing import as_result
 
