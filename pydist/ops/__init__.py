@@ -2,7 +2,7 @@
 
 A new operator goes into the module of its family: a function with torch's signature, decorated
 with `pydist.tensor.implements`. Modules that register handlers are imported here, and gradients are
-connected to sharded tensors. Code that families share (windows, gathering, redistribution) is in the
+connected to sharded tensors. Code that families share (windows, channels, coarsening) is in the
 modules of this package.
 """
 

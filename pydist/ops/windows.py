@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pydist.errors import UsageError
 from pydist.exchange.exchanger import Exchanger
+from pydist.exchange.redistribution import BoxGatherer
 from pydist.layout import Layout, Split
-from pydist.ops.gathering import BoxGatherer
 from pydist.partition import Box, Footprint, subtract
 from pydist.tensor import ShardedTensor, local_of
 

@@ -38,6 +38,10 @@ def implements(*functions: Callable[..., Any]) -> Callable[[_H], _H]:
     return register
 
 
+OUTER: set[type] = set()
+"""Classes of tensors that contain sharded ones; in a call with both, their override computes it."""
+
+
 def handler_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """Returns the handler of a torch call; `None` if there is none."""
     handler = HANDLERS.get(func)

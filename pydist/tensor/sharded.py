@@ -34,9 +34,8 @@ from pydist.tensor.aliasing import (
     view_at,
 )
 from pydist.tensor.deferred import NOTHING, Deferred
-from pydist.tensor.handlers import handler_of, observer
+from pydist.tensor.handlers import OUTER, handler_of, observer
 from pydist.tensor.refusals import misfit, refusal
-from pydist.tensor.stage import StageTensor
 from pydist.tensor.wrapper import (
     GET_DEVICE,
     GET_DTYPE,
@@ -50,6 +49,7 @@ from pydist.tensor.wrapper import (
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
+
 
 class Origin(NamedTuple):
     """Properties that a tensor inherits from its forward pass."""
@@ -308,8 +308,8 @@ class ShardedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if len(types) > 1 and StageTensor in types:  # type: ignore[arg-type]  # torch: _TensorMeta
-            return NotImplemented  # its own override computes the call, on one stage
+        if len(types) > 1 and not OUTER.isdisjoint(types):  # type: ignore[arg-type]  # _TensorMeta
+            return NotImplemented  # their override computes the call
         handler = handler_of(func)
         if handler is None:
             raise refusal(func, args, kwargs or {})

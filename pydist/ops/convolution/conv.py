@@ -12,8 +12,7 @@ from torch import Tensor
 from pydist.backend.problem import ConvProblem
 from pydist.ops.channels import on_plain
 from pydist.ops.coarsening import coarsen_if_faster, conv_workload
-from pydist.ops.convolution.correction import corrected
-from pydist.ops.convolution.correction_plan import CorrectionPlan, lines_up
+from pydist.ops.convolution.correction import CorrectionPlan, corrected, lines_up
 from pydist.ops.convolution.local_conv import (
     ConvChooser,
     in_autocast_type,
@@ -30,8 +29,7 @@ from pydist.ops.convolution.split_channels import (
     split_channels,
 )
 from pydist.ops.dtypes import require_same_dtype
-from pydist.ops.fusion.bias import deferred_bias
-from pydist.ops.fusion.relu import ConvOutputs
+from pydist.ops.fusion.relu import ConvOutputs, deferred_bias
 from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
 from pydist.tensor.operands import redistribute

@@ -19,7 +19,7 @@ from pydist._loader import native
 from pydist.exchange.exchanger import in_memory
 from pydist.exchange.function import ExchangeFunction, way_back
 from pydist.ops.constants import Constant
-from pydist.ops.fusion.bias import leaky_relu_
+from pydist.ops.fusion.relu import leaky_relu_
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, footprints_of, in_3d, lo_of
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box, Footprint
