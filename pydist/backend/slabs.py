@@ -56,7 +56,7 @@ class SlabProblem:
     device: str = "cpu"
     tf32: bool = False
 
-    @property
+    @cached_property
     def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
         """Stride, padding, dilation and groups, in the order that native kernels expect."""
         return self.stride, self.padding, self.dilation, self.groups
@@ -72,6 +72,13 @@ class SlabProblem:
         if self.dtype == torch.float32 and self.tf32:
             names.append("tf32")
         return names
+
+
+_NATIVE: dict[str, Callable[..., None]] = {
+    "forward": native.boundary_conv_forward,
+    "dgrad": native.boundary_conv_dgrad,
+    "wgrad": native.boundary_conv_wgrad,
+}
 
 
 def run_slab(
@@ -93,9 +100,10 @@ def run_slab(
     if name == "library":
         BY_LIBRARY[problem.role](problem, first, second, target, *where)
         return
-    kernel: Callable[..., None] = getattr(native, f"boundary_conv_{problem.role}")
-    arguments = (first, second, target, *where, *problem.geometry)
-    plan = _plan(name, problem, first, second, target, *where)
+    kernel, arguments = _NATIVE[problem.role], (first, second, target, *where, *problem.geometry)
+    plan = None
+    if name != "plain":
+        plan = _plan(name, problem, first, second, target, *where)
     if plan is None or plan[0]:
         kernel(*arguments)
         return

@@ -256,6 +256,24 @@ def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     return value * dims if len(value) == 1 else value
 
 
+def as_keys(dims: int, *sizes: Any) -> tuple[Any, ...]:
+    """Returns size arguments as parts of a plan's key: as given, if a dict can hold them.
+
+    The plan converts them once, where `as_tuple` would in every call.
+
+    Args:
+        dims: number of spatial dims.
+        sizes: for each argument, one number, one per dim, `None` or a word.
+    """
+    found = []
+    for size in sizes:
+        found.append(size if type(size) in _KEYS else as_tuple(size, dims))
+    return tuple(found)
+
+
+_KEYS = (int, tuple, str, type(None))
+
+
 def symmetric(padding: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Returns pairs with the same padding before and after."""
     return tuple((p, p) for p in padding)

@@ -42,13 +42,9 @@ OUTER: set[type] = set()
 """Classes of tensors that contain sharded ones; in a call with both, their override computes it."""
 
 
-def handler_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Returns the handler of a torch call; `None` if there is none."""
-    handler = HANDLERS.get(func)
-    if handler is None:
-        _load()
-        handler = HANDLERS.get(func)
-    return handler
+def load() -> None:
+    """Imports what registers here; waits if another thread is importing it."""
+    importlib.import_module("pydist.ops")
 
 
 class Observer(Protocol):
@@ -112,21 +108,20 @@ class Observer(Protocol):
         """
 
 
-_observers: list[Observer] = []
+class _Loaded:
+    """The observer's functions, which are loaded when one is first called."""
+
+    def __getattr__(self, name: str) -> Any:
+        load()
+        return self.__dict__[name]
 
 
-def observe_with(observer: Observer) -> None:
-    """Makes this the observer of all sharded tensors."""
-    _observers[:] = [observer]
+observer: Observer = _Loaded()  # type: ignore[assignment]  # has them as attributes
+"""The observer of all sharded tensors."""
 
 
-def observer() -> Observer:
-    """Returns the observer."""
-    if not _observers:
-        _load()
-    return _observers[0]
-
-
-def _load() -> None:
-    """Imports what registers here; waits if another thread is importing it."""
-    importlib.import_module("pydist.ops")
+def observe_with(chosen: Observer) -> None:
+    """Sets the observer of all sharded tensors."""
+    for name in (*Observer.__annotations__, *vars(Observer)):
+        if not name.startswith("_"):
+            setattr(observer, name, getattr(chosen, name))

@@ -34,7 +34,7 @@ from pydist.tensor.aliasing import (
     view_at,
 )
 from pydist.tensor.deferred import NOTHING, Deferred
-from pydist.tensor.handlers import OUTER, handler_of, observer
+from pydist.tensor.handlers import HANDLERS, OUTER, load, observer
 from pydist.tensor.refusals import misfit, refusal
 from pydist.tensor.wrapper import (
     GET_DEVICE,
@@ -134,9 +134,8 @@ class ShardedTensor(torch.Tensor):
                 f"a shard of shape {tuple(local.shape)} was given, but rank "
                 f"{layout.mesh.rank} holds {layout.local_shape} of {layout.shape}"
             )
-        follows = observer()
-        follows.follow(local, layout.mesh)
-        local = follows.scale_leaving_gradients(local, layout)
+        observer.follow(local, layout.mesh)
+        local = observer.scale_leaving_gradients(local, layout)
         return cls.of_shard(local, layout, first_sample, statistics)
 
     @classmethod
@@ -210,7 +209,7 @@ class ShardedTensor(torch.Tensor):
     def to_local(self) -> Tensor:
         """Returns this rank's shard, a plain tensor in the same autograd graph."""
         local = local_of(self)
-        observer().lead_to(local, self.mesh, self._history, self._origin.sizes, self._layout)
+        observer.lead_to(local, self.mesh, self._history, self._origin.sizes, self._layout)
         if self._view is not None and (storage := self._view.memory.storage) is not None:
             storage.watch(self._view.memory.key, local)
         self._shown = (local.grad_fn,)
@@ -226,7 +225,7 @@ class ShardedTensor(torch.Tensor):
             whole = redistributed(local, layout, layout.whole())
         if whole is local:
             whole = average_grad(whole, self.mesh, SAMPLE_AXES)
-        observer().lead_to(whole, self.mesh, self._history, self._origin.sizes)
+        observer.lead_to(whole, self.mesh, self._history, self._origin.sizes)
         return whole
 
     def redistribute(
@@ -310,11 +309,14 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         if len(types) > 1 and not OUTER.isdisjoint(types):  # type: ignore[arg-type]  # _TensorMeta
             return NotImplemented  # their override computes the call
-        handler = handler_of(func)
+        handler = HANDLERS.get(func)
+        if handler is None:
+            load()
+            handler = HANDLERS.get(func)
         if handler is None:
             raise refusal(func, args, kwargs or {})
         if len(types) > 1:  # type: ignore[arg-type]
-            kept = ShardedTensor, observer().PartitionedGradient
+            kept = ShardedTensor, observer.PartitionedGradient
             args, kwargs = plain_operands(args, kept), plain_operands(kwargs or {}, kept)
         outermost = not CAUSE.history
         try:
@@ -387,9 +389,8 @@ def local_of(x: ShardedTensor) -> Tensor:
 def _reenter(x: ShardedTensor) -> None:
     """Treats a shard that a program has changed in place like an argument of `from_local`."""
     shard = x._shard
-    follows = observer()
-    follows.follow(shard, x.mesh)
-    local = follows.scale_leaving_gradients(shard, x._layout)
+    observer.follow(shard, x.mesh)
+    local = observer.scale_leaving_gradients(shard, x._layout)
     x._shown = (local.grad_fn,)
     replace_shard_(x, local, changed=False)
 
