@@ -34,6 +34,7 @@ run mypy tools/*.py
 run mypy benchmarks/python
 run mypy tests/lib
 run lint-imports
+run python tools/check_reach.py
 printf '== clang-format\n'
 native | xargs clang-format --dry-run --Werror || failed=1
 printf '== shellcheck\n'

@@ -80,15 +80,7 @@ def note_part(
 def lead_to(
     tensor: Tensor, mesh: Mesh, history: int, sizes: GroupSizes, shard_in: Layout | None = None
 ) -> None:
-    """Records that a plain result was computed from sharded tensors alone, and their history.
-
-    Args:
-        tensor: the result.
-        mesh: of the sharded tensors.
-        history: see `pydist.exchange.history`.
-        sizes: of their batch.
-        shard_in: the layout, if the result is this rank's shard.
-    """
+    """Marks a plain result with its mesh, history and batch; see `Observer.lead_to`."""
     if mesh.size > 1:
         made_by = (history,) if history else ()
         wholes, shards = (made_by, ()) if shard_in is None else ((), made_by)
