@@ -112,8 +112,10 @@ class _Loaded:
     """The observer's functions, which are loaded when one is first called."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         load()
-        return self.__dict__[name]
+        return object.__getattribute__(self, name)
 
 
 observer: Observer = _Loaded()  # type: ignore[assignment]  # has them as attributes
