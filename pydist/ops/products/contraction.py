@@ -79,7 +79,7 @@ def contract(
 
 
 class _Product(NamedTuple):
-    """Plan of a product.
+    """Plan that says how a product runs: the layouts of its operands and of its result.
 
     Attributes:
         product: a layout with all labels as dims, which uses all axes.
