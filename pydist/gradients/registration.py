@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "PartitionedGradient",
     "follow",
+    "gradient_placeholder",
     "lead_to",
     "note_part",
     "reducer_of",
     "scale_leaving_gradients",
     "use_as_parameter",
 ]
+
+gradient_placeholder: type[Tensor] = PartitionedGradient
+"""Class of gradients without values, which calls on sharded tensors get unchanged."""
 
 
 def reducer_of(mesh: Mesh) -> Reducer:

@@ -48,14 +48,11 @@ def load() -> None:
 
 
 class Observer(Protocol):
-    """Interface that is notified of plain tensors in the graph of sharded ones.
+    """Interface that is notified of plain tensors in the graph of sharded ones."""
 
-    Attributes:
-        PartitionedGradient: class of the placeholders for partitioned gradients, which handlers get
-            unchanged.
-    """
-
-    PartitionedGradient: type[Tensor]
+    @property
+    def gradient_placeholder(self) -> type[Tensor]:
+        """Class of the placeholders for partitioned gradients, which handlers get unchanged."""
 
     def follow(self, tensor: Tensor, mesh: Mesh) -> None:
         """Registers a sharded call's plain operand, or the parameters it was computed from."""
@@ -118,12 +115,12 @@ class _Loaded:
         return object.__getattribute__(self, name)
 
 
-observer: Observer = _Loaded()  # type: ignore[assignment]  # has them as attributes
+observer: Observer = _Loaded()
 """The observer of all sharded tensors."""
 
 
 def observe_with(chosen: Observer) -> None:
     """Sets the observer of all sharded tensors."""
-    for name in (*Observer.__annotations__, *vars(Observer)):
+    for name in vars(Observer):
         if not name.startswith("_"):
             setattr(observer, name, getattr(chosen, name))

@@ -316,7 +316,7 @@ class ShardedTensor(torch.Tensor):
         if handler is None:
             raise refusal(func, args, kwargs or {})
         if len(types) > 1:  # type: ignore[arg-type]
-            kept = ShardedTensor, observer.PartitionedGradient
+            kept = ShardedTensor, observer.gradient_placeholder
             args, kwargs = plain_operands(args, kept), plain_operands(kwargs or {}, kept)
         outermost = not CAUSE.history
         try:

@@ -67,14 +67,14 @@ class _LocalTransposed(Function):
         grad = kernels.in_format(grad)
         grad_bias = bias_gradient(grad) if ctx.needs_input_grad[2] else None
         grad = kernels.in_format(_uncut(grad, ctx.starts, p.input[2:]))
-        grads = shard_gradients(
+        own = shard_gradients(
             ctx,
             x,
             weight,
             lambda kernel: kernels.run_forward(grad, kernel, None),
             lambda kernel: kernels.run_wgrad(grad, x, kernel),
         )
-        return *grads, grad_bias, *(None,) * 5
+        return *own, grad_bias, *(None,) * 5
 
 
 def transposed_by_torch(
