@@ -36,6 +36,7 @@ mypy=$!
 run ruff check "$@"
 run ruff format --check "$@"
 run lint-imports
+run python tools/check_reach.py
 printf '== clang-format\n'
 native | xargs clang-format --dry-run --Werror || failed=1
 printf '== shellcheck\n'

@@ -28,8 +28,7 @@ from pydist import Mesh
 from pydist.backend import slab_tuning
 from pydist.backend.autotuner import Autotuner
 from pydist.backend.problem import ROLES
-from pydist.backend.slab_problem import SlabProblem
-from pydist.backend.slabs import run_slab, unsupported
+from pydist.backend.slabs import SlabProblem, run_slab, unsupported
 from pydist.comm import LocalTransport
 
 GOAL = 1.3

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -275,13 +276,23 @@ def in_format(x: Tensor, channels_last: bool) -> Tensor:
     Dims of extent 1 get the strides of the format too. torch ignores them when it checks whether a
     tensor is contiguous, but not when it infers its format, and then runs kernels of the other.
     """
-    order = (0, *range(2, x.dim()), 1) if channels_last else tuple(range(x.dim()))
-    lying = x.permute(order)
-    step, strides = 1, []
-    for extent in reversed(lying.shape):
-        strides.append(step)
-        step *= extent
-    if lying.stride() == tuple(reversed(strides)):
+    if x.stride() == _strides(x.shape, channels_last):
         return x
-    lying = lying.contiguous().view(-1).view(lying.shape)
+    order = _order(x.dim(), channels_last)
+    lying = x.permute(order).contiguous()
+    lying = lying.view(-1).view(lying.shape)
     return lying.permute([order.index(d) for d in range(x.dim())])
+
+
+def _order(dims: int, channels_last: bool) -> tuple[int, ...]:
+    """Returns the order of dims in memory."""
+    return (0, *range(2, dims), 1) if channels_last else tuple(range(dims))
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: torch.Size, channels_last: bool) -> tuple[int, ...]:
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(_order(len(shape), channels_last)):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)

@@ -19,8 +19,7 @@ from torch import Tensor
 from pydist.backend.autotuner import Autotuner
 from pydist.backend.conv import in_format
 from pydist.backend.records import key_of
-from pydist.backend.slab_problem import SlabProblem
-from pydist.backend.slabs import run_slab, unsupported
+from pydist.backend.slabs import SlabProblem, run_slab, unsupported
 
 if TYPE_CHECKING:
     from pydist.comm import Transport

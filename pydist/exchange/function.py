@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -145,6 +147,30 @@ class ExchangeFunction(Function):
             return _called(backward, ctx, (saved,), grad, rest)
 
         return announced
+
+
+class _Next(threading.local):
+    """Whether a backward function of pydist starts the thread's next pass, not the program."""
+
+    is_own = False
+
+
+_next = _Next()
+
+
+def own_grad(y: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    """Returns gradients with a graph, for a backward function that recomputed `y`."""
+    _next.is_own = True
+    try:
+        return torch.autograd.grad(y, inputs, grad, create_graph=True)
+    finally:
+        _next.is_own = False
+
+
+def is_own_pass() -> bool:
+    """Returns whether `own_grad` starts the pass that begins; called once per pass."""
+    found, _next.is_own = _next.is_own, False
+    return found
 
 
 def way_back(x: Tensor) -> Tensor:

@@ -126,8 +126,8 @@ def remember(result: Any, history: int, args: Sequence[Any]) -> None:
     """Sets the history of the new sharded tensors among a call's results."""
     if isinstance(result, Tensor):
         # `remember_change` handles a changed argument; an unchanged one keeps its history.
-        if not args or result is not args[0]:
-            _set(result, history)
+        if (not args or result is not args[0]) and hasattr(result, "_history"):
+            result._history = history
     elif isinstance(result, (tuple, list)):
         for index, each in enumerate(result):
             _set(each, hash((history, index)) | _LEAST_HASH)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from pydist.errors import NotSupported
+from pydist.exchange.function import is_own_pass
 from pydist.exchange.history import also_made_by
 from pydist.gradients import replaced
 from pydist.gradients.graph import NOTHING, Histories, mark_mesh, walk
@@ -48,15 +49,9 @@ def led_out(mesh: Mesh, sizes: GroupSizes) -> None:
 
 
 class _Next(threading.local):
-    """Properties that the next pass of a thread will have.
-
-    Attributes:
-        histories: of the sharded tensors that are roots of the pass.
-        is_own: whether a backward function of pydist starts the pass, not the program.
-    """
+    """Histories of the sharded tensors that are roots of a thread's next pass."""
 
     histories: Collection[int] = ()
-    is_own = False
 
 
 _next = _Next()
@@ -65,15 +60,6 @@ _next = _Next()
 def starts_from(histories: Iterable[int]) -> None:
     """Records the histories of the sharded tensors that are roots of this thread's next pass."""
     _next.histories = tuple(histories)
-
-
-def own_grad(y: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """Returns gradients with a graph, for a backward function that recomputed `y`."""
-    _next.is_own = True
-    try:
-        return torch.autograd.grad(y, inputs, grad, create_graph=True)
-    finally:
-        _next.is_own = False
 
 
 class _Engine(_engine):  # type: ignore[misc]
@@ -134,7 +120,7 @@ def _refuse_batched(seeds: Iterable[Any]) -> None:
 def _counted(found: Histories, *, is_nested: bool) -> Histories:
     """Returns the histories of a pass that starts: of its graph, or of the given roots."""
     given, _next.histories = _next.histories, ()
-    is_own, _next.is_own = _next.is_own, False
+    is_own = is_own_pass()
     if not is_nested:
         return found
     # Within another pass, only given ones: its roots may be in a checkpointed region.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -64,6 +65,8 @@ class Leaf:
     hooks of the tensor: unlike graph nodes they survive `model.double()` and `p.data = ...`.
 
     Attributes:
+        parameter: returns the parameter, while it is alive and this leaf is valid; else `None`.
+        reducer: returns the reducer of the gradient, while it is alive; else `None`.
         key: `id` of the parameter.
         name: for errors.
         axes: axes of the mesh along which the ranks hold equal copies.
@@ -88,14 +91,14 @@ class Leaf:
     """
 
     def __init__(self, parameter: Tensor, name: str, reducer: LeafReducer) -> None:
-        self._parameter = Link(parameter)
-        self._reducer = weakref.ref(reducer)
+        self.parameter: Callable[[], Tensor | None] = Link(parameter)
+        self.reducer = weakref.ref(reducer)
         self.key, self.name = id(parameter), name
         self.axes, _ = slicing_of(parameter)
         self._measure(parameter)
         self.is_partitioned = False
         self.fired = self.paused = self.partial = self.keeps_graph = self.in_graph = False
-        self.waits = self.has_hooks = self._gone = False
+        self.waits = self.has_hooks = False
         self.idle = 0
         self.place: tuple[int, int] | None = None
         self.is_placed = False
@@ -138,12 +141,8 @@ class Leaf:
         fresh = copy.copy(self)
         fresh._measure(parameter)
         fresh._before.leaf = fresh._after.leaf = fresh
-        self._gone = True
+        self.parameter = _none
         return fresh
-
-    def parameter(self) -> Tensor | None:
-        """Returns the parameter, while it is alive and this leaf is valid."""
-        return None if self._gone else self._parameter()
 
     def describes(self, parameter: Tensor) -> bool:
         """Returns whether the parameter still has the kind that the buckets expect."""
@@ -154,10 +153,6 @@ class Leaf:
             and parameter.stride() == kind.stride
             and parameter.device == kind.device
         )
-
-    def reducer(self) -> LeafReducer | None:
-        """Returns the reducer of the gradient, while it is alive."""
-        return self._reducer()
 
     def refuse_hooks(self) -> None:
         """Raises if users have registered hooks, which a partitioned gradient does not support."""
@@ -262,6 +257,10 @@ class Leaf:
                 )
             grad = changed if torch.is_grad_enabled() else changed.detach()
         return grad
+
+
+def _none() -> None:
+    """Replaces the link to the parameter of a leaf that is void."""
 
 
 def _before_accumulation(leaf: Leaf, grad: Tensor | None) -> Tensor | None:

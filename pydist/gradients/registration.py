@@ -1,7 +1,11 @@
-"""Registers parameters with the reducer, where sharded tensors meet plain ones."""
+"""Registers parameters with the reducer, where sharded tensors meet plain ones.
+
+This module is the observer of sharded tensors (`pydist.tensor.handlers.Observer`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +13,8 @@ from torch import Tensor, nn
 
 from pydist.gradients import engine, graph, local_uses, replaced, step_check, swap
 from pydist.gradients.leaf import leaf_of
+from pydist.gradients.local_uses import scale_leaving_gradients
+from pydist.gradients.partitioned import PartitionedGradient
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import mark_rows
 
@@ -16,6 +22,20 @@ if TYPE_CHECKING:
     from pydist.group_sizes import GroupSizes
     from pydist.layout import Layout
     from pydist.mesh import Mesh
+
+
+__all__ = [
+    "follow",
+    "gradient_placeholder",
+    "lead_to",
+    "note_part",
+    "reducer_of",
+    "scale_leaving_gradients",
+    "use_as_parameter",
+]
+
+gradient_placeholder: type[Tensor] = PartitionedGradient
+"""Class of gradients without values, which calls on sharded tensors get unchanged."""
 
 
 def reducer_of(mesh: Mesh) -> Reducer:
@@ -49,18 +69,21 @@ def use_as_parameter(tensor: Tensor, mesh: Mesh) -> None:
         replaced.note_use(tensor, reducer_of(mesh))
 
 
+def note_part(
+    part: Tensor,
+    leaf: Tensor,
+    index: tuple[slice, ...] | None,
+    made: Callable[[Tensor], Tensor],
+    mesh: Mesh,
+) -> None:
+    """Records the part of a leaf that a sharded call uses; see `pydist.gradients.aliases`."""
+    reducer_of(mesh).aliases.note(part, leaf, index, made)
+
+
 def lead_to(
     tensor: Tensor, mesh: Mesh, history: int, sizes: GroupSizes, shard_in: Layout | None = None
 ) -> None:
-    """Records that a plain result was computed from sharded tensors alone, and their history.
-
-    Args:
-        tensor: the result.
-        mesh: of the sharded tensors.
-        history: see `pydist.exchange.history`.
-        sizes: of their batch.
-        shard_in: the layout, if the result is this rank's shard.
-    """
+    """Marks a plain result with its mesh, history and batch; see `Observer.lead_to`."""
     if mesh.size > 1:
         made_by = (history,) if history else ()
         wholes, shards = (made_by, ()) if shard_in is None else ((), made_by)

@@ -39,6 +39,7 @@ def install() -> None:
 def _check_step(optimizer: Optimizer, *_: object) -> None:
     """Refuses a step with a known gradient that was not reduced, or after which copies differ."""
     own: list[Tensor] = []
+    steps_parts = isinstance(optimizer, StepsParts)  # once, as the check of a protocol is slow
     for number, group in enumerate(optimizer.param_groups):
         for index, each in enumerate(group["params"]):
             parameter = own_slice(each)
@@ -52,7 +53,7 @@ def _check_step(optimizer: Optimizer, *_: object) -> None:
                     own.append(parameter)
                 continue
             leaf.place = leaf.place or (number, index)
-            reducer = None if isinstance(optimizer, StepsParts) else leaf.reducer()
+            reducer = None if steps_parts else leaf.reducer()
             if reducer is not None and reducer.mesh.group(leaf.axes).mixes:
                 raise NotSupported(
                     f"a step of {type(optimizer).__name__} on unequal devices, whose results "

@@ -1,11 +1,13 @@
 """Handles torch calls on sharded tensors, in one package per family of operators.
 
 A new operator goes into the module of its family: a function with torch's signature, decorated
-with `pydist.tensor.implements`. Modules that register handlers are imported here. Code that
-families share (windows, gathering, redistribution) is in the modules of this package.
+with `pydist.tensor.implements`. Modules that register handlers are imported here, and gradients are
+connected to sharded tensors. Code that families share (windows, channels, coarsening) is in the
+modules of this package.
 """
 
 # ruff: noqa: F401  imported for the handlers that they register
+from pydist.gradients import registration
 from pydist.ops import activations, attributes, gradients, hooks
 from pydist.ops.attention import multi_head, scaled
 from pydist.ops.convolution import conv, conv_transpose
@@ -27,3 +29,6 @@ from pydist.ops.shaping import (
     slicing,
 )
 from pydist.ops.spectral import fft
+from pydist.tensor.handlers import observe_with
+
+observe_with(registration)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pydist.errors import UsageError
 from pydist.exchange.exchanger import Exchanger
+from pydist.exchange.redistribution import BoxGatherer
 from pydist.layout import Layout, Split
-from pydist.ops.gathering import BoxGatherer
 from pydist.partition import Box, Footprint, subtract
 from pydist.tensor import ShardedTensor, local_of
 
@@ -254,6 +254,24 @@ def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
         return (value,) * dims
     value = tuple(value)
     return value * dims if len(value) == 1 else value
+
+
+def as_keys(dims: int, *sizes: Any) -> tuple[Any, ...]:
+    """Returns size arguments as parts of a plan's key: as given, if a dict can hold them.
+
+    The plan converts them once, where `as_tuple` would in every call.
+
+    Args:
+        dims: number of spatial dims.
+        sizes: for each argument, one number, one per dim, `None` or a word.
+    """
+    found = []
+    for size in sizes:
+        found.append(size if type(size) in _KEYS else as_tuple(size, dims))
+    return tuple(found)
+
+
+_KEYS = (int, tuple, str, type(None))
 
 
 def symmetric(padding: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -3,7 +3,8 @@
 ==============  ==================================================================================
 module          contents
 ==============  ==================================================================================
-`sharded`       `ShardedTensor`, and `implements`, which registers handlers of torch calls
+`sharded`       `ShardedTensor`
+`handlers`      `implements`, which registers handlers of torch calls, and the observer of gradients
 `wrapper`       torch's own calls on the wrapper subclass, and guards of its gradient
 `operands`      conversion of plain tensors, parameters and other layouts to a call's operands
 `distribute`    `distribute_tensor`, which cuts a plain tensor
@@ -13,12 +14,11 @@ module          contents
 ==============  ==================================================================================
 """
 
+from pydist.tensor.handlers import HANDLERS, implements
 from pydist.tensor.refusals import module_path, refusal
 from pydist.tensor.sharded import (
-    HANDLERS,
     Origin,
     ShardedTensor,
-    implements,
     local_of,
     replace_shard_,
     source_among,

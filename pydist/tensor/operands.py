@@ -13,10 +13,10 @@ from pydist.exchange.adjoints import average_grad, scale_grad
 from pydist.exchange.consistency import consistency_of
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.exchange.redistribution import redistributed
-from pydist.gradients.registration import follow, reducer_of, use_as_parameter
 from pydist.layout import Layout
 from pydist.mesh import Mesh
 from pydist.tensor.aliasing import detached_part, is_partly_changed
+from pydist.tensor.handlers import observer
 from pydist.tensor.sharded import ShardedTensor, local_of, wrap
 
 
@@ -39,7 +39,7 @@ def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
         UsageError: the ranks of the sample group hold different tensors.
     """
     prove_equal(tensor, layout, "cut")
-    follow(tensor, layout.mesh)
+    observer.follow(tensor, layout.mesh)
     part = average_grad(tensor, layout.mesh, layout.used_axes)
     box = layout.box
     if tuple(box.shape) != tuple(tensor.shape):
@@ -80,9 +80,9 @@ def use_weight(tensor: Tensor, mesh: Mesh) -> None:
     by a step of fast weights.
     """
     if not isinstance(tensor, ShardedTensor):
-        use_as_parameter(tensor, mesh)
+        observer.use_as_parameter(tensor, mesh)
     elif tensor._origin.sizes.of_weight and not is_sharded_weight(tensor):
-        use_as_parameter(local_of(tensor), mesh)
+        observer.use_as_parameter(local_of(tensor), mesh)
 
 
 def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -153,7 +153,7 @@ def _slice_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor:
     it is formed here.
     """
     mesh, own = layout.mesh, local_of(x)
-    follow(own, mesh)
+    observer.follow(own, mesh)
     factor = target.replicas / layout.replicas
     if x._layout.boxes == target.boxes:
         return _part(own, None, lambda own: scale_grad(own, factor), mesh) if factor != 1 else own
@@ -166,7 +166,7 @@ def _entered(x: Tensor, index: tuple[slice, ...] | None, layout: Layout) -> Tens
     factor = mesh.sample_size / layout.replicas
 
     def made(x: Tensor) -> Tensor:
-        follow(x, mesh)
+        observer.follow(x, mesh)
         is_parameter = x.is_leaf and isinstance(x, nn.Parameter)
         part = x if is_parameter else average_grad(x, mesh, layout.used_axes)
         return scale_grad(part if index is None else part[index], factor)
@@ -192,7 +192,7 @@ def _part(
         return part
     if not part.requires_grad:
         part = part.detach()  # may require a gradient by the time of a backward pass
-    reducer_of(mesh).aliases.note(part, x, index, made)
+    observer.note_part(part, x, index, made, mesh)
     return part
 
 

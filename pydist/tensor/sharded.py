@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from pydist.exchange.history import (
 )
 from pydist.exchange.own_slice import Slicing, is_sharded_weight, set_slicing
 from pydist.exchange.redistribution import redistributed
-from pydist.gradients.local_uses import scale_leaving_gradients
-from pydist.gradients.partitioned import PartitionedGradient
-from pydist.gradients.registration import follow, lead_to
 from pydist.grid import AXES, SAMPLE_AXES
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.interop import ArrayLike, as_tensor
@@ -38,8 +34,8 @@ from pydist.tensor.aliasing import (
     view_at,
 )
 from pydist.tensor.deferred import NOTHING, Deferred
+from pydist.tensor.handlers import HANDLERS, OUTER, load, observer
 from pydist.tensor.refusals import misfit, refusal
-from pydist.tensor.stage import StageTensor
 from pydist.tensor.wrapper import (
     GET_DEVICE,
     GET_DTYPE,
@@ -53,25 +49,6 @@ from pydist.tensor.wrapper import (
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
-
-HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""Registry of the handlers of torch calls, which the modules of `pydist.ops` fill."""
-
-_H = TypeVar("_H", bound=Callable[..., Any])
-
-
-def implements(*functions: Callable[..., Any]) -> Callable[[_H], _H]:
-    """Registers the decorated function as the handler of torch calls.
-
-    The handler gets the arguments of the call unchanged, so it has the torch function's signature.
-    """
-
-    def register(handler: _H) -> _H:
-        for function in functions:
-            HANDLERS[function] = handler
-        return handler
-
-    return register
 
 
 class Origin(NamedTuple):
@@ -157,8 +134,8 @@ class ShardedTensor(torch.Tensor):
                 f"a shard of shape {tuple(local.shape)} was given, but rank "
                 f"{layout.mesh.rank} holds {layout.local_shape} of {layout.shape}"
             )
-        follow(local, layout.mesh)
-        local = scale_leaving_gradients(local, layout)
+        observer.follow(local, layout.mesh)
+        local = observer.scale_leaving_gradients(local, layout)
         return cls.of_shard(local, layout, first_sample, statistics)
 
     @classmethod
@@ -232,7 +209,7 @@ class ShardedTensor(torch.Tensor):
     def to_local(self) -> Tensor:
         """Returns this rank's shard, a plain tensor in the same autograd graph."""
         local = local_of(self)
-        lead_to(local, self.mesh, self._history, self._origin.sizes, self._layout)
+        observer.lead_to(local, self.mesh, self._history, self._origin.sizes, self._layout)
         if self._view is not None and (storage := self._view.memory.storage) is not None:
             storage.watch(self._view.memory.key, local)
         self._shown = (local.grad_fn,)
@@ -248,7 +225,7 @@ class ShardedTensor(torch.Tensor):
             whole = redistributed(local, layout, layout.whole())
         if whole is local:
             whole = average_grad(whole, self.mesh, SAMPLE_AXES)
-        lead_to(whole, self.mesh, self._history, self._origin.sizes)
+        observer.lead_to(whole, self.mesh, self._history, self._origin.sizes)
         return whole
 
     def redistribute(
@@ -330,17 +307,16 @@ class ShardedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if len(types) > 1 and StageTensor in types:  # type: ignore[arg-type]  # torch: _TensorMeta
-            return NotImplemented  # its own override computes the call, on one stage
+        if len(types) > 1 and not OUTER.isdisjoint(types):  # type: ignore[arg-type]  # _TensorMeta
+            return NotImplemented  # their override computes the call
         handler = HANDLERS.get(func)
         if handler is None:
-            # Another thread may still be importing the handlers: this import waits for it.
-            importlib.import_module("pydist.ops")
+            load()
             handler = HANDLERS.get(func)
         if handler is None:
             raise refusal(func, args, kwargs or {})
         if len(types) > 1:  # type: ignore[arg-type]
-            kept = ShardedTensor, PartitionedGradient
+            kept = ShardedTensor, observer.gradient_placeholder
             args, kwargs = plain_operands(args, kept), plain_operands(kwargs or {}, kept)
         outermost = not CAUSE.history
         try:
@@ -439,8 +415,8 @@ def local_of(x: ShardedTensor) -> Tensor:
 def _reenter(x: ShardedTensor) -> None:
     """Treats a shard that a program has changed in place like an argument of `from_local`."""
     shard = x._shard
-    follow(shard, x.mesh)
-    local = scale_leaving_gradients(shard, x._layout)
+    observer.follow(shard, x.mesh)
+    local = observer.scale_leaving_gradients(shard, x._layout)
     x._shown = (local.grad_fn,)
     replace_shard_(x, local, changed=False)
 

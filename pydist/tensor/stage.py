@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pydist.errors import NotSupported
+from pydist.tensor.handlers import OUTER
 from pydist.tensor.wrapper import GET_GRAD_FN, GET_REQUIRES_GRAD, of_wrapper
 
 
@@ -110,6 +111,9 @@ class StageTensor(torch.Tensor):
             f"{func} on a tensor of a network in stages, which has no memory here: "
             "autograd.Function, torch.func and vmap bypass torch's overrides"
         )
+
+
+OUTER.add(StageTensor)
 
 
 def _first(value: Any) -> StageTensor | None:

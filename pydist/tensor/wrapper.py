@@ -23,9 +23,12 @@ GET_GRAD_FN = _T.grad_fn.__get__
 _SET_HOOKS = _T._backward_hooks.__set__
 
 
+_impl: Any = torch._C._disabled_torch_function_impl
+
+
 def of_wrapper(func: Callable[..., Any], *args: Any) -> Any:
     """Makes a torch call on the wrapper itself, which knows the global shape, dtype and device."""
-    return torch._C._disabled_torch_function_impl(func, (), args)  # type: ignore[call-arg]
+    return _impl(func, (), args)
 
 
 def refuse_foreign_graph(x: Tensor) -> None:
@@ -34,7 +37,7 @@ def refuse_foreign_graph(x: Tensor) -> None:
     Raises:
         NotSupported: an `autograd.Function` was applied to the wrapper.
     """
-    node = of_wrapper(GET_GRAD_FN, x)
+    node = _impl(GET_GRAD_FN, (), (x,))  # as `of_wrapper`, for every operand of a call
     if node is not None:
         if node.name() == "CheckpointFunctionBackward":
             raise NotSupported(
@@ -61,7 +64,7 @@ _GUARDS = OrderedDict({0: _refuse_gradient})
 
 def guard_gradient(wrapper: Tensor) -> None:
     """Makes a gradient that arrives at the wrapper raise."""
-    of_wrapper(_SET_HOOKS, wrapper, _GUARDS)
+    _impl(_SET_HOOKS, (), (wrapper, _GUARDS))
 
 
 def plain(tensor: Tensor) -> Tensor:

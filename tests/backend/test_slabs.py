@@ -15,7 +15,7 @@ from pydist import _native as native
 from pydist.backend import slab_tuning, slabs
 from pydist.backend.autotuner import _TURNS
 from pydist.backend.problem import ROLES
-from pydist.backend.slab_problem import SlabProblem
+from pydist.backend.slabs import SlabProblem
 from support.equivalence import layout_at, on_ranks, randn, shard
 
 triples = st.tuples(*[st.integers(1, 3)] * 3)

@@ -11,8 +11,7 @@ from pydist.backend import slab_tuning
 from pydist.backend.autotuner import autotuner_of
 from pydist.backend.conv import in_format
 from pydist.backend.problem import ROLES
-from pydist.backend.slab_problem import SlabProblem
-from pydist.backend.slabs import run_slab
+from pydist.backend.slabs import SlabProblem, run_slab
 from pydist.comm import LocalTransport
 
 KERNELS = {

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
+from pydist.layout import Layout
 from pydist.ops.channels import on_plain
 from pydist.ops.coarsening import coarsen_if_faster, conv_workload
-from pydist.ops.convolution.correction import corrected
-from pydist.ops.convolution.correction_plan import CorrectionPlan, lines_up
+from pydist.ops.convolution.correction import CorrectionPlan, corrected, lines_up
 from pydist.ops.convolution.local_conv import (
     ConvChooser,
     in_autocast_type,
@@ -30,9 +30,8 @@ from pydist.ops.convolution.split_channels import (
     split_channels,
 )
 from pydist.ops.dtypes import require_same_dtype
-from pydist.ops.fusion.bias import deferred_bias
-from pydist.ops.fusion.relu import ConvOutputs
-from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
+from pydist.ops.fusion.relu import ConvOutputs, deferred_bias
+from pydist.ops.windows import Window, WindowPlan, as_keys, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
 from pydist.tensor.operands import redistribute
 
@@ -70,12 +69,13 @@ def conv(
         return on_plain(function, partial(conv, dims), input, weight, bias, *options)
     if input.dim() != dims + 2:
         raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
-    layout = input._layout
-    stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
-    kernel = tuple(weight.shape[2:])
-    window = Window(kernel, stride, dilation, _padding(padding, kernel, dilation, dims))
-    input = redistribute(input, coarsen_if_faster(layout, conv_workload(window, weight.shape)))
     layout, of_all = input._layout, tuple(weight.shape)
+    session, sizes = layout.mesh.session, as_keys(dims, stride, padding, dilation)
+    window, layout = session.plan(
+        ("window of conv", layout, of_all, sizes), lambda: _window(layout, of_all, *sizes)
+    )
+    if layout is not input._layout:
+        input = redistribute(input, layout)
     split = split_channels(
         function, input, weight, groups,
         lambda: plan_window(layout, window, of_all[0]).out.shape[2:], is_transposed=False,
@@ -88,7 +88,7 @@ def conv(
     local, weight, bias = in_autocast_type(local, weight, bias)
     require_same_dtype(function, local, weight, bias)
     key = ("conv", windows, of_all, groups, local.dtype, local.device)
-    plan = layout.mesh.session.plan(key, lambda: _ConvPlan(windows, of_all, groups, local))
+    plan = session.plan(key, lambda: _ConvPlan(windows, of_all, groups, local))
     x = wrap(local, layout, input)
     with without_autocast(local.device):
         if is_partial(layout, out):
@@ -98,6 +98,20 @@ def conv(
     result = wrap(shard, out, input)
     result._deferred = deferred
     return result
+
+
+def _window(
+    layout: Layout,
+    weight: tuple[int, ...],
+    stride: int | Sequence[int],
+    padding: int | Sequence[int] | str,
+    dilation: int | Sequence[int],
+) -> tuple[Window, Layout]:
+    """Returns the window of a convolution, and the input's layout in which it is fastest."""
+    kernel, dims = weight[2:], len(layout.shape) - 2
+    stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
+    window = Window(kernel, stride, dilation, _padding(padding, kernel, dilation, dims))
+    return window, coarsen_if_faster(layout, conv_workload(window, weight))
 
 
 class _ConvPlan:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
 from pydist.errors import UsageError
+from pydist.exchange.redistribution import BoxGatherer
 from pydist.layout import Layout, Split
 from pydist.ops.channels import on_plain
-from pydist.ops.convolution.correction import corrected
-from pydist.ops.convolution.correction_plan import CorrectionPlan
+from pydist.ops.convolution.correction import CorrectionPlan, corrected
 from pydist.ops.convolution.local_conv import (
     ConvChooser,
     in_autocast_type,
@@ -37,7 +37,6 @@ from pydist.ops.convolution.split_channels import (
 )
 from pydist.ops.convolution.transposed_window import Piece, TransposedWindow
 from pydist.ops.dtypes import require_same_dtype
-from pydist.ops.gathering import BoxGatherer
 from pydist.ops.windows import as_tuple
 from pydist.partition import Box
 from pydist.tensor import HANDLERS, ShardedTensor, refusal, wrap

@@ -13,6 +13,7 @@ convolution's dL/dy, and its gradients are the convolution's forward and wgrad.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,13 +23,70 @@ from torch import Tensor
 from pydist.backend.conv_kernels import ConvKernels
 from pydist.exchange.function import ExchangeFunction
 from pydist.exchange.left_weights import LeftWeight, out_of_graph
-from pydist.ops.convolution.correction_plan import CorrectionPlan
-from pydist.ops.convolution.local_conv import apart, bias_gradient, with_bias
-from pydist.ops.convolution.slab_kernels import SlabKernels, as_read
-from pydist.ops.fusion.bias import deferred_bias
+from pydist.ops.convolution.local_conv import ConvChooser, apart, bias_gradient, with_bias
+from pydist.ops.convolution.slab_kernels import SlabChooser, SlabKernels, as_read
 from pydist.ops.fusion.handover import hook_on_saved
-from pydist.ops.fusion.relu import ConvOutputs
+from pydist.ops.fusion.relu import ConvOutputs, deferred_bias
+from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box
+
+
+class CorrectionPlan:
+    """Plan that holds the boxes and kernels of a convolution by correction.
+
+    Args:
+        plan: the window plan of the convolution.
+        weights: shape of each rank's weight, and its number of groups.
+        chooser: of the main convolution, on this rank's shard.
+        recompute: computes the convolution of a shard and a weight by the general path, without
+            bias, for double backward.
+        is_adjoint: whether the convolution runs backward, as a transposed one.
+
+    Attributes:
+        inputs: box of this rank's shard of the input.
+        outputs: box of this rank's shard of the result.
+        roles: roles of the slab kernels in forward, and for dL/dx.
+    """
+
+    def __init__(
+        self,
+        plan: WindowPlan,
+        weights: Sequence[tuple[tuple[int, ...], int]],
+        chooser: ConvChooser,
+        recompute: Callable[[Tensor, Tensor], Tensor],
+        is_adjoint: bool = False,
+    ) -> None:
+        self.plan, self.chooser, self.recompute = plan, chooser, recompute
+        self.is_adjoint = is_adjoint
+        self.mesh = plan.layout.mesh
+        boxes = plan.layout.box, plan.out.box
+        self.inputs, self.outputs = reversed(boxes) if is_adjoint else boxes
+        self.roles = ("dgrad", "forward") if is_adjoint else ("forward", "dgrad")
+        padding = tuple(before for before, _ in plan.window.padding)
+        self.slab_chooser = SlabChooser(plan, padding, weights, is_adjoint)
+
+
+def lines_up(plan: WindowPlan) -> bool:
+    """Returns whether a convolution of the shard gives exactly the rank's outputs, on all ranks."""
+    return len(plan.window.kernel) == 3 and all(
+        _lines_up(plan.window, own, out)
+        for own, out in zip(plan.layout.boxes, plan.out.boxes, strict=True)
+    )
+
+
+def _lines_up(window: Window, own: Box, out: Box) -> bool:
+    if own.empty or out.empty:
+        return False
+    for dim, (before, after) in enumerate(window.padding):
+        stride = window.stride[dim]
+        reach = window.dilation[dim] * (window.kernel[dim] - 1) + 1
+        lo, extent = own.lo[dim + 2], own.shape[dim + 2]
+        computed = (extent + 2 * before - reach) // stride + 1
+        if before != after or lo % stride or lo // stride != out.lo[dim + 2]:
+            return False
+        if computed != out.shape[dim + 2]:
+            return False
+    return True
 
 
 class _Corrected(ExchangeFunction):

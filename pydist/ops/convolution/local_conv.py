@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,10 +15,9 @@ from pydist.backend.conv import padded
 from pydist.backend.conv_kernels import ConvKernels, by_rule
 from pydist.backend.conv_tuning import choose
 from pydist.backend.problem import ConvProblem, onednn_has
-from pydist.exchange.function import Function
+from pydist.exchange.function import Function, own_grad
 from pydist.exchange.left_weights import LeftWeight, out_of_graph
 from pydist.exchange.memory_formats import all_channels_last
-from pydist.gradients.engine import own_grad
 from pydist.mesh import Mesh
 from pydist.tensor.aliasing import as_result
 
@@ -108,17 +107,25 @@ class _LocalConv(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        left: LeftWeight | None = ctx.left
+        kernels: ConvKernels = ctx.kernels
+        needed, rest = ctx.needs_input_grad, (None,) * 4
         if torch.is_grad_enabled():
+            left: LeftWeight | None = ctx.left
             weight = weight if left is None else left.weight
-            x, weight = apart(x, weight, ctx.needs_input_grad)
-            p = ctx.kernels.problem
+            x, weight = apart(x, weight, needed)
+            p = kernels.problem
             kernel = with_dims(weight, x)
             y = unpadded_conv(padded(p, x), kernel, p.stride, p.dilation, p.groups)
-            grads = with_bias(y, (x, weight), ctx.needs_input_grad, grad)
-        else:
-            grads = _gradients(ctx, x, grad, weight, left)
-        return (*grads, *(None,) * 4)
+            return *with_bias(y, (x, weight), needed, grad), *rest
+        grad = kernels.in_format(grad)
+        grads = shard_gradients(
+            ctx,
+            x,
+            weight,
+            lambda kernel: kernels.run_dgrad(x, grad, kernel),
+            lambda kernel: kernels.run_wgrad(x, grad, kernel),
+        )
+        return *grads, bias_gradient(grad) if needed[2] else None, *rest
 
 
 def with_dims(weight: Tensor, x: Tensor) -> Tensor:
@@ -145,28 +152,38 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext()  # takes a tenth of the time to enter
 
 
-def _gradients(
-    ctx: Any, x: Tensor, grad: Tensor, weight: Tensor, left: LeftWeight | None
-) -> list[Tensor | None]:
-    """Computes dL/dx, dL/dweight and dL/dbias of a convolution, each if it is needed."""
-    kernels: ConvKernels = ctx.kernels
+def shard_gradients(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor,
+    dgrad: Callable[[Tensor], Tensor],
+    wgrad: Callable[[Tensor], Tensor],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Computes dL/dx and dL/dweight of a rank-local call, each if it is needed.
+
+    Args:
+        ctx: of the call's backward, with its `mesh`, and in `left` where a gradient is left.
+        x: the saved input.
+        weight: the saved weight.
+        dgrad: returns dL/dx, from the weight with the dims of x.
+        wgrad: returns dL/dweight, in the dims of that.
+    """
     timers, kernel = ctx.mesh.session.timers, with_dims(weight, x)
-    for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-    grad = kernels.in_format(grad)
+    left: LeftWeight | None = ctx.left
+    for_x, for_weight = ctx.needs_input_grad[:2]
 
     def of_weight() -> Tensor:
         with timers.measure("wgrad"):
-            found = kernels.run_wgrad(x, grad, kernel)
+            found = wgrad(kernel)
         return found if kernel is weight else found.squeeze(2)
 
     grad_x = None
     if for_x:
         with timers.measure("dgrad"):
-            grad_x = kernels.run_dgrad(x, grad, kernel)
+            grad_x = dgrad(kernel)
     if left is not None:
         left.leave(ctx, of_weight)
-    grad_weight = of_weight() if for_weight else None
-    return [grad_x, grad_weight, bias_gradient(grad) if for_bias else None]
+    return grad_x, of_weight() if for_weight else None
 
 
 def bias_gradient(grad: Tensor) -> Tensor:

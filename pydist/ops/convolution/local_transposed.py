@@ -21,6 +21,7 @@ from pydist.ops.convolution.local_conv import (
     ConvChooser,
     apart,
     bias_gradient,
+    shard_gradients,
     with_bias,
     with_dims,
 )
@@ -63,26 +64,17 @@ class _LocalTransposed(Function):
             y = transposed_by_torch(x, with_dims(weight, x), *attributes)
             grads = with_bias(y, (x, weight), ctx.needs_input_grad, grad)
             return (*grads, *(None,) * 5)
-        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        timers = ctx.mesh.session.timers
         grad = kernels.in_format(grad)
-        grad_bias = bias_gradient(grad) if for_bias else None
+        grad_bias = bias_gradient(grad) if ctx.needs_input_grad[2] else None
         grad = kernels.in_format(_uncut(grad, ctx.starts, p.input[2:]))
-        kernel = with_dims(weight, x)
-
-        def of_weight() -> Tensor:
-            with timers.measure("wgrad"):
-                found = kernels.run_wgrad(grad, x, kernel)
-            return found if kernel is weight else found.squeeze(2)
-
-        grad_x = None
-        if for_x:
-            with timers.measure("dgrad"):
-                grad_x = kernels.run_forward(grad, kernel, None)
-        if left is not None:
-            left.leave(ctx, of_weight)
-        grad_weight = of_weight() if for_weight else None
-        return grad_x, grad_weight, grad_bias, *(None,) * 5
+        own = shard_gradients(
+            ctx,
+            x,
+            weight,
+            lambda kernel: kernels.run_forward(grad, kernel, None),
+            lambda kernel: kernels.run_wgrad(grad, x, kernel),
+        )
+        return *own, grad_bias, *(None,) * 5
 
 
 def transposed_by_torch(

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from pydist.backend.autotuner import autotuner_of
 from pydist.backend.problem import ROLES
-from pydist.backend.slab_problem import SlabProblem
 from pydist.backend.slab_tuning import by_rule, choose
-from pydist.backend.slabs import run_slab
+from pydist.backend.slabs import SlabProblem, run_slab
 from pydist.ops.windows import WindowPlan
 from pydist.partition import Box
 

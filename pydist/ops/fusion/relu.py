@@ -4,6 +4,10 @@ A ReLU of a convolution's outputs is computed when its result is used. If an ave
 outputs before and applies the ReLU itself (`pydist.ops.fusion.pool`), nothing else needs the
 ReLU's result. Backward needs only its sign, which is the sign of the outputs. So no extra pass over
 the outputs is made for the ReLU.
+
+On CUDA torch adds the bias of a convolution in a separate pass over the outputs, as the cuDNN call
+has no bias. There the convolution runs without its bias, which is added together with the ReLU:
+one pass instead of two. oneDNN adds the bias while it computes the outputs.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pydist.backend.statistics import Transform, apply, dense, per_channel
+from pydist.backend.statistics import statistics_dtype as wide
 from pydist.exchange.function import Function
-from pydist.ops.fusion.bias import finish_
 from pydist.ops.fusion.handover import Handover, hook_on_saved, runs
 from pydist.tensor import ShardedTensor, replace_shard_
 from pydist.tensor.deferred import Deferred
@@ -169,3 +174,40 @@ class _Relu(Function):
         if ctx.negative_slope == 0.0:
             return aten.threshold_backward(grad, result, 0), *rest
         return aten.leaky_relu_backward(grad, result, ctx.negative_slope, True), *rest
+
+
+def deferred_bias(x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Returns a copy of the bias if it is added after a convolution of x, not by the convolution.
+
+    It is a copy because an optimizer may change the bias before it is added.
+    """
+    return bias.detach().clone() if bias is not None and x.is_cuda else None
+
+
+def finish_(y: Tensor, bias: Tensor | None, negative_slope: float) -> None:
+    """Adds a bias and applies a ReLU, in place and outside of autograd's graph.
+
+    Args:
+        y: [N, C, ...], may be empty.
+        bias: [C] or `None`.
+        negative_slope: of the ReLU; 1 for no ReLU.
+    """
+    with torch.no_grad():
+        if bias is None:
+            leaky_relu_(y, negative_slope)
+        elif dense(y) is not y:
+            leaky_relu_(y.add_(per_channel(bias, y)), negative_slope)
+        elif y.numel():
+            # (y - 0) 1 + bias
+            values = torch.zeros(3, len(bias), dtype=wide(y.dtype), device=y.device)
+            values[1] = 1.0
+            values[2] = bias
+            apply(y, y, Transform(values, negative_slope))
+
+
+def leaky_relu_(x: Tensor, negative_slope: float) -> None:
+    """Applies a leaky ReLU in place; does nothing for a slope of 1."""
+    if negative_slope == 0.0:
+        torch.relu_(x)
+    elif negative_slope != 1.0:
+        torch._C._nn.leaky_relu_(x, negative_slope)

@@ -19,7 +19,7 @@ from pydist._loader import native
 from pydist.exchange.exchanger import in_memory
 from pydist.exchange.function import ExchangeFunction, way_back
 from pydist.ops.constants import Constant
-from pydist.ops.fusion.bias import leaky_relu_
+from pydist.ops.fusion.relu import leaky_relu_
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, footprints_of, in_3d, lo_of
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box, Footprint
@@ -107,19 +107,26 @@ class Averaging:
         return footprints_of(self.window)
 
     def _scales(self, outputs: Box, device: torch.device) -> list[Tensor]:
-        own = [
-            scale.on(device)[lo:hi]
-            for scale, lo, hi in zip(self._constants, outputs.lo[2:], outputs.hi[2:], strict=True)
-        ]
-        return [self._one.on(device)] * (3 - len(own)) + own
+        found = self._cut.get((outputs, device))
+        if found is None:
+            own = [
+                scale.on(device)[lo:hi]
+                for scale, lo, hi in zip(
+                    self._constants, outputs.lo[2:], outputs.hi[2:], strict=True
+                )
+            ]
+            one = torch.ones(1, dtype=torch.float64, device=device)
+            found = self._cut[outputs, device] = [one] * (3 - len(own)) + own
+        return found
 
     @cached_property
     def _constants(self) -> list[Constant]:
         return [Constant(scale) for scale in self.scales]
 
     @cached_property
-    def _one(self) -> Constant:
-        return Constant(torch.ones(1, dtype=torch.float64))
+    def _cut(self) -> dict[tuple[Box, torch.device], list[Tensor]]:
+        """The scales of a box of outputs; a plan has few boxes."""
+        return {}
 
 
 class AveragePlan(PoolPlan):

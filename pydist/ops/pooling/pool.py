@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from pydist.layout import Layout
 from pydist.ops.coarsening import coarsen_if_faster, pool_workload
 from pydist.ops.fusion.pool import average_pool_of_relu
 from pydist.ops.pointwise.elementwise import elementwise
@@ -23,7 +24,7 @@ from pydist.ops.pooling.pool_plan import (
     widened,
     with_indices,
 )
-from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
+from pydist.ops.windows import Window, WindowPlan, as_keys, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap, wrap_new
 from pydist.tensor.operands import redistribute
 
@@ -132,19 +133,27 @@ def _plan(
 ) -> tuple[ShardedTensor, Window, WindowPlan]:
     if x.dim() != dims + 2:
         raise refusal(function, (x,), {}, f"expected [N, C] and {dims} spatial dims")
-    kernel = as_tuple(kernel_size, dims)
-    # In torch a missing or empty stride means the kernel size.
-    steps = kernel if stride is None or stride in ((), []) else as_tuple(stride, dims)
-    pads = as_tuple(padding, dims)
-    if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
-        raise refusal(function, (x,), {}, f"padding {pads} is more than half of kernel {kernel}")
-    window = Window(kernel, steps, as_tuple(dilation, dims), symmetric(pads))
-    if ceil_mode:
-        window = window.with_ceil(x.shape[2:])
-    layout = coarsen_if_faster(x._layout, pool_workload(window, x.shape[1]))
-    if layout != x._layout:  # else the shard is not needed yet
+    given, shape = x._layout, x._layout.shape
+    sizes = as_keys(dims, kernel_size, stride, padding, dilation)
+
+    def make() -> tuple[Window, Layout]:
+        size, step, pad, dilated = sizes
+        kernel, pads = as_tuple(size, dims), as_tuple(pad, dims)
+        # In torch a missing or empty stride means the kernel size.
+        steps = kernel if step is None or step == () else as_tuple(step, dims)
+        if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
+            why = f"padding {pads} is more than half of kernel {kernel}"
+            raise refusal(function, (x,), {}, why)
+        window = Window(kernel, steps, as_tuple(dilated, dims), symmetric(pads))
+        if ceil_mode:
+            window = window.with_ceil(shape[2:])
+        return window, coarsen_if_faster(given, pool_workload(window, shape[1]))
+
+    key = ("window of pool", given, sizes, ceil_mode)
+    window, layout = given.mesh.session.plan(key, make)
+    if layout != given:  # else the shard is not needed yet
         x = redistribute(x, layout)
-    return x, window, plan_window(x._layout, window, x.shape[1], x._layout.splits[1])
+    return x, window, plan_window(layout, window, shape[1], layout.splits[1])
 
 
 def _average_plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -66,10 +67,15 @@ def empty(box: Box, like: Tensor) -> Tensor:
     if not is_channels_last(like):
         return like.new_empty(box.shape)
     # Not a view: torch refuses in-place changes of an autograd function's result that is a view.
+    return like.new_empty_strided(box.shape, _channels_last_strides(box))
+
+
+@lru_cache(maxsize=1024)
+def _channels_last_strides(box: Box) -> list[int]:
     n, channels, *spatial = box.shape
     shape, order = (n, *spatial, channels), (0, len(spatial) + 1, *range(1, len(spatial) + 1))
     strides = [math.prod(max(1, extent) for extent in shape[i + 1 :]) for i in range(len(shape))]
-    return like.new_empty_strided(box.shape, [strides[i] for i in order])
+    return [strides[i] for i in order]
 
 
 def in_3d(x: Tensor) -> Tensor:
@@ -79,6 +85,7 @@ def in_3d(x: Tensor) -> Tensor:
     return x
 
 
+@lru_cache(maxsize=1024)
 def lo_of(box: Box) -> tuple[int, ...]:
     """Returns the lower ends of a box in three spatial dims."""
     return (0,) * (5 - len(box.lo)) + tuple(box.lo[2:])

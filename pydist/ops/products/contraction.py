@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from pydist.exchange.adjoints import all_reduce_sum, sum_parts
 from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, Split
+from pydist.mesh import Mesh
 from pydist.tensor import ShardedTensor, source_among, wrap
 from pydist.tensor.operands import operand_in
 
@@ -46,13 +47,26 @@ def contract(
         preset: splits of labels, over axes that cut no operand.
         whole: labels that are not split: each rank gathers their dims.
     """
-    extents = extents_of(func, operands, labels)
-    splits = splits_of(operands, labels, out, extents, whole) | dict(preset or {})
     like = source_among(operands)
     mesh = like.mesh
-    product = Layout(mesh, list(extents.values()), [splits.get(label) for label in extents])
-    result = local(*aligned(operands, labels, splits, extents, product))
-    axes = tuple(a for i, s in splits.items() if i not in out for a in s.axes)
+
+    def make() -> _Product:
+        extents = extents_of(func, operands, labels)
+        splits = splits_of(operands, labels, out, extents, whole) | dict(preset or {})
+        product = Layout(mesh, list(extents.values()), [splits.get(label) for label in extents])
+        return _Product(
+            product,
+            layouts_of(operands, labels, splits, extents, mesh),
+            tuple(a for i, s in splits.items() if i not in out for a in s.axes),
+            Layout(mesh, [extents[i] for i in out], [splits.get(i) for i in out]),
+        )
+
+    given = tuple(x._layout if isinstance(x, ShardedTensor) else tuple(x.shape) for x in operands)
+    names = tuple(map(tuple, labels)), tuple(out), tuple(whole)
+    key = ("product", given, names, tuple((preset or {}).items()))
+    product, inputs, axes, layout = mesh.session.plan(key, make)
+    parts = [operand_in(x, each, product) for x, each in zip(operands, inputs, strict=True)]
+    result = local(*parts)
     if axes:
         # Partial sums in half precision are rounded once, like a single sum.
         exact = result.float() if result.dtype in (torch.bfloat16, torch.float16) else result
@@ -61,8 +75,23 @@ def contract(
         result = total.to(result.dtype)
     if not out:
         return result  # a scalar is plain, as a loss must be
-    layout = Layout(mesh, [extents[i] for i in out], [splits.get(i) for i in out])
     return wrap(result, layout, like)
+
+
+class _Product(NamedTuple):
+    """Plan that says how a product runs: the layouts of its operands and of its result.
+
+    Attributes:
+        product: a layout with all labels as dims, which uses all axes.
+        inputs: the layout in which each operand is needed.
+        axes: along which the ranks add partial sums.
+        out: of the result.
+    """
+
+    product: Layout
+    inputs: list[Layout]
+    axes: tuple[str, ...]
+    out: Layout
 
 
 def aligned(
@@ -81,13 +110,25 @@ def aligned(
         extents: of the labels; a dim of extent 1 is broadcast.
         product: a layout that uses all axes of the product.
     """
-    parts = []
+    inputs = layouts_of(operands, labels, splits, extents, product.mesh)
+    return [operand_in(x, each, product) for x, each in zip(operands, inputs, strict=True)]
+
+
+def layouts_of(
+    operands: Sequence[Tensor],
+    labels: Sequence[Labels],
+    splits: Mapping[str, Split],
+    extents: Mapping[str, int],
+    mesh: Mesh,
+) -> list[Layout]:
+    """Returns the layout in which a product needs each operand; see `aligned`."""
+    found = []
     for operand, names in zip(operands, labels, strict=True):
         shape = tuple(operand.shape)
         pairs = zip(names, shape, strict=True)
         cut = [splits.get(i) if n == extents[i] else None for i, n in pairs]
-        parts.append(operand_in(operand, Layout(product.mesh, shape, cut), product))
-    return parts
+        found.append(Layout(mesh, shape, cut))
+    return found
 
 
 def extents_of(

@@ -13,12 +13,12 @@ from pydist.comm.interface.ledger import CAUSE
 from pydist.comm.interface.reduction import WIDER
 from pydist.exchange.adjoints import all_reduce_sum
 from pydist.exchange.function import Function
-from pydist.gradients.registration import lead_to
 from pydist.layout import Layout
 from pydist.ops.dims import canonical_all, numpy_names
 from pydist.ops.dtypes import result_dtype
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.tensor import ShardedTensor, implements, local_of, wrap
+from pydist.tensor.handlers import observer
 
 Dims = int | Sequence[int] | None
 
@@ -78,7 +78,7 @@ def result_of(
     """
     layout = x._layout
     if len(dims) >= len(layout.shape) and not keepdim:
-        lead_to(local, layout.mesh, CAUSE.history, x._origin.sizes)
+        observer.lead_to(local, layout.mesh, CAUSE.history, x._origin.sizes)
         return local
     shape: list[int] = []
     splits: list[Any] = []

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.errors import UsageError
+from pydist.exchange.redistribution import BoxGatherer
 from pydist.ops.dims import canonical, canonical_all
-from pydist.ops.gathering import BoxGatherer
 from pydist.ops.resampling.reads import ReadRange, Reads, moved_points, planning
 from pydist.partition import Box
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pydist.exchange.memory_formats import all_channels_last, is_channels_last
+from pydist.exchange.redistribution import BoxGatherer
 from pydist.layout import Layout, Split
-from pydist.ops.gathering import BoxGatherer
 from pydist.partition import Box, Partition
 from pydist.tensor import ShardedTensor, local_of
 

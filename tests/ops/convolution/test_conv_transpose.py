@@ -14,8 +14,8 @@ from torch import nn
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.adjoints import mean_ranks
 from pydist.exchange.exchanger import Exchanger
+from pydist.exchange.redistribution import BoxGatherer
 from pydist.grid import SAMPLE_AXES
-from pydist.ops import gathering
 from pydist.ops.convolution.transposed_window import TransposedWindow
 from support.equivalence import (
     Task,
@@ -215,7 +215,7 @@ def test_where_blocks_line_up_nothing_is_gathered(monkeypatch):
     def never(*_, **__):
         raise AssertionError("inputs were gathered")
 
-    monkeypatch.setattr(gathering, "gather_box", never)
+    monkeypatch.setattr(BoxGatherer, "__call__", never)
     for options, kernel in (
         (DECODER, 3),
         ({"stride": 2, "padding": 1}, 4),

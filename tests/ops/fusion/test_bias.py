@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pydist import layout_for_sample
 from pydist.ops.convolution import conv, correction
-from pydist.ops.fusion import bias, relu
+from pydist.ops.fusion import relu
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard
 
 POINTS = [[[0, 3, 7], [0, 4, 6], None], [None] * 3]
@@ -25,7 +25,7 @@ def late(monkeypatch):
             found.append(slope)
         finish_(y, added, slope)
 
-    finish_ = bias.finish_
+    finish_ = relu.finish_
     for module in (conv, correction):
         monkeypatch.setattr(module, "deferred_bias", lambda x, b: None if b is None else b.detach())
     monkeypatch.setattr(relu, "finish_", recording)
@@ -82,5 +82,5 @@ def test_narrow_outputs_are_rounded_once(dtype):
     apart = y[..., ::2].clone()[..., ::2]  # not dense
     also = F.leaky_relu(apart + BIAS.to(dtype).view(3, 1, 1, 1), 0.25)
     for given, wanted in ((y, expected), (apart, also.double())):
-        bias.finish_(given, BIAS.to(dtype), 0.25)
+        relu.finish_(given, BIAS.to(dtype), 0.25)
         assert (given.double() - wanted).abs().max() <= torch.finfo(dtype).eps * wanted.abs().max()
