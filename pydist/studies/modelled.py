@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pydist.grid import Grid
-from pydist.hardware import Hardware
+from pydist.hardware import Hardware, this_machine
 from pydist.models import CosmoFlow, UNet3d
 from pydist.plan import Estimate, StepModel, Trace, Training, estimate_step, trace_network
 from pydist.plan.kept import KeptConvs
-from pydist.plan.measuring import this_machine
 from pydist.studies.scaling import (
     COSMOFLOW,
     STRONG,

@@ -73,8 +73,9 @@ def main(arguments: Sequence[str]) -> None:
     """Measures the steps, and writes the log on the first rank."""
     settings, steps, *flags = arguments
     config = config_io.load(Path(settings))
-    mesh_config = config.mesh
-    mesh = init(mesh_config.data, mesh_config.spatial, seed=config.train.seed, **mesh_config.axes)
+    wanted = config.mesh
+    assert wanted.spatial != "auto"
+    mesh = init(wanted.data, wanted.spatial, seed=config.train.seed, **wanted.axes)
 
     def loader(config: Config, data: ShardDataset, job: Job) -> Loader:
         kept = KeptBlocks(config.data.path, "train", config.data.normalize)
