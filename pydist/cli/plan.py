@@ -35,7 +35,9 @@ def plan(arguments: Sequence[str]) -> int:
     config = load_config(options.config, overrides, PROG)
     if options.measure and launcher_env.detect() is not None:
         return _measure(config)
-    if (options.ranks or 0) < 1:
+    if options.ranks is None:
+        raise UsageError("--ranks N is missing: the number of ranks to plan for")
+    if options.ranks < 1:
         raise UsageError(f"--ranks {options.ranks}: 1 or more are possible")
     from pydist.grid import Grid
     from pydist.plan import estimate_step, load_hardware, plan_meshes

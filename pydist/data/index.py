@@ -161,7 +161,8 @@ def index_dataset(
             kind = Manifest.load(folder).origin.get("kind")
             if kind != _ORIGIN:
                 raise UsageError(
-                    f"{folder} is a data set already ({kind}); overwrite replaces its manifest"
+                    f"{folder} is a data set already ({kind}); --overwrite (overwrite=True) "
+                    "replaces its manifest"
                 )
         journal = folder / _JOURNAL
         manifest = index_folder(folder, options, progress, workers=workers, journal=journal)

@@ -61,7 +61,7 @@ def test_json_has_all_numbers(place, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--ranks None: 1 or more are possible"),
+        ([], "--ranks N is missing"),
         (["--ranks", "0"], "--ranks 0: 1 or more are possible"),
         (["--ranks", "2", "--memory", "16"], "--memory 16: a size is expected, such as"),
         (["--ranks", "2", "--hardware", "k80"], "hardware 'k80': possible are auto, cpu, v100"),

@@ -170,7 +170,7 @@ def test_indexing_goes_on_where_it_stopped(foreign: Path, monkeypatch: pytest.Mo
 def test_manifests_that_are_kept(universes: Path, tmp_path: Path) -> None:
     root = tmp_path / "copy"
     shutil.copytree(universes, root)
-    with pytest.raises(UsageError, match=r"is a data set already .*; overwrite replaces"):
+    with pytest.raises(UsageError, match=r"is a data set already .*; --overwrite"):
         index_dataset(root)
     assert index_dataset(root, overwrite=True).splits == {"train": 29, "val": 3}
     with FolderLock(root):

@@ -59,6 +59,10 @@ class Absolute(AnyRegression):
     def criterion(self, batches):
         return lambda output, targets: (output - targets).abs().mean()
 
+class Uncalled(AnyRegression):
+    def loss(self, output, targets):
+        return (output - targets).abs().mean()
+
 class Failing(nn.Module):
     def __init__(self):
         raise RuntimeError("no such luck")
@@ -355,6 +359,7 @@ def test_several_outputs_in_one_tensor_are_several():
         ('factory = "{nets}:deep", task = "classification"', "classification needs one value for"),
         ('factory = "{nets}:deep", task = "{nets}:Nowhere"', "has no 'Nowhere'"),
         ('factory = "{nets}:deep", multiple = 5', "the network needs multiples of 5"),
+        ('factory = "{nets}:values", task = "{nets}:Uncalled"', "Uncalled.loss: nothing calls it"),
     ],
 )
 def test_mistakes_are_one_line(volumes, tmp_path, nets, model, complaint):

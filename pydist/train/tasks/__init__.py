@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pydist.check.factory import load_object
+from pydist.errors import UsageError
 from pydist.registry import imported
 from pydist.train.tasks.base import Task, Validation
 
@@ -19,7 +20,7 @@ def task_of(config: Config) -> Task:
 
     Raises:
         UsageError: the network does not support the loss or an option of it, or the task can't be
-            imported.
+            imported, or its class has a `loss`, which nothing would call.
     """
     model = config.model
     if model.task.partition(":")[0].endswith(".py"):
@@ -27,4 +28,9 @@ def task_of(config: Config) -> Task:
     else:
         made = imported(model.path_of_task, f"the task of model '{model.name}'")
     task: Task = made(model, config.train)
+    if hasattr(task, "loss"):
+        raise UsageError(
+            f"{type(task).__name__}.loss: nothing calls it; a task's loss is what its `criterion` "
+            "returns"
+        )
     return task
