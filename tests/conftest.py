@@ -5,11 +5,9 @@
     def test_something(world):                    # `world` is the transport over all ranks
         ...
 
-Plain `pytest` starts a job for the tests of the module and reads each test's result from it.
-Modules named `test_*_mpi.py` with as many ranks share one job per launcher: to start a rank takes
-longer than most tests. A failure on any rank ends all ranks of the job, since others may be waiting
-for it; later tests of the module are reported as not run, and other modules get a new job.
-`PYDIST_TEST_MPI=mpich pytest ...` selects the launcher.
+Plain `pytest` starts one job for all tests of the module and reads each test's result from it.
+A failure on any rank ends all ranks of the job, since others may be waiting for it; later tests
+are reported as not run. `PYDIST_TEST_MPI=mpich pytest ...` selects the launcher.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # Before torch is imported: the ranks of a test share few cores, as threads or as processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -102,31 +100,14 @@ def pytest_collection_finish() -> None:
 
 @dataclass
 class _Job:
-    """One run of the tests of some modules under one launcher."""
+    """One run of a module's tests under one launcher."""
 
     mpi: str
     outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
     output: str = ""
 
 
-_jobs: dict[tuple[Path, str], _Job] = {}
-"""The job that has run a module under a launcher."""
-
-_SHARED = "_mpi"
-"""End of the names of modules that share jobs."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives all modules that share jobs to one worker, otherwise as `--dist loadfile`."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            path = super()._split_scope(nodeid)
-            return _SHARED if path.endswith(f"{_SHARED}.py") else path
-
-    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+_jobs: dict[Path, list[_Job]] = {}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -135,11 +116,17 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if mark is None or _REPORT in os.environ:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    launchers = _launchers(mark)
-    for mpi in launchers:
-        if (item.path, mpi) not in _jobs:
-            _run_together(item, mpi)
-    outcome, text = _verdict(item.nodeid, [_jobs[item.path, mpi] for mpi in launchers])
+    if item.path not in _jobs:
+        nodeids = [
+            each.nodeid
+            for each in item.session.items
+            if each.path == item.path and each.get_closest_marker("ranks") is not None
+        ]
+        _jobs[item.path] = [
+            _run_job(item, nodeids, mpi, mark.args[0], mark.kwargs.get("seconds", _JOB_SECONDS))
+            for mpi in _launchers(mark.kwargs.get("mpi", "auto"))
+        ]
+    outcome, text = _verdict(item.nodeid, _jobs[item.path])
     for when in ("setup", "call", "teardown"):
         item.ihook.pytest_runtest_logreport(
             report=pytest.TestReport(
@@ -157,35 +144,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
-def _run_together(item: pytest.Item, mpi: str) -> None:
-    """Runs a test's module under a launcher, and the modules that share its job."""
-    ranks = item.get_closest_marker("ranks").args[0]
-    waiting: dict[Path, list[str]] = {}
-    seconds: dict[Path, float] = {}
-    for each in item.session.items:
-        mark = each.get_closest_marker("ranks")
-        shares = each.path == item.path or all(
-            path.stem.endswith(_SHARED) for path in (item.path, each.path)
-        )
-        if mark is not None and shares and mark.args[0] == ranks and mpi in _launchers(mark):
-            waiting.setdefault(each.path, []).append(each.nodeid)
-            seconds[each.path] = mark.kwargs.get("seconds", _JOB_SECONDS)
-    while waiting:
-        nodeids = [nodeid for module in waiting.values() for nodeid in module]
-        job = _run_job(item, nodeids, mpi, ranks, sum(seconds[path] for path in waiting))
-        for path in list(waiting):
-            outcomes = [job.outcomes.get(nodeid) for nodeid in waiting.pop(path)]
-            _jobs[path, mpi] = job
-            if any(each is None or each["outcome"] == "failed" for each in outcomes):
-                break  # the job ended here
-
-
-def _launchers(mark: pytest.Mark) -> list[str]:
-    wanted = os.environ.get("PYDIST_TEST_MPI") or mark.kwargs.get("mpi", "auto")
+def _launchers(wanted: str | Sequence[str]) -> list[str]:
+    wanted = os.environ.get("PYDIST_TEST_MPI") or wanted
     at_hand = [backend.name for backend in available()]
     names = [wanted] if isinstance(wanted, str) else list(wanted)
-    names = [at_hand[0] if name == "auto" else name for name in names]
-    return [name for name in names if name in at_hand]
+    return [name for name in names if name == "auto" or name in at_hand]
 
 
 def _run_job(
