@@ -84,7 +84,7 @@ inline const std::map<std::string, std::string>& sample_files() {
       {"a.txt", "first"},
       {"empty", ""},
       {"train/cats/1.jpg", std::string(5000, 'x')},
-      {"train/cats/2.jpg", std::string(200, 'y') + "z"},
+      {"train/cats/2.jpg", std::string(200, 'y').append("z")},
       {"train/dogs/\xff\xfe.jpg", std::string(64, 'd')},
   };
   return files;
