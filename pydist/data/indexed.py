@@ -136,6 +136,10 @@ def index_file(task: FileTask) -> Indexed:
             found = _described(task, file)
             if change := file.change():
                 raise DataError(change)
+        except file.errors as error:
+            if change := file.change():  # the reason
+                raise DataError(change) from error
+            raise
         finally:
             file.close()
     return found
@@ -216,6 +220,11 @@ def _kind(task: FileTask, file: StoredFile, array: StoredArray) -> tuple[Kind, t
     last = shape[-1] < shape[0]
     dims = array.ndim - 1
     extents, channels = (shape[:-1], shape[-1]) if last else (shape[1:], shape[0])
+    if dims < 3 and channels >= min(extents):
+        raise DataError(
+            f"{task.path}: {task.dataset!r} has the shape {shape}, which may be a volume without "
+            "channels: images and lines need fewer channels than voxels along each dim"
+        )
     extents = (*[1] * (3 - dims), *extents)
     width = task.width
     if min(shape) < 1 or (width is not None and width > min(extents[3 - dims :])):

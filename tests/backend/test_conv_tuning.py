@@ -62,7 +62,7 @@ class Clock:
         names = candidates(problem, candidate.channels_last)[ROLES.index(candidate.role)]
         return (len(names) - names.index(candidate.kernel)) * (1.0 + candidate.channels_last)
 
-    def visit(self, visits: conv_tuning._Visits, name: str) -> float:
+    def visit(self, visits: conv_tuning.Visits, name: str) -> float:
         problem, candidate = visits._subject.problem, visits._subject.by_name[name]
         self.visits.append((problem, candidate))
         return self.seconds(problem, candidate) * self.load(candidate)
@@ -75,7 +75,7 @@ def clock(monkeypatch) -> Clock:
     def visit(self, name):
         return made.visit(self, name)
 
-    monkeypatch.setattr(conv_tuning._Visits, "__call__", visit)
+    monkeypatch.setattr(conv_tuning.Visits, "__call__", visit)
     return made
 
 
@@ -86,7 +86,7 @@ def forbidden(monkeypatch):
     def visit(*args):
         raise AssertionError("measured")
 
-    return lambda: monkeypatch.setattr(conv_tuning._Visits, "__call__", visit)
+    return lambda: monkeypatch.setattr(conv_tuning.Visits, "__call__", visit)
 
 
 def step(
@@ -180,7 +180,7 @@ def test_ranks_with_equal_blocks_share_what_they_measure(monkeypatch, folder):
     def visit(self, name):
         return 1.0 + hash((id(self), name)) % 7
 
-    monkeypatch.setattr(conv_tuning._Visits, "__call__", visit)
+    monkeypatch.setattr(conv_tuning.Visits, "__call__", visit)
     found = on_ranks((3, 1, 1), lambda mesh: step(mesh, [0, 5, 10, 12]))
     assert names(found[0]) == names(found[1])
     assert len(list(folder.glob("conv-*.json"))) == 2
@@ -208,7 +208,7 @@ def test_all_ranks_measure_at_the_same_time(clock):
 
 def test_every_candidate_is_measured_for_real():
     subject = ConvSubject(problem(12), (1,), 1)
-    visits = conv_tuning._Visits(subject, randn(*SHAPE).float(), randn(*WEIGHT).float())
+    visits = conv_tuning.Visits(subject, randn(*SHAPE).float(), randn(*WEIGHT).float())
     for name in subject.candidates:
         assert 0 < visits(name) < 60, name
     roles = {subject.by_name[name].role for name in subject.candidates}
@@ -234,7 +234,7 @@ def test_seconds_of_a_part_count_as_those_of_the_whole(monkeypatch):
     monkeypatch.setattr(conv_tuning, "_PART_FLOPS", 1)
     monkeypatch.setattr(conv_tuning, "seconds_of", lambda run: (run(), 0.5)[1])
     subject = ConvSubject(problem(24), (1,), 1)
-    visits = conv_tuning._Visits(subject, randn(1, 8, 24, 8, 8).float(), randn(*WEIGHT).float())
+    visits = conv_tuning.Visits(subject, randn(1, 8, 24, 8, 8).float(), randn(*WEIGHT).float())
     assert visits._part.input[2] < 24
     for name in subject.candidates:
         assert visits(name) == 0.5 * 24 / visits._part.input[2]

@@ -274,7 +274,7 @@ def in_file(**entries: Any) -> Callable[[dict[str, Any]], None]:
         (changed(sample_shape=[4, 8, 8]), r"sample_shape\.3"),
         (changed(sample_shape=[4, 8, 8, -1]), r"sample_shape\.3 = -1: input should be greater"),
         (changed(sample_shape=[4, 8, 8, 1 << 40]), "1099511627776: input should be less than"),
-        (changed(axes="WHDC"), "axes = 'WHDC': input should be 'CDHW' or 'DHWC'"),
+        (changed(axes="WHDC"), "axes = 'WHDC': input should be 'CDHW', 'DHWC', 'CHW'"),
         (changed(files=3), "files = 3: input should be a valid list"),
         (changed(log1p_mean=[float("nan")]), r"log1p_mean\.0 = nan: .*finite"),
         (in_file(path="../../etc/passwd"), r"files.* leads out of"),

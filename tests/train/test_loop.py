@@ -125,7 +125,7 @@ def tuned(monkeypatch, tmp_path):
     def visit(self, name):
         return 1.0 / next(seconds)
 
-    monkeypatch.setattr(conv_tuning._Visits, "__call__", visit)
+    monkeypatch.setattr(conv_tuning.Visits, "__call__", visit)
 
 
 def test_a_resumed_run_keeps_its_choices_of_kernels_and_another_can_take_them(

@@ -257,7 +257,7 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(conv_tuning, "_MEASURED_FLOPS", 0)
     seconds = iter(range(1, 1 << 20))
-    monkeypatch.setattr(conv_tuning._Visits, "__call__", lambda self, name: 1.0 / next(seconds))
+    monkeypatch.setattr(conv_tuning.Visits, "__call__", lambda self, name: 1.0 / next(seconds))
 
 
 def test_each_stage_keeps_its_choices_of_kernels(tuned, volume_run):
