@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist.check import check, format_report
-from pydist.errors import NotSupported, UsageError
+from pydist.errors import UsageError
 from pydist.ops.convolution import local_conv
 
 SAMPLE = (1, 8, 8, 6)
