@@ -88,6 +88,13 @@ Forward and backward of attention with 64 channels in 4 heads on 2 ranks: speedu
 on one rank with one thread. "No exchange": the same queries, with keys that are there already.
 """
 
+TRANSFORMERS = """\
+
+A training step of MONAI's transformers, unmodified, batch 1, in seconds. pydist's allocator, with
+which the third column runs torch, keeps freed memory: most of the gain over torch as it comes.
+
+"""
+
 REVISIONS = """\
 ## Steps of two revisions
 
@@ -106,6 +113,7 @@ def page() -> str:
     """Returns the page, as Markdown."""
     parts = [INTRODUCTION, STEP, _steps(), STACK, _stack(), HALO, _halo(), MEMORY, _memory()]
     parts += [ACTIVATIONS, _activations(), *_frontier(), FORMS, _forms(), ATTENTION, _attention()]
+    parts += [TRANSFORMERS, _transformers()]
     return "\n".join([*parts, *_revisions(), *device_parts()])
 
 
@@ -216,6 +224,15 @@ def _forms() -> str:
             for layers in dict.fromkeys(row["layers"] for row in rows)
         ],
     )
+
+
+def _transformers() -> str:
+    names = "plain torch, 2 threads", "plain torch, 2 threads + malloc", "pydist, 2 ranks, depth"
+    rows = []
+    for title, result in (("UNETR, 96³", "unetr_96"), ("SwinUNETR, 64³", "swin_unetr_64")):
+        steps = {row["name"]: row["median"] for row in result_of(f"unet_step_{result}")["rows"]}
+        rows.append((title, *(three_digits(steps[name]) for name in names)))
+    return table(("", "torch, 2 threads", "with the allocator", "pydist, 2 ranks"), rows)
 
 
 def _attention() -> str:
