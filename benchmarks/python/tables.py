@@ -89,10 +89,8 @@ on one rank with one thread. "No exchange": the same queries, with keys that are
 """
 
 TRANSFORMERS = """\
-
 A training step of MONAI's transformers, unmodified, batch 1, in seconds. pydist's allocator, with
 which the third column runs torch, keeps freed memory: most of the gain over torch as it comes.
-
 """
 
 REVISIONS = """\
