@@ -31,9 +31,9 @@ from pydist.studies.claimed import claimed, write_results
 from pydist.studies.modelled import paper_points, series_estimates
 from pydist.studies.runs import Run, run_all
 from pydist.studies.sample_size import SampleSizeOptions, Study
-from pydist.studies.sample_size_report import conclusion, draw, record_of, table_of
+from pydist.studies.sample_size_report import conclusion, draw_sizes, sizes_record, table_of
 from pydist.studies.scaling import Scaling, ScalingOptions
-from pydist.studies.scaling_report import Results
+from pydist.studies.scaling_report import ScalingResults
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ def sample_size(arguments: Sequence[str]) -> int:
         outcomes = run_all(runs, chosen.ranks, command, teller(console, width))
         require_done(runs, outcomes)
         rows = study.rows()
-        record = record_of(study, rows)
+        record = sizes_record(study, rows)
         files = [write_results(chosen.folder, record)]
         try:
-            files.append(draw(study, rows))
+            files.append(draw_sizes(study, rows))
         except UsageError as error:  # matplotlib is optional
             console.print(f"note       {error}", soft_wrap=True, markup=False)
     if chosen.json:
@@ -155,16 +155,16 @@ def scaling(arguments: Sequence[str]) -> int:
         tell = teller(console, max(map(len, by_name)))
         outcomes = [run_all([run], ranks, command, tell)[0] for run in runs]
         require_done(runs, outcomes)
-        results = Results(
+        results = ScalingResults(
             [study.measured(point) for point in points],
             series_estimates(study, chosen.modelled, hardware),
             hardware,
             list(paper_points(load_hardware("v100"))),
         )
-        record = scaling_report.record_of(study, results)
+        record = scaling_report.scaling_record(study, results)
         files = [write_results(chosen.folder, record)]
         try:
-            files.append(scaling_report.draw(study, results))
+            files.append(scaling_report.draw_scaling(study, results))
         except UsageError as error:  # matplotlib is optional
             console.print(f"note       {error}", soft_wrap=True, markup=False)
     if chosen.json:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pydist.cli.console import Console
 from pydist.errors import RankFailed, UsageError
 from pydist.launch import launcher_env
-from pydist.studies.runs import Command, Outcome, Run, Tell
+from pydist.studies.runs import CommandOf, Outcome, Run, Tell
 
 # Not `python -m`: it searches the current folder first, and in a checkout would find the sources,
 # which have no compiled module.
@@ -44,7 +44,7 @@ def _watch(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def training_command(mpi: str = "auto", launcher: str | None = None) -> Command:
+def training_command(mpi: str = "auto", launcher: str | None = None) -> CommandOf:
     """Returns the function that gives the command line which trains a run.
 
     Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydist.cli.own_options import RunOptions
-from pydist.cli.train import joined, load_config
+from pydist.cli.train import joined_ranks, load_config
 from pydist.errors import UsageError
 from pydist.grid import AXES, OTHER_AXES, SPATIAL_AXES
 from pydist.launch import launcher_env
@@ -102,7 +102,7 @@ def _measure(config: Config) -> int:
     """Measures a mesh in this process, which is one rank of a job."""
     from pydist.train.trial import measured_step
 
-    config, ranks = joined(config)
+    config, ranks = joined_ranks(config)
     world = ranks.world
     seconds = measured_step(config, ranks)
     if world.rank == 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydist.cli.own_options import RunOptions
-from pydist.cli.train import joined, load_config
+from pydist.cli.train import joined_ranks, load_config
 from pydist.errors import DiskError, UsageError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _profile_here(config: Config, options: argparse.Namespace) -> int:
     """Profiles in this process, which is one rank of a job, or the only one."""
     from pydist.comm.consensus import together
 
-    config, ranks = joined(config)
+    config, ranks = joined_ranks(config)
     world = ranks.world
     profiler = profile_training(config, ranks, options.steps, options.warmup)
     if world.rank == 0:

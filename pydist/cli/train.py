@@ -85,7 +85,7 @@ def _train_here(config: Config) -> int:
     from pydist.train.planning import beside_measurement
     from pydist.train.run import train as run
 
-    config, ranks = joined(config)
+    config, ranks = joined_ranks(config)
     job = Job.of(ranks)
     pipe = os.environ.get(PIPE_VARIABLE)
     steps = list[Event]()
@@ -112,7 +112,7 @@ def _train_here(config: Config) -> int:
     return 0
 
 
-def joined(config: Config) -> tuple[Config, Mesh | Stages]:
+def joined_ranks(config: Config) -> tuple[Config, Mesh | Stages]:
     """Joins the job and makes the ranks of a configuration; chooses a mesh that is "auto".
 
     Returns:

@@ -19,7 +19,7 @@ from pydist._loader import native
 
 @dataclass(frozen=True)
 class PlainArray:
-    """Row-major array in an open file.
+    """Row-major array that an open file has.
 
     Attributes:
         descriptor: of the file, which its owner keeps open.

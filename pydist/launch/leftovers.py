@@ -47,7 +47,7 @@ def private_directory() -> Iterator[Path]:
 
 
 def list_mapped(directory: Path | None) -> Path | None:
-    """Lists the shared memory and the MPI files that this process uses, for `sweep`.
+    """Lists the shared memory and the MPI files that this process uses, for `remove_leftovers`.
 
     Args:
         directory: the job's; None makes one for this process, if there is anything to list.
@@ -67,7 +67,7 @@ def list_mapped(directory: Path | None) -> Path | None:
     return made
 
 
-def sweep(folders: tuple[Path, ...] | None = None) -> None:
+def remove_leftovers(folders: tuple[Path, ...] | None = None) -> None:
     """Removes files that dead jobs of this user have left, and none that a live process may use.
 
     Args:
@@ -88,7 +88,7 @@ def sweep(folders: tuple[Path, ...] | None = None) -> None:
 
 
 def _make() -> Path:
-    sweep()
+    remove_leftovers()
     return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{owner.tag()}-", dir=_parent()))
 
 

@@ -80,13 +80,13 @@ class Outcome:
     seconds: float = 0.0
 
 
-Command = Callable[[Run], Sequence[str]]
+CommandOf = Callable[[Run], Sequence[str]]
 """Returns the command line of a run's job, which trains `Run.settings`."""
 Tell = Callable[[Run, Outcome | None], None]
 """Is called with a run that starts (None), and again with its outcome."""
 
 
-def run_all(runs: Sequence[Run], ranks: int, command: Command, tell: Tell) -> list[Outcome]:
+def run_all(runs: Sequence[Run], ranks: int, command: CommandOf, tell: Tell) -> list[Outcome]:
     """Runs the jobs of a study, as many at a time as the ranks allow.
 
     Runs that an earlier call has completed are kept; those that were stopped resume.
@@ -203,7 +203,7 @@ class _Job:
         self.signals = len(stops)
 
 
-def _start(run: Run, command: Command, threads: int) -> subprocess.Popen[bytes]:
+def _start(run: Run, command: CommandOf, threads: int) -> subprocess.Popen[bytes]:
     """Starts the job of a run, in a session of its own: Ctrl-C reaches this process alone."""
     make_folder(run.folder)
     publish(run.settings, config_io.dumps(run.config).encode())

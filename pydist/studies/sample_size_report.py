@@ -58,7 +58,7 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def record_of(study: Study, rows: Sequence[Row]) -> dict[str, Any]:
+def sizes_record(study: Study, rows: Sequence[Row]) -> dict[str, Any]:
     """Returns the results as JSON holds them."""
     return {
         **study.record(),
@@ -67,7 +67,7 @@ def record_of(study: Study, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def draw(study: Study, rows: Sequence[Row]) -> Path:
+def draw_sizes(study: Study, rows: Sequence[Row]) -> Path:
     """Draws `result.png` in the study's folder: the error of each output by the input's size.
 
     Raises:
@@ -97,7 +97,7 @@ def draw(study: Study, rows: Sequence[Row]) -> Path:
     panels[0].set(ylabel="MSE of validation universes")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
-    return save_figure(figure, study.folder)
+    return save_figure(figure, study.folder / "result.png")
 
 
 def _columns(row: Row) -> Any:

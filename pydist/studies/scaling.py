@@ -131,7 +131,7 @@ class Point:
         return replace(self, series=CHECK, groups=1, parts=(1, 1, 1), overlap=True, source=SPLIT)
 
 
-def parts_of(ranks: int) -> tuple[int, int, int]:
+def cuts_for(ranks: int) -> tuple[int, int, int]:
     """Divides a sample among ranks, a power of two: halves of depth, height and width in turn."""
     parts = [1, 1, 1]
     for halving in range(ranks.bit_length() - 1):
@@ -177,7 +177,7 @@ class Scaling:
         edge = self.options.width if network == COSMOFLOW else self.options.edge
         cube = (edge, edge, edge)
         for count in counts:
-            parts = parts_of(count)
+            parts = cuts_for(count)
             if series == STRONG:
                 yield Point(network, STRONG, 1, parts, cube, batch)
             elif series == WEAK_BATCH and count > 1:
@@ -294,7 +294,7 @@ class Measured:
         return self.point.batch / self.step
 
 
-def efficiency(point: Point, step: float, alone: float) -> float:
+def scaling_efficiency(point: Point, step: float, alone: float) -> float:
     """Returns the part of the ranks' time that is useful, 1 on one rank.
 
     Args:
@@ -305,14 +305,14 @@ def efficiency(point: Point, step: float, alone: float) -> float:
     return alone / step / (point.ranks if point.series == STRONG else 1)
 
 
-def difference(one: Sequence[float], other: Sequence[float]) -> float:
+def loss_difference(one: Sequence[float], other: Sequence[float]) -> float:
     """Returns the largest difference of the losses that both have, relative to the largest loss."""
     count = min(len(one), len(other))
     a, b = np.array(one[:count]), np.array(other[:count])
     return float(np.abs(a - b).max() / np.abs(b).max())  # NaN if one is, unlike Python's max
 
 
-def differences(found: Sequence[Measured]) -> dict[Point, float | None]:
+def loss_differences(found: Sequence[Measured]) -> dict[Point, float | None]:
     """Compares the losses of each point with those of one rank.
 
     Returns:
@@ -321,7 +321,7 @@ def differences(found: Sequence[Measured]) -> dict[Point, float | None]:
     losses = {each.point: each.losses for each in found}
     of_one = {p.alone: own for p, own in losses.items() if p.ranks == 1 and p.source == SPLIT}
     return {
-        point: difference(own, of_one[point.alone]) if point.alone in of_one else None
+        point: loss_difference(own, of_one[point.alone]) if point.alone in of_one else None
         for point, own in losses.items()
         if point.series != CHECK
     }

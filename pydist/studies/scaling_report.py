@@ -27,8 +27,8 @@ from pydist.studies.scaling import (
     Measured,
     Point,
     Scaling,
-    differences,
-    efficiency,
+    loss_differences,
+    scaling_efficiency,
 )  # fmt: skip
 from pydist.studies.tables import table
 from pydist.train.report import new_figure, save_figure
@@ -52,7 +52,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Results:
+class ScalingResults:
     """Results that the study has.
 
     Attributes:
@@ -86,9 +86,9 @@ def _starts(point: Point, network: str) -> bool:
     )
 
 
-def measured_table(results: Results) -> str:
+def measured_table(results: ScalingResults) -> str:
     """Formats what was measured, with the efficiency at each count."""
-    differ = differences(results.measured)
+    differ = loss_differences(results.measured)
     lines: list[tuple[str, ...]] = [
         ("measured", "series", "mesh", "voxels", "batch", "overlap", "data from", "ms", "samples/s",
          "effic.", "losses")
@@ -97,7 +97,7 @@ def measured_table(results: Results) -> str:
         point = each.point
         if point.series == CHECK:
             continue
-        useful = efficiency(point, each.step, results.alone(point))
+        useful = scaling_efficiency(point, each.step, results.alone(point))
         lines.append(
             (
                 _NAMES[point.network], point.series, str(point.grid), _extents(point),
@@ -120,19 +120,19 @@ def _losses(found: float | None) -> str:
     return f"equal to {found:.0e}" if found <= TOLERANCE else f"differ by {found:.0e}"
 
 
-def unequal(results: Results) -> list[str]:
+def unequal(results: ScalingResults) -> list[str]:
     """Returns the names of points whose losses are not those of one rank."""
-    found = differences(results.measured)
+    found = loss_differences(results.measured)
     return [p.name for p, value in found.items() if value is not None and not value <= TOLERANCE]
 
 
-def modelled_table(results: Results) -> str:
+def modelled_table(results: ScalingResults) -> str:
     """Formats what the model says of the series."""
     lines: list[tuple[str, ...]] = [
         ("modelled", "series", "mesh", "voxels", "batch", "ms", "samples/s", "effic.", "most time")
     ]
     for point, found in results.modelled.items():
-        useful = efficiency(point, found.step, results.modelled_alone(point))
+        useful = scaling_efficiency(point, found.step, results.modelled_alone(point))
         lines.append(
             (
                 _NAMES[point.network], point.series, str(point.grid), _extents(point),
@@ -179,19 +179,19 @@ def published_table() -> str:
     return table(lines, left=2)
 
 
-def record_of(study: Scaling, results: Results) -> dict[str, Any]:
+def scaling_record(study: Scaling, results: ScalingResults) -> dict[str, Any]:
     """Returns the results as JSON holds them."""
-    differ = differences(results.measured)
+    differ = loss_differences(results.measured)
     measured = [
         {**_facts(each.point), "seconds": list(each.seconds), "step": each.step,
          "samples_per_second": each.samples_per_second, "parts": dict(each.parts),
-         "efficiency": efficiency(each.point, each.step, results.alone(each.point)),
+         "efficiency": scaling_efficiency(each.point, each.step, results.alone(each.point)),
          "difference_of_losses": differ[each.point]}
         for each in results.measured if each.point.series != CHECK
     ]  # fmt: skip
     modelled = [
         {**_facts(point), **_estimate(found),
-         "efficiency": efficiency(point, found.step, results.modelled_alone(point))}
+         "efficiency": scaling_efficiency(point, found.step, results.modelled_alone(point))}
         for point, found in results.modelled.items()
     ]  # fmt: skip
     paper = [
@@ -219,7 +219,7 @@ def _mesh(shape: Sequence[int]) -> dict[str, int]:
     return dict(zip(AXES, shape, strict=True))
 
 
-def draw(study: Scaling, results: Results) -> Path:
+def draw_scaling(study: Scaling, results: ScalingResults) -> Path:
     """Draws `result.png`: speed-up and parts of the time, measured and modelled.
 
     Raises:
@@ -241,7 +241,7 @@ def draw(study: Scaling, results: Results) -> Path:
     for axes, series in zip(rows[-1], (STRONG, WEAK_BATCH), strict=False):
         _draw_paper(axes, [p for p in results.paper if p.series == series], series)
     _draw_published(rows[-1][2])
-    return save_figure(figure, study.folder)
+    return save_figure(figure, study.folder / "result.png")
 
 
 def _label(point: Point) -> str:
@@ -251,7 +251,7 @@ def _label(point: Point) -> str:
     return ", ".join(words)
 
 
-def _draw_speed(axes: Axes, results: Results, network: str) -> None:
+def _draw_speed(axes: Axes, results: ScalingResults, network: str) -> None:
     counts = [p.ranks for p in results.modelled if p.network == network]
     axes.plot([1, max(counts)], [1, max(counts)], color="gray", linewidth=1, linestyle=":",
               label="ideal")  # fmt: skip
@@ -268,7 +268,7 @@ def _draw_speed(axes: Axes, results: Results, network: str) -> None:
 
 
 def _speeds(
-    results: Results, network: str, series: str, measured: bool
+    results: ScalingResults, network: str, series: str, measured: bool
 ) -> Iterator[tuple[int, float]]:
     """Yields ranks and speed-up of a series from one rank on."""
     steps = (
@@ -282,7 +282,7 @@ def _speeds(
             continue
         if point.series == series or _starts(point, network):
             alone = results.alone(point) if measured else results.modelled_alone(point)
-            yield point.ranks, point.ranks * efficiency(point, step, alone)
+            yield point.ranks, point.ranks * scaling_efficiency(point, step, alone)
 
 
 def _draw_parts(axes: Axes, bars: Sequence[tuple[str, Mapping[str, float]]]) -> None:

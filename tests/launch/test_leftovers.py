@@ -49,7 +49,7 @@ def test_a_job_that_was_killed_as_a_whole(tmp_path: Path, temporary: Path, mpi: 
     ranks = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
     used = {path for pid in ranks for path in leftovers._mapped(str(pid))}
     assert any(path.parent == leftovers._SHARED for path in used)
-    leftovers.sweep()  # keeps files of running jobs
+    leftovers.remove_leftovers()  # keeps files of running jobs
     assert all(path.exists() for path in used)
     parents = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in ranks} - {job.pid}
     # Stop the MPI launcher first: it would clean up.
@@ -117,7 +117,7 @@ def test_what_is_not_ours_or_in_use_stays(temporary: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         leftovers, "_mapped", lambda pid: used if pid == str(os.getpid()) else real(pid)
     )
-    leftovers.sweep()
+    leftovers.remove_leftovers()
     assert not directory.exists()
     assert not listed["sm_segment.a"].exists()
     for path in (listed["nccl-b"], listed["my_data"], other, *stay):

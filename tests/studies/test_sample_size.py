@@ -15,7 +15,7 @@ from pydist.errors import DataError, UsageError
 from pydist.setup import init
 from pydist.studies.claimed import claimed
 from pydist.studies.sample_size import NETWORK, Row, SampleSizeOptions, Study
-from pydist.studies.sample_size_report import conclusion, draw, record_of, table_of
+from pydist.studies.sample_size_report import conclusion, draw_sizes, sizes_record, table_of
 from pydist.train.run import train
 
 OPTIONS = SampleSizeOptions(universes=8, width=8, seeds=1, epochs=1, levels=2, features=2)
@@ -98,11 +98,11 @@ def test_results_are_shown(study):
     ]  # fmt: skip
     assert len(lines) == 12
     assert "ridge      1/64: 2³, mean of 64" in lines[-1]
-    assert json.loads(json.dumps(record_of(study, rows)))["rows"][1]["mean"] == pytest.approx(
+    assert json.loads(json.dumps(sizes_record(study, rows)))["rows"][1]["mean"] == pytest.approx(
         rows[1].mean
     )
     pytest.importorskip("matplotlib")
-    assert draw(study, rows).read_bytes().startswith(b"\x89PNG")
+    assert draw_sizes(study, rows).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_ratio_has_a_spread_over_seeds():

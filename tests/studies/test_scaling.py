@@ -34,10 +34,10 @@ from pydist.studies.scaling import (
     Measured,
     Scaling,
     ScalingOptions,
-    difference,
-    differences,
-    efficiency,
-    parts_of,
+    cuts_for,
+    loss_difference,
+    loss_differences,
+    scaling_efficiency,
 )
 from pydist.studies.scaling_job import KeptBlocks, main
 
@@ -51,7 +51,7 @@ def made(folder, ranks: int) -> Scaling:
 def test_the_series(tmp_path):
     study = made(tmp_path, 8)
     points = study.points()
-    assert [parts_of(n) for n in (1, 2, 4, 8, 64)] == [
+    assert [cuts_for(n) for n in (1, 2, 4, 8, 64)] == [
         (1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2), (4, 4, 4),
     ]  # fmt: skip
     cosmoflow = [p for p in points if p.network == COSMOFLOW]
@@ -84,22 +84,22 @@ def test_the_series(tmp_path):
 def test_efficiency_counts_the_work():
     strong, weak = (next(p for p in made(None, 2).points() if p.series == s and p.ranks == 2)
                     for s in (STRONG, WEAK_BATCH))  # fmt: skip
-    assert efficiency(strong, 0.5, 1.0) == 1.0
-    assert efficiency(weak, 1.25, 1.0) == 0.8
+    assert scaling_efficiency(strong, 0.5, 1.0) == 1.0
+    assert scaling_efficiency(weak, 1.25, 1.0) == 0.8
 
 
 def test_losses_are_compared_with_those_of_one_rank(tmp_path):
     points = [p for p in made(tmp_path, 2).points() if p.network == UNET]
     found = [Measured(p, [1.0], {}, [2.0, 1.0]) for p in points]
-    assert set(differences(found).values()) == {0.0}
-    assert CHECK not in {p.series for p in differences(found)}
-    assert difference([2.0, 1.1], [2.0, 1.0, 5.0]) == pytest.approx(0.05)
+    assert set(loss_differences(found).values()) == {0.0}
+    assert CHECK not in {p.series for p in loss_differences(found)}
+    assert loss_difference([2.0, 1.1], [2.0, 1.0, 5.0]) == pytest.approx(0.05)
     strong = next(i for i, p in enumerate(points) if p.series == STRONG and p.ranks == 2)
     found[strong] = Measured(points[strong], [1.0], {}, [2.0, float("nan")])
-    results = report.Results(found, {}, load_hardware("cpu"), [])
+    results = report.ScalingResults(found, {}, load_hardware("cpu"), [])
     assert report.unequal(results) == [points[strong].name]
     unchecked = [each for each in found if each.point.series != CHECK]
-    assert None in differences(unchecked).values()
+    assert None in loss_differences(unchecked).values()
 
 
 def test_the_model_is_asked_for_the_point(tmp_path):
@@ -154,7 +154,7 @@ def test_all_sources_give_equal_losses(ran):
     study, found = ran
     assert {each.point.source for each in found} == {"split files", WHOLE, STORE, KEPT}
     assert all(len(each.seconds) == 2 and len(each.losses) == 4 for each in found)
-    assert max(v for v in differences(found).values() if v is not None) < 1e-5
+    assert max(v for v in loss_differences(found).values() if v is not None) < 1e-5
     assert all(each.parts["compute"] > 0 for each in found)
     assert all(finished(study.run(each.point)) is not None for each in found)
 
@@ -164,7 +164,7 @@ def test_results_are_shown(ran):
     estimates = series_estimates(study, 2, load_hardware("cpu"))
     paper = [PaperPoint(COSMOFLOW, 128, s, next(iter(estimates.values())), 1.0)
              for s in (STRONG, WEAK_BATCH)]  # fmt: skip
-    results = report.Results(measured, estimates, load_hardware("cpu"), paper)
+    results = report.ScalingResults(measured, estimates, load_hardware("cpu"), paper)
     head, *lines = report.measured_table(results).splitlines()
     assert head.split()[:5] == ["measured", "series", "mesh", "voxels", "batch"]
     assert len(lines) == len(measured)
@@ -174,11 +174,11 @@ def test_results_are_shown(ran):
     assert len(lines) == len(estimates)
     assert len(report.paper_table(paper).splitlines()) == 3
     assert "105,800" in report.published_table()
-    record = json.loads(json.dumps(report.record_of(study, results)))
+    record = json.loads(json.dumps(report.scaling_record(study, results)))
     assert {"measured", "modelled", "paper", "published"} < record.keys()
     assert record["measured"][0]["mesh"] == dict.fromkeys(record["measured"][0]["mesh"], 1)
     pytest.importorskip("matplotlib")
-    assert report.draw(study, results).read_bytes().startswith(b"\x89PNG")
+    assert report.draw_scaling(study, results).read_bytes().startswith(b"\x89PNG")
     assert isinstance(next(iter(estimates.values())), Estimate)
 
 
@@ -231,7 +231,7 @@ def test_without_overlap_messages_have_arrived_and_results_are_equal():
         (["--edge", "12"], "edge = 12: multiples of 8"),
         (["--steps", "0"], "steps = 0: at least 1"),
         (["--networks", "unet3d", "unet3d"], "each once"),
-        (["--hardware", "k80"], "hardware 'k80': possible are cpu, v100"),
+        (["--hardware", "k80"], "hardware 'k80': possible are auto, cpu, v100"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_made(arguments, message, tmp_path, capsys):

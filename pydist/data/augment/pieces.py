@@ -96,7 +96,7 @@ class BoxSource(BatchSource):
         return joined
 
     def from_file(self, read: Callable[[], _T]) -> _T:
-        """Reads from a file, one thread at a time; see `BatchSource.from_file`."""
+        """Calls a function that reads from a file, in one thread at a time."""
         with self._reading:
             return super().from_file(read)
 

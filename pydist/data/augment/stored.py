@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Place(NamedTuple):
-    """Place of a rank on the mesh: its sample group, its index in there, its part of a sample."""
+    """Place that a rank has on the mesh: sample group, index in it, and part of a sample."""
 
     group: int
     within: int

@@ -1,4 +1,4 @@
-"""Affine maps and elastic deformations of one sample, computed for a box of the result.
+"""Computes affine maps and elastic deformations of one sample, for a box of the result.
 
 A deformation is a cubic B-spline whose control points are displaced at random (Rueckert et al.
 1999, IEEE TMI 18, 712). Its values lie between the displacements of the control points around them,
@@ -42,7 +42,7 @@ def rotation(angles: Sequence[float]) -> Positions:
 
 @dataclass(frozen=True)
 class Elastic:
-    """Smooth random displacement of each voxel.
+    """Smooth random displacement that each voxel gets.
 
     Attributes:
         largest: of the displacements along each dim, in voxels.
