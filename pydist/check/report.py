@@ -116,7 +116,8 @@ class _FunctionSummary:
 
 def format_report(report: Report) -> str:
     """Formats the tables of calls and layers, and the verdict."""
-    grid = "×".join(map(str, report.spatial))
+    # Images have no depth, and lines neither depth nor height.
+    grid = "×".join(map(str, report.spatial[4 - len(report.sample) :]))
     others = [f"{axis} {count}" for axis, count in report.axes.items() if count > 1]
     grid = ", ".join([*others, grid])
     shape = ", ".join(map(str, report.sample))
