@@ -127,4 +127,4 @@ def test_labels_in_info(tmp_path, capsys, monkeypatch):
     assert main(["data", "info", "b"]) == 65
     assert main(["data", "convert", "a", "b", "--format", "tiff"]) == 2
     assert main(["data", "index", "a"]) == 2
-    assert "overwrite replaces its manifest" in capsys.readouterr().err
+    assert "--overwrite (overwrite=True) replaces its manifest" in capsys.readouterr().err
