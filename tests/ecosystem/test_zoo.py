@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("monai.networks.nets")
 pytest.importorskip("dynamic_network_architectures")
 
-from support.networks.zoo import CASES, verdict
+from support.networks.libraries import CASES, verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "monai.md"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of MONAI and torch

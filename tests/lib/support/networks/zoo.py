@@ -1,135 +1,221 @@
-"""Networks of other libraries, unmodified and small: their split step against one device.
-
-    PYTHONPATH=tests/lib python -m support.networks.zoo > docs/monai.md
-
-writes the tables of the documentation. Networks with dropout are in evaluation mode, autoencoders
-without their random numbers.
-"""
+"""Third-party networks for the equivalence suite, narrow and with a small batch."""
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pydist.errors import NotSupported
-from support.equivalence import Task, check_network, randn, whole_answer
-from support.networks import monai_zoo, nnunet_zoo
-from support.networks.cases import BATCH
-from support.networks.small import initialized
+from pydist.models import CosmoFlow, UNet3d
+from support.equivalence import Task, randint, randn
+from support.networks.vision import declare_missing_operators
 
-SPLITS = ((2, 1, 1), (1, 2, 2))
-BOUND = 1e-10
-"""Largest distance from one device, relative to the largest value of the tensor."""
-NOISE = 1e-3
-"""Relative change under noise of one ulp from which a value is nothing but rounding."""
-CASES = monai_zoo.CASES | nnunet_zoo.CASES
-RANDOM = {"SegResNetVAE", "VQVAE", "VNet", "EfficientNetBN"}
+BATCH = 2
+
+
+class Entry(NamedTuple):
+    """A network of the zoo.
+
+    Attributes:
+        make: creates the network from torch's global generator; skips the test if its package is
+            missing.
+        sample: shape of one sample.
+        classes: number of classes of a dense output, for cross-entropy; 0 for mean squares.
+        numbers: number of outputs for mean squares.
+    """
+
+    make: Callable[[], nn.Module]
+    sample: tuple[int, ...]
+    classes: int = 2
+    numbers: int = 3
 
 
 class Summed(nn.Module):
-    """A network whose floating-point outputs all count; in evaluation mode if it is random."""
+    """A network with several outputs, reduced to their sum."""
 
-    def __init__(self, network: nn.Module, *arguments: Any, is_random: bool = False) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.network, self.arguments = network, arguments
-        if is_random:
-            network.eval()
+        self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
-        found = [y for y in _tensors(self.network(x, *self.arguments)) if y.is_floating_point()]
-        if len(found) == 1:
-            return found[0]
-        return torch.stack([y.square().mean() for y in found])[None].expand(len(x), -1)
+        y = self.network(x)
+        if isinstance(y, (list, tuple)):
+            y = sum(y[1:], y[0])
+        return y
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    return [] if value is None else [t for each in value for t in _tensors(each)]
+def monai(name: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
+    """Returns a function that creates a network of `monai.networks.nets`."""
+
+    def make() -> nn.Module:
+        return getattr(pytest.importorskip("monai.networks.nets"), name)(*args, **kwargs)
+
+    return make
 
 
-def task_of(name: str) -> Task:
-    """Returns a task with two samples."""
-    case = CASES[name]
+def torchvision(name: str) -> Callable[[], nn.Module]:
+    """Returns a function that creates a network of `torchvision.models.video`."""
+    return lambda: getattr(_video(), name)(num_classes=3)
+
+
+def _video() -> Any:
+    declare_missing_operators()
+    return pytest.importorskip("torchvision.models.video")
+
+
+def _squeeze_and_excitation() -> nn.Module:
+    blocks = pytest.importorskip("monai.networks.blocks.squeeze_and_excitation")
+    return nn.Sequential(
+        nn.Conv3d(1, 8, 3, stride=2, padding=1),
+        blocks.SEResNetBottleneck(3, 8, 2, groups=1, reduction=4),
+        blocks.SEResNeXtBottleneck(3, 8, 2, groups=2, reduction=4, base_width=64),
+        blocks.ResidualSELayer(3, 8),
+        nn.ConvTranspose3d(8, 2, 3, stride=2, padding=1, output_padding=1),
+    )
+
+
+ZOO = {
+    "MONAI UNet": Entry(
+        monai("UNet", 3, 1, 2, (4, 8, 16), (2, 2), num_res_units=2), (1, 16, 12, 8)
+    ),
+    "MONAI UNet, batch norm": Entry(
+        monai("UNet", 3, 1, 2, (4, 8), (2,), num_res_units=1, norm="batch", act="relu"),
+        (1, 10, 8, 6),
+    ),
+    "MONAI UNet, 2-D": Entry(
+        monai("UNet", 2, 1, 2, (4, 8, 8), (2, 2), num_res_units=2), (1, 16, 12)
+    ),
+    "BasicUNet": Entry(
+        monai("BasicUNet", 3, 1, 2, features=(2, 2, 4, 4, 4, 2), upsample="deconv"), (1, 32, 16, 16)
+    ),
+    "BasicUNet, trilinear": Entry(
+        monai("BasicUNet", 3, 1, 2, features=(2, 2, 4, 4, 4, 2), upsample="nontrainable"),
+        (1, 16, 32, 16),
+    ),
+    "BasicUNet, subpixels": Entry(
+        monai("BasicUNet", 3, 1, 2, features=(2, 2, 4, 4, 4, 2), upsample="pixelshuffle"),
+        (1, 16, 16, 32),
+    ),
+    "AttentionUnet": Entry(monai("AttentionUnet", 3, 1, 2, (4, 8, 8), (2, 2)), (1, 16, 12, 8)),
+    "SegResNet": Entry(
+        monai("SegResNet", 3, 8, 1, 2, blocks_down=(1, 2, 2), blocks_up=(1, 1)), (1, 12, 8, 8)
+    ),
+    "DynUNet": Entry(
+        monai(
+            "DynUNet",
+            3,
+            1,
+            2,
+            [3, [3, 3, 1], 3],
+            [1, 2, [2, 2, 1]],
+            [2, [2, 2, 1]],
+            filters=[4, 8, 8],
+            res_block=True,
+        ),
+        (1, 12, 8, 6),
+    ),
+    "DynUNet, deep supervision": Entry(
+        monai(
+            "DynUNet",
+            3,
+            1,
+            2,
+            [3] * 4,
+            [1, 2, 2, 2],
+            [2, 2, 2],
+            filters=[4, 4, 8, 8],
+            deep_supervision=True,
+            deep_supr_num=2,
+        ),
+        (1, 16, 16, 16),
+    ),
+    "BasicUNetPlusPlus": Entry(
+        monai("BasicUNetPlusPlus", 3, 1, 2, features=(2, 2, 2, 4, 4, 2), deep_supervision=True),
+        (1, 16, 16, 32),
+    ),
+    "HighResNet": Entry(
+        monai(
+            "HighResNet",
+            3,
+            1,
+            2,
+            layer_params=(
+                {"name": "conv_0", "n_features": 4, "kernel_size": 3},
+                {"name": "res_1", "n_features": 4, "kernels": (3, 3), "repeat": 2},
+                {"name": "res_2", "n_features": 6, "kernels": (3, 3), "repeat": 2},
+                {"name": "conv_1", "n_features": 8, "kernel_size": 1},
+                {"name": "conv_2", "kernel_size": 1},
+            ),
+        ),
+        (1, 9, 8, 7),
+    ),
+    "VNet": Entry(monai("VNet", 3, 1, 2), (1, 32, 16, 16)),
+    "DenseNet121": Entry(
+        monai("DenseNet121", 3, 1, 3, init_features=8, growth_rate=4), (1, 48, 32, 32), classes=0
+    ),
+    "ResNet10": Entry(
+        monai("resnet10", spatial_dims=3, n_input_channels=1, num_classes=3, widen_factor=0.125),
+        (1, 32, 20, 16),
+        classes=0,
+    ),
+    "blocks of SENet": Entry(_squeeze_and_excitation, (1, 12, 10, 8)),
+    "SENet": Entry(
+        monai(
+            "SENet",
+            3,
+            1,
+            block="se_bottleneck",
+            layers=(1, 1, 1, 1),
+            groups=2,
+            reduction=4,
+            inplanes=16,
+            num_classes=3,
+            dropout_prob=None,
+        ),
+        (1, 64, 20, 16),
+        classes=0,
+    ),
+    "r3d_18": Entry(torchvision("r3d_18"), (3, 8, 20, 20), classes=0),
+    "mc3_18": Entry(torchvision("mc3_18"), (3, 6, 24, 20), classes=0),
+    "r2plus1d_18": Entry(torchvision("r2plus1d_18"), (3, 8, 20, 20), classes=0),
+    "CosmoFlow": Entry(lambda: CosmoFlow(32, dropout=0.0), (4, 32, 32, 32), classes=0, numbers=4),
+    "3D U-Net": Entry(lambda: UNet3d(1, 2, 4, 2), (1, 12, 8, 8)),
+    "3D U-Net of the paper": Entry(UNet3d, (1, 16, 16, 16), classes=3),
+}
+"""The networks by name."""
+
+WIDE = {
+    "VNet",
+    "CosmoFlow",
+    "DenseNet121",
+    "SENet",
+    "r3d_18",
+    "mc3_18",
+    "r2plus1d_18",
+    "3D U-Net of the paper",
+}
+"""Networks that take seconds per step: they have one split only, unless time is available."""
+
+
+def task_of(name: str, dtype: torch.dtype = torch.float64) -> Task:
+    """Returns a task with a batch of two; its loss is cross-entropy for classes, else MSE."""
+    entry = ZOO[name]
+    # Initialized by the authors' code, which uses torch's global generator: seeded, then restored.
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = initialized(Summed(case.make(), is_random=name in RANDOM))
-    x = randn(BATCH, case.channels, *case.extents)
-    with torch.no_grad():
-        target = randn(*model(x).shape, seed=1)
-    return Task(model, x, target, F.mse_loss)
+        model = Summed(entry.make()).to(dtype)
+    x = randn(BATCH, *entry.sample).to(dtype)
+    if not entry.classes:
+        return Task(model, x, randn(BATCH, entry.numbers, seed=1).to(dtype), F.mse_loss)
+    labels = randint(entry.classes, BATCH, *entry.sample[1:], seed=1)
+    return Task(model, x, labels, _cross_entropy)
 
 
-def verdict(name: str) -> str:
-    """Returns "equal", or the call that is refused; raises an error where results differ."""
-    try:
-        task = task_of(name)
-    except ImportError:
-        return "not tried: it needs a package that is not installed"
-    except RuntimeError as error:
-        if "dtype" not in str(error):
-            raise
-        return "not tried: a part of it computes in float32 only"
-    answer = whole_answer(task)
-    # As of biases before a norm, whose gradients are zero.
-    answer = answer._replace(
-        bounds={
-            each: math.inf if bound > NOISE else max(BOUND, bound)
-            for each, bound in answer.bounds.items()
-        }
-    )
-    try:
-        for spatial in SPLITS:
-            check_network(task, spatial, answer=answer)
-    except NotSupported as error:
-        return f"refused: `{str(error).partition(' on a sharded')[0]}`"
-    return "equal"
-
-
-HEAD = f"""# MONAI's and nnU-Net's networks
-
-3-D networks, unmodified and small, with one step of two samples in fp64, split 2×1×1 and 1×2×2:
-"equal" means outputs, loss, all gradients and buffers of one device, within {BOUND} of the largest
-value of each. `tests/lib/support/networks/zoo.py` writes this page, and tests compare rows of it.
-
-## MONAI
-
-All 3-D networks of `monai.networks.nets`. Networks of 2-D images only (HoVerNet, Quicknat,
-MILModel, TorchVisionFCModel, Transchex) and of vectors (FullyConnectedNet, Generator) are not here.
-"""
-NNUNET = """
-## nnU-Net
-
-The architectures of `dynamic-network-architectures` from which nnU-Net builds its networks, in 3-D.
-"""
-TABLE = """
-| network | split run |
-|---|---|
-"""
-
-
-def page() -> Iterator[str]:
-    """Yields the lines of the page."""
-    for head, cases in ((HEAD, monai_zoo.CASES), (NNUNET, nnunet_zoo.CASES)):
-        yield head + TABLE
-        said = {}
-        for name in cases:
-            said[name] = verdict(name)
-            yield f"| {name} | {said[name]} |\n"
-        equal = sum(each == "equal" for each in said.values())
-        yield f"\n{equal} of {len(said)} are equal.\n"
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    for line in page():
-        print(line, end="", flush=True)
+def _cross_entropy(y: Tensor, labels: Tensor) -> Tensor:
+    """Returns the cross-entropy, averaged over the heads of an output [N, heads, classes, ...]."""
+    heads = y.unbind(1) if y.dim() > labels.dim() + 1 else [y]
+    return torch.stack([F.cross_entropy(head, labels) for head in heads]).mean()
