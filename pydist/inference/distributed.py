@@ -65,7 +65,7 @@ class BoxedVolume:
     def add(self, given: Sequence[Box | None], values: Tensor | None) -> None:
         """Adds a box of values of each rank to the boxes that hold its voxels. Collective.
 
-        A voxel's values are added in the order of the ranks that give them, whoever holds it.
+        Contributions to a voxel are added in rank order, whichever rank holds the voxel.
 
         Args:
             given: a box for each rank; None for no box.
