@@ -248,7 +248,7 @@ class BoxStore(MemoryStore):
     def _begin_boxes(
         self, delivery: Delivery, order: _Order
     ) -> tuple[Channel | None, Callable[[], None]]:
-        """Returns the messages of a delivery, after the blocks that they are cut from have arrived."""
+        """Returns the messages of a delivery, after the blocks that they are cut from are there."""
         source = cast(BoxSource, delivery.source)
         sends, recvs = [], []
         for receiver, sample, box in order.sends:
