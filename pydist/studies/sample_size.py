@@ -87,6 +87,11 @@ class SampleSizeOptions:
                 raise UsageError(f"{name} = {getattr(self, name)}: at least 1")
         if self.width % CUTS[-1] or self.width < 2 * CUTS[-1]:
             raise UsageError(f"width = {self.width}: multiples of 4 from 8 on are possible")
+        if 1 << self.levels > self.width:  # the next one would pool a single voxel
+            most = self.width.bit_length() - 1
+            raise UsageError(
+                f"levels = {self.levels}: at most {most} halve a cube of {self.width} voxels"
+            )
         if not self.lr > 0:
             raise UsageError(f"lr = {self.lr}: a positive number")
         held_out = self.universe_options.validation_count

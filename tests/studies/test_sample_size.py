@@ -159,3 +159,8 @@ def test_mistakes_are_named_before_anything_is_made(arguments, message, tmp_path
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "s").exists()
+
+
+def test_more_levels_than_a_cube_can_be_halved_are_refused():
+    with pytest.raises(UsageError, match="levels = 4: at most 3 halve a cube of 8 voxels"):
+        SampleSizeOptions(width=8, levels=4)
