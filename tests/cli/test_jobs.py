@@ -79,7 +79,9 @@ def test_as_launcher_it_draws_progress_and_writes_the_results(place, whole, mpi)
         "tuning.json",
         "log.jsonl",
         "predictions.csv",
+        "progress.png",
         "result.png",
+        "samples",
         "ckpt",
     }
     assert Path("run/result.png").read_bytes().startswith(b"\x89PNG")
@@ -164,7 +166,7 @@ def test_an_error_of_all_ranks_is_printed_once_with_its_exit_code(place):
     assert len(said.strip().splitlines()) == 1
     assert "\0" not in said
     said = train("-n", "2", "--mesh.data", "3", code=2)
-    assert said.count("but 2 were started") == 1
+    assert said.count("(data 3) and 2 ranks: possible are 3") == 1
 
 
 def test_a_full_disk_ends_with_74(place):
