@@ -227,9 +227,12 @@ def _forms() -> str:
 def _transformers() -> str:
     names = "plain torch, 2 threads", "plain torch, 2 threads + malloc", "pydist, 2 ranks, depth"
     rows = []
-    for title, result in (("UNETR, 96³", "unetr_96"), ("SwinUNETR, 64³", "swin_unetr_64")):
-        steps = {row["name"]: row["median"] for row in result_of(f"unet_step_{result}")["rows"]}
-        rows.append((title, *(three_digits(steps[name]) for name in names)))
+    titles = {"unetr": "UNETR", "swin_unetr": "SwinUNETR"}
+    for network, width in (("unetr", 96), ("swin_unetr", 64), ("swin_unetr", 96)):
+        found = result_of(f"unet_step_{network}_{width}")["rows"]
+        steps = {row["name"]: row["median"] for row in found}
+        times = (three_digits(steps[name]) for name in names)
+        rows.append((f"{titles[network]}, {width}³", *times))
     return table(("", "torch, 2 threads", "with the allocator", "pydist, 2 ranks"), rows)
 
 

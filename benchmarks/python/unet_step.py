@@ -28,7 +28,7 @@ TOLERANCE = 2e-2
 BOUND = ", nothing exchanged"
 SPLITS = {"depth": (2, 1, 1), "height": (1, 2, 1), "width": (1, 1, 2)}
 WIDTHS = {"monai": 96, "paper": 64, "swin_unetr": 64, "unetr": 96}
-"""Edge of the cube, by network; at 96³ SwinUNETR needs more than 24 GB for all contestants."""
+"""Edge of the cube, by network; at 96³ SwinUNETR fits into 24 GB only with --few."""
 TRANSFORMERS = ("swin_unetr", "unetr")
 
 

@@ -15,6 +15,7 @@ import asyncio
 import io
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,6 @@ class HttpServer:
             app, host, port, log_level="critical", access_log=False, lifespan="off"
         )
         self._server = uvicorn.Server(config)
-        self._failed: list[BaseException] = []
         self._thread = threading.Thread(target=self._run, name="pydist http", daemon=True)
         self._thread.start()
         deadline = time.monotonic() + _START_SECONDS
@@ -151,10 +151,8 @@ class HttpServer:
         """Port at which it listens."""
 
     def _run(self) -> None:
-        try:
+        with suppress(SystemExit):  # uvicorn exits where the address is in use
             self._server.run()
-        except BaseException as error:  # uvicorn exits where the address is in use
-            self._failed.append(error)
 
     def close(self) -> None:
         """Accepts no more connections; those that have requests under way get their answers."""

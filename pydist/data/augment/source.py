@@ -177,7 +177,7 @@ class Augmented:
         return self.dataset.target(index)
 
     def _changes(self, index: int) -> Iterator[Change]:
-        """SampleDraws the changes of a sample, in their order."""
+        """Draws the changes of a sample, in their order."""
         draws, options = SampleDraws(self.seed, self.epoch, index), self.options
         before, size = _triple(self.dataset.shape_of(index)[1:]), _triple(self.shape_of(index)[1:])
         room = [n - m + 1 for n, m in zip(before, size, strict=True)]
