@@ -234,7 +234,7 @@ class Manifest:
         }
 
     @classmethod
-    def load(cls, root: Path) -> Manifest:
+    def load(cls, root: str | Path) -> Manifest:
         """Reads and checks the manifest in the folder `root`.
 
         The table of files is mapped: all processes of a machine share its memory, and it is read
@@ -243,6 +243,7 @@ class Manifest:
         Raises:
             DataError: it is missing, no manifest, of a later version, or inconsistent.
         """
+        root = Path(root)
         path = root / FILE_NAME
         try:
             if path.exists():

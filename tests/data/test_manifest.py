@@ -71,7 +71,7 @@ VERSION_1: dict[str, Any] = {
 def test_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     given = EXAMPLE.files[:]
     EXAMPLE.save(tmp_path)
-    loaded = Manifest.load(tmp_path)
+    loaded = Manifest.load(str(tmp_path))
     assert loaded == EXAMPLE
     assert loaded.digest == EXAMPLE.digest
     assert loaded.splits == {"train": 3, "val": 1}
