@@ -29,11 +29,11 @@ from pydist.tensor import (
     wrap,
 )
 from pydist.tensor.operands import redistribute, refuse_shard_shaped, shard_of_plain
-from pydist.tensor.wrapper import of_wrapper
+from pydist.tensor.wrapper import GET_REQUIRES_GRAD, of_wrapper
 
 # The wrapper tensor itself has the global shape, the dtype, and the other attributes.
 _OF_THE_WRAPPER = """
-shape ndim dtype device requires_grad is_cuda is_cpu is_sparse is_quantized is_meta
+shape ndim dtype device is_cuda is_cpu is_sparse is_quantized is_meta
 is_mps is_mkldnn is_nested is_complex names is_xpu
 """.split()
 _METHODS_OF_THE_WRAPPER = """
@@ -154,6 +154,12 @@ def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTenso
     if not requires_grad:
         of_wrapper(torch.Tensor.requires_grad_, x, False)
     return replace_shard_(x, x._local, changed=False)
+
+
+@implements(_descriptor("requires_grad").__get__)
+def get_requires_grad(x: ShardedTensor) -> bool:
+    """Returns whether autograd computes the gradient, also after a change in place of a view."""
+    return bool(of_wrapper(GET_REQUIRES_GRAD, x) or x._shard.requires_grad)
 
 
 @implements(_descriptor("requires_grad").__set__)

@@ -342,6 +342,23 @@ def test_plain_tensors_that_are_broadcast_stay_plain_views():
     on_ranks((2, 1, 1), body)
 
 
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_a_tensor_whose_view_gets_a_graph_requires_a_gradient(where):
+    points, spatial = LAYOUTS[where]
+
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, points))
+        base = torch.zeros_like(x)
+        other = base[:, :, 2:]
+        assert not base.requires_grad
+        base[:, 1:3].add_(x[:, 1:3])
+        assert base.requires_grad
+        assert other.requires_grad
+        assert not base.detach().requires_grad
+
+    on_ranks(spatial, body)
+
+
 def test_detach_in_place_takes_wrapper_and_shard_out_of_the_graph():
     def body(mesh):
         x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, [[0, 2, 6], None, None])) * 2

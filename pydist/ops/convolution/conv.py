@@ -69,6 +69,8 @@ def conv(
         return on_plain(function, partial(conv, dims), input, weight, bias, *options)
     if input.dim() != dims + 2:
         raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
+    if input.is_complex():
+        raise refusal(function, (input, weight), {}, "complex numbers: convolve their parts")
     layout, of_all = input._layout, tuple(weight.shape)
     session, sizes = layout.mesh.session, as_keys(dims, stride, padding, dilation)
     window, layout = session.plan(

@@ -80,6 +80,8 @@ def conv_transpose(
         return on_plain(function, partial(conv_transpose, dims), input, weight, bias, *options)
     if input.dim() != dims + 2:
         raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
+    if input.is_complex():
+        raise refusal(function, (input, weight), {}, "complex numbers: convolve their parts")
     layout = input._layout
     window = TransposedWindow(
         tuple(weight.shape[2:]),

@@ -29,5 +29,12 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = _CHOOSE) -
     batch = [[f".{i}" for i in range(x.dim() - 2, 0, -1)] for x in (x1, x2)]
     labels = [[*batch[0], "p", "m"], [*batch[1], "r", "m"]]
     out = [*max(batch, key=len), "p", "r"]
-    local = partial(torch.cdist, p=p, compute_mode=compute_mode)
+    local = partial(_distances, p=p, compute_mode=compute_mode)
     return contract(torch.cdist, [x1, x2], labels, out, local, whole={"m"})
+
+
+def _distances(x1: Tensor, x2: Tensor, p: float, compute_mode: str) -> Tensor:
+    if x1.numel() and x2.numel():
+        return torch.cdist(x1, x2, p, compute_mode)
+    # torch's distances of no points have no second derivative, for which other ranks would wait.
+    return (x1 @ x2.mT).square()

@@ -54,12 +54,13 @@ def _norm(x: ShardedTensor, p: float, dims: tuple[int, ...], keepdim: bool) -> A
     if p < 0:
         raise refusal(torch.linalg.vector_norm, (x,), {}, f"order {p} over a split dim")
     if p == 0:
-        return reduce_sum(elementwise(torch.ne, x, 0), dims, keepdim).to(x.dtype)
+        return reduce_sum(elementwise(torch.ne, x, 0), dims, keepdim).to(x.dtype.to_real())
     if p == 1:
         return reduce_sum(elementwise(torch.abs, x), dims, keepdim)
     # Powers and roots have no gradient at 0, where torch defines the norm's gradient as 0.
     if p == 2:
-        total = reduce_sum(elementwise(torch.mul, x, x), dims, keepdim)
+        squares = (x * x.conj()).real if x.is_complex() else elementwise(torch.mul, x, x)
+        total = reduce_sum(squares, dims, keepdim)  # type: ignore[arg-type]
     else:
         nothing = x == 0
         powers = x.masked_fill(nothing, 1).abs() ** p
@@ -166,9 +167,10 @@ def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Any:
         return result_of(torch.logsumexp(local_of(input), dims, keepdim), input, dims, keepdim)
     rounded = in_full_precision(torch.logsumexp, input, 0)
     x = input.to(WIDER[input.dtype]) if rounded else input
-    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    if not (x.is_floating_point() or x.is_complex()):
+        x = x.to(torch.get_default_dtype())
     with torch.no_grad():
-        largest = reduce_amax(x.detach(), dims, keepdim=True)  # type: ignore[arg-type]
+        largest = reduce_amax((x.real if x.is_complex() else x).detach(), dims, keepdim=True)  # type: ignore[arg-type]
         largest = torch.where(largest.isinf(), 0, largest)
     total = reduce_sum((x - largest).exp(), dims, keepdim=True).log() + largest  # type: ignore[arg-type]
     if rounded:

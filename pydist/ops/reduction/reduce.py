@@ -112,7 +112,8 @@ def reduce_mean(
 ) -> Any:
     """Computes the mean over dims, by the global count."""
     dims = reduced_dims(x, dim)
-    if is_local(x, dims) or not (dtype or x.dtype).is_floating_point:
+    summed = dtype or x.dtype
+    if is_local(x, dims) or not (summed.is_floating_point or summed.is_complex):
         mean = torch.mean(local_of(x), dims, keepdim, dtype=dtype)  # torch refuses integers
         return result_of(mean, x, dims, keepdim)
     rounded = _rounded_to(torch.mean, x, dtype)
@@ -201,7 +202,7 @@ def _all(input: ShardedTensor, dim: Dims = None, keepdim: bool = False) -> Any:
 
 
 class _SquaredDeviation(Function):
-    """Function (x - mean)², where the mean is over all values that are summed afterwards.
+    """Function |x - mean|², where the mean is over all values that are summed afterwards.
 
     The deviations then add up to 0, so the mean's gradient is 0 in all orders. It is omitted, as in
     torch: with an infinite gradient it would be inf - inf.
@@ -210,7 +211,8 @@ class _SquaredDeviation(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mean: Tensor) -> Tensor:
         ctx.save_for_backward(x, mean)
-        return (x - mean).square()
+        deviation = x - mean
+        return (deviation * deviation.conj()).real if x.is_complex() else deviation.square()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -55,6 +55,8 @@ def grid_sample(
     if isinstance(input, ShardedTensor):
         needed = _needed(positions.detach(), input.shape[2:], mode, padding_mode, aligned)
         box = _gathered(input, needed, out)
+        if mode == "nearest":
+            positions = _nearest(positions, input.shape[2:], needed, aligned)
         positions = _in_box(positions, input.shape[2:], needed, aligned)
     else:
         splits = (*out.splits[:2], *(None for _ in input.shape[2:]))
@@ -171,6 +173,26 @@ def _gathered(x: ShardedTensor, needed: Sequence[tuple[int, int]], out: Layout) 
     exchanger = mesh.session.service(_LatestPlans, _LatestPlans).plan(key, make)
     held = average_grad(local_of(x), mesh, layout.unused_axes)
     return gather_box(held, exchanger, mesh, weight=layout.replicas / out.replicas)
+
+
+def _nearest(
+    grid: Tensor, extents: Sequence[int], needed: Sequence[tuple[int, int]], aligned: bool
+) -> Tensor:
+    """Returns the positions of the nearest inputs, along dims of which the box has a part.
+
+    Halfway between two inputs, as in a grid of half the resolution, torch takes that with the even
+    index: here the global one.
+    """
+    partial = [box != (0, n) for n, box in zip(extents, needed, strict=True)]
+    if not any(partial):
+        return grid
+    with torch.no_grad():  # torch's gradient is 0
+        sizes = grid.new_tensor([*reversed(extents)])
+        if aligned:
+            found = ((grid + 1) / 2 * (sizes - 1)).round() * 2 / (sizes - 1) - 1
+        else:
+            found = ((((grid + 1) * sizes - 1) / 2).round() * 2 + 1) / sizes - 1
+    return torch.where(torch.tensor([*reversed(partial)], device=grid.device), found, grid)
 
 
 def _in_box(

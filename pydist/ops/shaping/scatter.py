@@ -116,6 +116,8 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
         with timers.measure("statistics"):
             group.all_reduce(length, "max")
     counts = torch.bincount(own, rest[0] if rest else None, int(length))
+    if weights is not None:  # of nothing, torch's sums are integers
+        counts = counts.to(weights.dtype if weights.dtype == torch.float32 else torch.float64)
     if group.size > 1:
         with timers.measure("statistics"):
             group.all_reduce(counts)

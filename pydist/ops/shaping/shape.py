@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,7 +178,11 @@ def view_as_real(input: ShardedTensor) -> ShardedTensor:
     """Shows the real and imaginary parts along a new last dim."""
     old = input._layout
     layout = Layout(old.mesh, (*old.shape, 2), (*old.splits, None))
-    return view_of(input, torch.view_as_real(local_of(input)), layout)
+    local = torch.view_as_real(local_of(input))
+    if local.requires_grad and not local.numel():
+        # Its backward expects a dense last dim, which torch does not give to empty gradients.
+        local.register_hook(partial(torch.clone, memory_format=torch.contiguous_format))
+    return view_of(input, local, layout)
 
 
 @implements(torch.view_as_complex)

@@ -32,9 +32,10 @@ for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
 
 
 def _dims_and_extents(
-    x: Tensor, s: Sequence[int] | None, dim: Sequence[int] | None
+    x: Tensor, s: int | Sequence[int] | None, dim: int | Sequence[int] | None
 ) -> tuple[tuple[int, ...], list[int | None]]:
     """Returns the dims of a transform, and the extents to which it pads or crops them."""
+    s, dim = ((given,) if isinstance(given, int) else given for given in (s, dim))
     if dim is None:
         dim = range(x.dim()) if s is None else range(x.dim() - len(s), x.dim())
     dims = canonical_all(tuple(dim), x.dim())
@@ -62,8 +63,8 @@ def _several_dims(
     @implements(func)
     def handler(
         input: ShardedTensor,
-        s: Sequence[int] | None = None,
-        dim: Sequence[int] | None = default,
+        s: int | Sequence[int] | None = None,
+        dim: int | Sequence[int] | None = default,
         norm: str | None = None,
     ) -> Any:
         dims, extents = _dims_and_extents(input, s, dim)

@@ -159,6 +159,7 @@ def test_bfloat16_keeps_its_dtype_and_accuracy():
 
 REFUSED = {
     "no batch dim": (lambda x, w: F.conv3d(x[0], w), NotSupported, "N, C"),
+    "complex": (lambda x, w: F.conv3d(torch.complex(x, x), w), NotSupported, "complex numbers"),
     "plain input": (lambda x, w: F.conv3d(w, x), NotSupported, "the input is plain"),
     "window larger than the input": (
         lambda x, w: F.conv3d(x, w.repeat(1, 1, 3, 1, 1)), UsageError, "does not fit"

@@ -289,6 +289,7 @@ def test_the_output_size_chooses_the_output_padding():
 WEIGHT = (2, 2, 3, 3, 3)
 REFUSED = {
     "no batch dim": (lambda x, w: F.conv_transpose3d(x[0], w), NotSupported, "N, C"),
+    "complex": (lambda x, w: F.conv_transpose3d(x + 1j, w), NotSupported, "complex numbers"),
     "plain input": (lambda x, w: F.conv_transpose3d(w, x), NotSupported, "the input is plain"),
     "channels": (
         lambda x, w: F.conv_transpose3d(x, w[:1]), UsageError, "input channels, output channels"

@@ -34,3 +34,13 @@ def test_many_points_use_a_matrix_product_on_all_ranks():
     """By the global numbers: torch would compute blocks of 20 points otherwise."""
     x = randn(1, 40, 3)
     check_function(lambda x: torch.cdist(x, x.detach() + 1e-3), x, (), [[0, 20, 40], None])
+
+
+@pytest.mark.parametrize("points", [[0, 20, 40], [0, 20, 20, 40], [0, 40, 40]])
+def test_second_derivatives_of_many_points(points):
+    """torch has those of a matrix product; a rank without points takes part in them."""
+
+    def distances(x):
+        return torch.cdist(x, x.detach() + 1e-3).sum(1) + torch.cdist(CLOUD[:1], x).sum(1)
+
+    check_function(distances, randn(1, 40, 3), (), [points, None], second_order=True)

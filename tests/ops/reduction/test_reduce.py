@@ -137,6 +137,36 @@ def test_ways_to_call(call, points):
     check_function(call, randn(*SHAPE), (), points)
 
 
+def _complex(x):
+    return torch.complex(x, 1 + x.flip(2))
+
+
+def _real(y):
+    return torch.view_as_real(y).sum(-1)
+
+
+OF_COMPLEX_NUMBERS = {
+    "mean": lambda x: _real(_complex(x).mean((2, 3)) ** 2),
+    "mean of all": lambda x: _real(_complex(x).mean() ** 2),
+    "var": lambda x: _complex(x).var((2, 3)),
+    "std": lambda x: torch.std(_complex(x), 2, correction=0) ** 3,
+    "var_mean": lambda x: torch.mul(*torch.var_mean(_complex(x))).real,
+    "norm": lambda x: _complex(x).norm() ** 3,
+    "norm over dims": lambda x: torch.linalg.vector_norm(_complex(x), dim=(2, 4)) ** 3,
+    "3-norm": lambda x: torch.linalg.vector_norm(_complex(x), 3, dim=2),
+    "zero norm": lambda x: torch.linalg.vector_norm(_complex(x.trunc()), 0, 2).detach(),
+    "normalize": lambda x: _real(F.normalize(_complex(x), dim=2)),
+    "dist": lambda x: torch.dist(_complex(x), _complex(x * x)),
+    "logsumexp": lambda x: _real(_complex(x).logsumexp((2, 3))),
+}
+
+
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+@pytest.mark.parametrize("call", OF_COMPLEX_NUMBERS.values(), ids=OF_COMPLEX_NUMBERS)
+def test_of_complex_numbers(call, points):
+    check_function(call, randn(*SHAPE), (), points, second_order=True)
+
+
 OF_A_SCALAR = {
     **{
         name: lambda x, f=f: f(x, 0, True)

@@ -52,6 +52,19 @@ def test_displacements(options, by, points):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("points", [[[0, 4, 8, 16], None, None], [None, [0, 6, 16], [0, 0, 8]]])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+def test_the_nearest_of_two_equally_near_inputs(padding, points):
+    """At half the resolution each position is halfway between two inputs."""
+
+    def call(x, flow):
+        grid = identity(8, 8, 4) + 0 * flow.movedim(1, -1)
+        return F.grid_sample(x, grid, "nearest", padding, align_corners=False)
+
+    flow = Cut(randn(1, 3, 8, 8, 4), [cut and [n // 2 for n in cut] for cut in points])
+    check_function(call, randn(1, 2, 16, 16, 8), (), points, beside=[flow])
+
+
 def test_of_images_by_cubes():
     flow = randn(2, 2, 8, 7, seed=1)
     check_function(

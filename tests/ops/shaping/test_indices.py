@@ -58,6 +58,7 @@ CALLS = {
     "index_add": lambda x, i: x.index_add(2, ROWS, x[:, :, 1:4] ** 2, alpha=2) * x,
     "index_add_ of an unsplit dim": lambda x, i: (x * 1).index_add_(1, ROWS[1:], x[:, :2] ** 2),
     "index_copy_": lambda x, i: (x * 1).index_copy_(2, ROWS[:2], x[:, :, :2] ** 2) * x,
+    "weighted counts": lambda x, i: torch.bincount(i.flatten(), x[:, 0].detach().flatten()),
     "index_fill": lambda x, i: x.index_fill(3, ROWS, 2.0) * x,
 }  # fmt: skip
 

@@ -40,6 +40,9 @@ CALLS = {
     "all dims, cropped": lambda x: torch.fft.fftn(x, s=(3, 7, -1)).abs().square(),
     "irfft": lambda x: torch.fft.irfft(x, dim=3) * torch.fft.hfft(x, dim=3),
     "ihfft": lambda x: _magnitude(torch.fft.ihfft(x, dim=4)),
+    "dims and extents that are numbers": lambda x: torch.fft.fftn(x, 7, 2).abs() + (
+        torch.fft.rfft2(x, dim=2).abs().mean()
+    ),
     "shifts": lambda x: torch.fft.fftshift(x, (2, 3)) * torch.fft.ifftshift(x, 2) + (
         torch.fft.fftshift(x)
     ),
