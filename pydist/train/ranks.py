@@ -61,8 +61,8 @@ def check_ranks(config: Config, ranks: int) -> None:
 def _check_mesh(config: Config, ranks: int, each: int) -> None:
     """Checks that ranks fill a mesh of one stage, and a batch its sample groups."""
     mesh = config.mesh
-    if ranks < 1:
-        return  # the launcher says what is possible
+    if ranks < 1 or mesh.spatial == "auto":
+        return  # the launcher says what is possible; the ranks choose the mesh
     groups = mesh.data or max(1, ranks // each)
     if groups * each != ranks:
         parts = " × ".join(f"{axis} {n}" for axis, n in mesh.parts().items() if n > 1) or "1 rank"
@@ -75,6 +75,28 @@ def _check_mesh(config: Config, ranks: int, each: int) -> None:
         raise UsageError(
             f"train.batch = {config.train.batch} with {groups} sample groups: at least one sample "
             f"for each is possible, {groups} or more"
+        )
+    if found := [*_mistakes_with_groups(config, groups), *reduction.mistakes_on(config, ranks)]:
+        raise UsageError(found[0])
+
+
+def _mistakes_with_groups(config: Config, groups: int) -> Iterator[str]:
+    train, planned = config.train, config.train.batch_schedule
+    if any(size < groups for _, size in planned.milestones):
+        yield (
+            f"train.batch_schedule.milestones = {[list(each) for each in planned.milestones]} with "
+            f"{groups} sample groups: batches of {groups} or more are possible"
+        )
+    if train.batch // train.accumulate < groups:
+        yield (
+            f"train.accumulate = {train.accumulate} with train.batch = {train.batch} and {groups} "
+            "sample groups: a pass needs a sample for each; possible are up to "
+            f"{train.batch // groups}"
+        )
+    if planned.noise_scale and groups == train.accumulate == 1:
+        yield (
+            "train.batch_schedule.noise_scale compares parts of a step, which is one pass of one "
+            "sample group: several groups are possible, and train.accumulate = 2 or more"
         )
 
 

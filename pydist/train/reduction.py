@@ -11,6 +11,7 @@ from pydist.train.gradients import (
     DgcConfig,
     PostLocalConfig,
     StatefulConfig,
+    TorusConfig,
     name_of,
 )  # fmt: skip
 from pydist.train.optimizers import LayerwiseConfig
@@ -49,6 +50,27 @@ def mistakes(config: Config) -> Iterator[str]:
         yield from _mistakes_in_dgc(config, form)
 
 
+def mistakes_on(config: Config, ranks: int) -> Iterator[str]:
+    """Yields how a form of gradients does not suit a number of ranks, which fill the mesh."""
+    form, groups = config.train.gradients, config.mesh.parts(ranks)["data"]
+    if isinstance(form, TorusConfig) and form.row is not None and ranks % form.row:
+        possible = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        yield (
+            f"train.gradients.row = {form.row}: {ranks} ranks have no rows of {form.row}; possible "
+            f"are {possible}"
+        )
+    if isinstance(form, DgcConfig) and groups == 1 and _needs_groups(form):
+        yield (
+            f'train.gradients = "dgc" with one sample group on {ranks} '
+            f'rank{"s" if ranks > 1 else ""}: nothing is sent between groups; "dense" is possible'
+        )
+
+
+def _needs_groups(form: DgcConfig) -> bool:
+    """Returns whether a run with one group, which sends dense gradients, would be another one."""
+    return bool(form.momentum) or form.clip_norm is not None
+
+
 def _mistakes_in_dgc(config: Config, form: DgcConfig) -> Iterator[str]:
     given, optimizer = 'train.gradients = "dgc"', config.optimizer
     momentum = getattr(optimizer, "momentum", None)
@@ -69,7 +91,7 @@ def _mistakes_in_dgc(config: Config, form: DgcConfig) -> Iterator[str]:
         )
     if form.nesterov and not form.momentum:
         yield "train.gradients.nesterov = true needs train.gradients.momentum > 0"
-    if config.mesh.data == 1 and (form.momentum or form.clip_norm is not None):
+    if config.mesh.data == 1 and _needs_groups(form):
         yield f'{given} with mesh.data = 1: nothing is sent between groups; "dense" is possible'
 
 

@@ -17,6 +17,7 @@ from pydist.train.config import (
     StageConfig,
 )  # fmt: skip
 from pydist.train.datasets import pass_rule
+from pydist.train.ranks import check_ranks
 from support.training.runs import (
     assert_same_bits,
     change,
@@ -191,6 +192,33 @@ def test_settings_that_are_impossible_are_named_in_one_line(tables, message):
     with pytest.raises(UsageError, match=message) as caught:
         config_io.from_tables(given, "run.toml")
     assert "\n" not in str(caught.value)
+
+
+DGC = {"gradients": {"name": "dgc"}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "train", "message"),
+    [
+        (4, {"batch_schedule": {"milestones": [[1.0, 3]]}},
+         r"train\.batch_schedule\.milestones = \[\[1\.0, 3\]\] with 4 sample groups: .* 4 or more"),
+        (4, {"accumulate": 3}, r"train\.accumulate = 3 with .* possible are up to 2"),
+        (1, {"batch_schedule": {"noise_scale": True, "largest": 9}}, "which is one pass of one"),
+        (4, {"gradients": {"name": "torus", "row": 3}},
+         r"train\.gradients\.row = 3: 4 ranks have no rows of 3; possible are 1, 2, 4"),
+        (1, DGC, r'"dgc" with one sample group on 1 rank: .*"dense" is possible'),
+    ],
+)  # fmt: skip
+def test_what_does_not_suit_the_sample_groups_is_named_before_ranks_start(ranks, train, message):
+    optimizer = {"name": "sgd", "momentum": 0.0}
+    tables = {"train": {"batch": 8, **train}, "optimizer": optimizer}
+    with pytest.raises(UsageError, match=message):
+        check_ranks(config_io.from_tables(tables, "run.toml"), ranks)
+
+
+def test_ranks_suit_a_mesh_that_they_choose():
+    tables = {"mesh": {"spatial": "auto", "data": 1}, "train": {"batch": 1}}
+    check_ranks(config_io.from_tables(tables, "run.toml"), 2)
 
 
 def test_stages_take_a_largest_micro_batch():
