@@ -51,6 +51,11 @@ class ConvKernels:
     wgrad: str
     threads: int | None = None
 
+    @property
+    def dgrad_reads_input(self) -> bool:
+        """Whether `run_dgrad` gives the input to torch; else it needs no more than its shape."""
+        return self.dgrad in ("torch", "widened")
+
     def in_format(self, x: Tensor) -> Tensor:
         """Returns the tensor in the chosen memory format; a copy only if it has another one."""
         return in_format(x, self.channels_last)

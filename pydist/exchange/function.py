@@ -26,7 +26,12 @@ class Function(torch.autograd.Function):
     torch's nodes pass `None`, and optimizers skip a parameter without a gradient. These functions
     pass `None` too, but exchange zeros: another rank may have a gradient of zeros, for a hook that
     only this rank has.
+
+    Where a subclass with one result sets `boxed_grads_call`, its `backward` gets the gradient in a
+    list, from which it may take and free it. Torch before 2.13 holds it until `backward` returns.
     """
+
+    boxed_grads_call = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -54,7 +59,16 @@ class Function(torch.autograd.Function):
         def with_memory(ctx: Any, grad: Tensor | None, *rest: Tensor | None) -> Any:
             return _called(backward, ctx, (), grad, rest)
 
-        return with_memory
+        @wraps(backward)
+        def boxed(ctx: Any, *grads: Any) -> Any:
+            box = grads[0] if isinstance(grads[0], list) else list(grads)
+            del grads
+            ctx.has_gradient = box[0] is not None
+            box[0] = _zeros_of(ctx) if box[0] is None else in_memory(box[0])
+            found = backward(ctx, box)
+            return found if ctx.has_gradient else (None,) * len(found)
+
+        return boxed if cls.boxed_grads_call else with_memory
 
 
 def _called(
@@ -67,10 +81,14 @@ def _called(
         rest = tuple(None if g is None else in_memory(g) for g in rest)
     if grad is not None:
         return backward(ctx, *first, in_memory(grad), *rest)
-    of_result = ctx._input_metadata[0]
-    zeros = torch.zeros(of_result.shape, dtype=of_result.dtype, device=of_result.device)
-    found = backward(ctx, *first, zeros, *rest)
+    found = backward(ctx, *first, _zeros_of(ctx), *rest)
     return found if ctx.has_gradient else (None,) * len(found)
+
+
+def _zeros_of(ctx: Any) -> Tensor:
+    """Returns zeros in the place of the gradient of a function's first result."""
+    of_result = ctx._input_metadata[0]
+    return torch.zeros(of_result.shape, dtype=of_result.dtype, device=of_result.device)
 
 
 def _made_apply(cls: Any) -> Any:

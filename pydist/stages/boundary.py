@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pydist.gradients.rows import is_dense
 from pydist.stages.messages import PassMark, Route
@@ -17,37 +18,79 @@ from pydist.stages.transfers import Transfers
 from pydist.tensor import ShardedTensor, local_of
 
 
+@dataclass
+class _Gradient:
+    """The gradient of a tensor that was sent or received, on its way.
+
+    Attributes:
+        transfer: the tensor's messages.
+        grad: the gradient, while it is here.
+        has_come: whether it was here, or is known not to exist.
+        is_sent: whether it was sent to the stage that has sent the tensor.
+        act: called while a backward pass runs: receives the gradient of a tensor that was sent, or
+            is told that the gradient of a received one has come.
+    """
+
+    transfer: StageTransfer
+    grad: Tensor | None = None
+    has_come: bool = False
+    is_sent: bool = False
+    act: Callable[[_Gradient], None] | None = None
+
+
 class _Sent(NamedTuple):
     """A tensor that was sent, as a place in the graph: the graph alone decides how long it lives.
 
     Attributes:
-        transfer: its messages.
-        edge: where its gradient enters the graph.
+        gradient: its gradient.
+        end: the result of `_End` of the tensor.
     """
 
-    transfer: StageTransfer
-    edge: GradientEdge
+    gradient: _Gradient
+    end: Tensor
+
+    @property
+    def transfer(self) -> StageTransfer:
+        """The tensor's messages."""
+        return self.gradient.transfer
 
 
-@dataclass
-class _Received:
-    """A tensor that was received, by its gradient: the graph alone keeps the tensor."""
+class _End(torch.autograd.Function):
+    """End of the graph behind a tensor that was sent; without elements.
 
-    transfer: StageTransfer
-    grad: Tensor | None = None
+    Torch keeps the gradients with which a backward pass begins until its end. That of this end has
+    no elements either, and the tensor's own is freed when it was used.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.gradient = gradient
+        return local.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gradient: _Gradient = ctx.gradient
+        if gradient.act is not None:
+            gradient.act(gradient)
+        found, gradient.grad = gradient.grad, None
+        return found, None
 
 
 class _ReceivedResult(torch.autograd.Function):
     """Received tensor that is neither a leaf nor a view, so that it may be changed."""
 
     @staticmethod
-    def forward(ctx: Any, start: Tensor, local: Tensor, received: _Received) -> Tensor:
-        ctx.received = received
+    def forward(ctx: Any, start: Tensor, local: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.gradient = gradient
         return local.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.received.grad = grads[0]
+        gradient: _Gradient = ctx.gradient
+        gradient.grad, gradient.has_come = grads[0], True
+        del grads
+        if gradient.act is not None:
+            gradient.act(gradient)
         return None, None, None
 
 
@@ -69,7 +112,7 @@ class Boundary:
         """Transfers whose gradients have not been received, in order."""
         self.sent: list[_Sent] = []
         """Tensors whose gradients the backward pass begins with."""
-        self._received: list[_Received] = []
+        self._received: list[_Gradient] = []  # the graph alone keeps the tensors
         self._messages: list[tuple[StageTransfer, Tensor | None]] = []  # all, in order
         self._known = iter(()) if repeats is None else iter(repeats._messages)
         self._repeats = repeats is not None
@@ -85,7 +128,9 @@ class Boundary:
                 self._messages.append((transfer, None))
         if transfer.spec.needs_grad:
             local = local_of(value) if isinstance(value, ShardedTensor) else value
-            self.sent.append(_Sent(transfer, get_gradient_edge(local)))
+            gradient = _Gradient(transfer)
+            with torch.enable_grad():
+                self.sent.append(_Sent(gradient, _End.apply(local, gradient)))
             if not self._repeats:
                 self.owed.append(transfer)
 
@@ -111,7 +156,7 @@ class Boundary:
             if self._keeps:
                 self._messages.append((transfer, local.detach()))
         if transfer.spec.needs_grad:
-            received = _Received(transfer)
+            received = _Gradient(transfer)
             self._received.append(received)
             with torch.enable_grad():
                 start = torch.empty(0, requires_grad=True)
@@ -121,23 +166,90 @@ class Boundary:
     def run_backward(self, loss: Tensor | None, number: int) -> None:
         """Runs the backward pass between the tensors sent and received.
 
+        A gradient is received when the pass needs it, and sent when it has come, so that it is not
+        in memory meanwhile. Those of one route go in the order of the tensors.
+
         Args:
             loss: the end of the graph on the last stage; elsewhere it ends in tensors sent.
             number: of the forward pass.
         """
-        if loss is not None:
-            loss.backward()
-        else:
-            pairs = [(each.edge, each.transfer.receive_gradient(number)) for each in self.sent]
-            edges = [edge for edge, grad in pairs if grad is not None]
-            grads = [grad for _, grad in pairs if grad is not None]
-            del pairs
-            if edges:
-                torch.autograd.backward(edges, grads)
+        returning, receiving = partial(self._return, number), partial(self._receive, number)
         for received in self._received:
-            received.transfer.send_gradient(received.grad, number)
-            received.grad = None
+            received.act = returning
+        try:
+            if loss is not None:
+                loss.backward()
+            else:
+                self._run_from_sent(receiving)
+        finally:
+            for received in self._received:
+                received.act = None
+        returning(None)
         self.forget()
+
+    def _run_from_sent(self, receive: Callable[[_Gradient], None]) -> None:
+        """Runs the backward pass from the tensors sent.
+
+        Args:
+            receive: receives a gradient.
+        """
+        ends: list[Any] = [each.end.grad_fn for each in self.sent]
+        places = [end.next_functions[0][0] for end in ends]
+        # A pass that begins elsewhere reaches these. A GPU's passes, of all threads that are
+        # ranks, run in one thread, which none of them may keep waiting.
+        later = _below(places) if self._waits_in_backward else set[Any]()
+        for (gradient, _), place in zip(self.sent, places, strict=True):
+            if place not in later:
+                receive(gradient)
+        if any(each.has_come and each.grad is None for each, _ in self.sent):
+            for gradient, _ in self.sent:
+                receive(gradient)
+        roots = []
+        for (gradient, root), end, place in zip(self.sent, ends, places, strict=True):
+            if not gradient.has_come:
+                end._set_sequence_nr(place._sequence_nr())  # not before the calls behind the place
+                gradient.act = receive
+            if not gradient.has_come or gradient.grad is not None:
+                roots.append(root)
+        try:
+            if roots:
+                torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+        finally:
+            for gradient, _ in self.sent:
+                gradient.act = None
+
+    @property
+    def _waits_in_backward(self) -> bool:
+        return len(self.sent) > 1 and all(each.end.device.type == "cpu" for each in self.sent)
+
+    def _receive(self, number: int, wanted: _Gradient) -> None:
+        """Receives a gradient, after those of tensors sent before it on its route."""
+        for gradient, _ in self.sent:
+            if wanted.has_come:
+                break
+            transfer = gradient.transfer
+            if transfer.route == wanted.transfer.route and not gradient.has_come:
+                gradient.grad = transfer.receive_gradient(number)
+                gradient.has_come = True
+                self.owed.remove(transfer)
+
+    def _return(self, number: int, came: _Gradient | None) -> None:
+        """Sends the gradients that have come, in the order of each route, or all at the end.
+
+        Args:
+            number: of the forward pass.
+            came: the last one that has come; `None` at the end of the pass.
+        """
+        waiting = set[Route]()
+        for each in self._received:
+            if each.is_sent:
+                continue
+            may = each.has_come and not each.transfer.averages
+            if came is None or (may and each.transfer.route not in waiting):
+                each.transfer.send_gradient(each.grad, number)
+                each.grad, each.is_sent = None, True
+            else:
+                waiting.add(each.transfer.route)
 
     def forget(self) -> None:
         """Forgets the places of tensors in the graph."""
@@ -150,6 +262,17 @@ class Boundary:
         if sample.size > 1:
             calls = mark.to_bytes()
             sample.ledger.note(sample, ("message between stages", call, calls), waits=False)
+
+
+def _below(nodes: Iterable[Any]) -> set[Any]:
+    """Returns the nodes of a graph that a backward pass reaches from some nodes, after them."""
+    stack, found = list(nodes), set[Any]()
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
 
 
 def _in_order_of(local: Tensor, meta: Tensor) -> Tensor:

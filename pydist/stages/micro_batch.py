@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -14,6 +15,7 @@ from pydist.arguments import leaves, mapped
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.left_weights import Left, root_of
 from pydist.group_sizes import GroupSizes, mark_batch
+from pydist.ops.fusion.handover import hook_on_saved
 from pydist.stages.boundary import Boundary
 from pydist.stages.calls import Call, Calls, Key, memory_id
 from pydist.stages.draws import DRAWS, refuse_to_draw_again, run_drawing
@@ -86,6 +88,7 @@ class MicroBatch(Calls):
         self.of_groups = 1.0
         """Its samples, divided by the samples of all groups' micro-batches."""
         self._lent = set[int]()  # memory that others need unchanged, by `memory_id`
+        self._brought = dict[int, weakref.ref[StageTensor]]()  # received for this stage, by ids
         self._stage, self.index = 0, index
         self._ended = False  # the network; what follows is the criterion
         self._drawn = Counter[str]()
@@ -142,6 +145,8 @@ class MicroBatch(Calls):
         while self._stage < len(self._starts) and call.key == self._starts[self._stage]:
             self._stage += 1
         stage = self._stage
+        if stage > self.own:
+            self._let_go()
         self._check(call, stage)
         if self._ended:
             self.factors += [
@@ -149,6 +154,8 @@ class MicroBatch(Calls):
             ]
         for x in call.inputs:
             self.bring(x, stage, str(call))
+            if stage == self.own and hook_on_saved() is not None:
+                self._brought.pop(id(x), None)  # a checkpointed part may compute with it again
         drawn = self._drawn[call.key.module]
         self._drawn[call.key.module] += call.func in DRAWS
         result, runs = None, stage == self.own
@@ -285,9 +292,21 @@ class MicroBatch(Calls):
                 self.boundary.send(self.of_batch(x.value), route, call, self._mark)
             elif target == self.own:
                 x.value = self.boundary.receive(route, call, self._mark, x.meta, self._origin)
+                self._brought[id(x)] = weakref.ref(x)
                 if route.is_local or self._lends:
                     self._lent.add(memory_id(x.meta))
             x.stages.add(target)
+
+    def _let_go(self) -> None:
+        """Frees received tensors after this stage's last call; the network may hold them longer.
+
+        As a skip connection does, which it has also given to a call of this stage.
+        """
+        for brought in self._brought.values() if not self._relays else ():
+            x = brought()
+            if x is not None and x.owner != self.own:
+                x.value = None
+        self._brought.clear()
 
     def of_batch(self, value: Tensor) -> Tensor:
         """Marks a tensor's graph with the micro-batch, for the weights of sample groups."""

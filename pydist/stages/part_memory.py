@@ -14,15 +14,20 @@ class PartMemory:
 
     When the backward pass of a call runs, there are the tensors that it and the calls before it
     have saved, the gradients of its results and arguments, and gradients that wait: of tensors that
-    later calls use, or later stages, until the call that made them; of received tensors until all
-    of the part's calls have run.
+    several of the part's calls use, from the last of these to the first; and of those that it made
+    until the call that made them. A gradient of a later stage waits only if no call of the part
+    uses the tensor: else it is received when the pass arrives at the call that made it.
+
+    After the forward pass there are the saved tensors, those that later stages use, and copies of
+    these on their way.
 
     Args:
         found: the pass.
+        frees: whether calls free saved tensors as they did in the pass, on one rank.
     """
 
-    def __init__(self, found: RecordedPass) -> None:
-        self._found = found
+    def __init__(self, found: RecordedPass, *, frees: bool = True) -> None:
+        self._found, self._frees = found, frees
         self._known: dict[tuple[int, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
 
     def columns(self, starts: Sequence[int]) -> Sequence[tuple[np.ndarray, np.ndarray]]:
@@ -53,24 +58,33 @@ class PartMemory:
         at = np.full((calls, calls), -np.inf, dtype=np.float32)  # by first call and running call
         last: dict[int, int] = {}  # the latest call that has saved each memory
         stops = set(first[1:].tolist())
+        crossing: dict[int, Wait] = {}  # tensors that calls from the next on use, by memory
         for call in range(calls):
             if call in stops:
                 begun = first[first < call]
-                yield saved[begun], most[begun]
+                sending = saved.copy()
+                for memory, wait in crossing.items():
+                    sending[: wait.made + 1] += wait.nbytes
+                    sending[last.get(memory, -1) + 1 : wait.made + 1] += wait.nbytes
+                yield saved[begun], np.maximum(most[begun], sending[begun])
             for before, wait in uses[call]:
-                if wait.uses[-1] == call:
+                if before == wait.made:
                     waiting[: wait.made + 1] -= wait.nbytes
-                # On parts that receive the tensor, its gradient waits until they have run.
-                rows = slice(wait.made + 1, call)
-                if wait.made + 1 < call:
-                    at[rows, before:call] += wait.nbytes
-                    np.maximum(most[rows], at[rows, before:call].max(axis=1), out=most[rows])
+                    continue
+                rows = slice(0, before + 1)
+                at[rows, before:call] += wait.nbytes
+                np.maximum(most[rows], at[rows, before:call].max(axis=1), out=most[rows])
+            own = np.zeros(calls)  # what this call alone has saved
             for memory, nbytes in found.saved[call].items():
-                saved[last.get(memory, -1) + 1 : call + 1] += nbytes
+                own[last.get(memory, -1) + 1 : call + 1] += nbytes
                 last[memory] = call
-            rows = slice(0, call + 1)
-            at[rows, call] = saved[rows] + waiting[rows] + found.costs[call].gradients
+            saved += own
+            rows, cost = slice(0, call + 1), found.costs[call]
+            freed = np.minimum(own[rows], cost.freed if self._frees else 0)
+            at[rows, call] = saved[rows] + waiting[rows] + cost.gradients - freed
             np.maximum(most[rows], at[rows, call], out=most[rows])
             for wait in made[call]:
                 waiting[: call + 1] += wait.nbytes
+                crossing[wait.memory] = wait
+            crossing = {key: wait for key, wait in crossing.items() if wait.uses[-1] > call}
         yield saved[first], most[first]

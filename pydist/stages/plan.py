@@ -97,7 +97,8 @@ def make_plan(
     """
     if balance not in BALANCES:
         raise UsageError(f"balance={balance!r}; possible are {', '.join(BALANCES)}")
-    alive, memory = alive or [1] * len(ranks), PartMemory(found)
+    alive = alive or [1] * len(ranks)
+    memory = PartMemory(found, frees=max(ranks) == 1)
     if cuts is None:
         seconds = [cost.seconds for cost in found.costs]
         costs = [

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from pydist.arguments import leaves, mapped
+from pydist.backend.problem import onednn_has
 from pydist.comm import LocalTransport
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
@@ -36,6 +37,10 @@ from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
 
 _PATH = "_pydist_path"
+_CONVOLUTIONS = frozenset({
+    torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+})  # fmt: skip
 
 
 class Cost(NamedTuple):
@@ -46,11 +51,13 @@ class Cost(NamedTuple):
         seconds: of its forward and backward computation.
         gradients: bytes of the gradients of its results and arguments, which its backward pass has
             in memory at once.
+        freed: bytes of these for which its backward pass first frees what it alone has saved.
     """
 
     key: Key
     seconds: float
     gradients: int
+    freed: int = 0
 
 
 class Wait(NamedTuple):
@@ -60,11 +67,13 @@ class Wait(NamedTuple):
         nbytes: of the gradient.
         made: the call that made the tensor, or the last one that has changed it in place.
         uses: the calls that use it, in order; at least one.
+        memory: the tensor's, as in `RecordedPass.saved`.
     """
 
     nbytes: int
     made: int
     uses: list[int]
+    memory: int
 
 
 @dataclass
@@ -262,9 +271,12 @@ class _PassRecorder(Calls):
         for x in (*results, *call.changed):
             nbytes = x.meta.nbytes if x.meta.is_floating_point() else 0
             if x.number in self._lives:
-                self._waits.setdefault(x.number, []).append(Wait(nbytes, now, []))
+                memory = self._lives[x.number].memory
+                self._waits.setdefault(x.number, []).append(Wait(nbytes, now, [], memory))
         self._saved.append(self._saved_by(call))
-        self.costs.append(Cost(call.key, self._seconds, self._gradients_of(call)))
+        self.costs.append(
+            Cost(call.key, self._seconds, self._gradients_of(call), self._freed_by(call))
+        )
         self._backward = None
 
     def _saved_by(self, call: Call) -> dict[int, int]:
@@ -293,6 +305,16 @@ class _PassRecorder(Calls):
             return 0
         metas = [*results.values(), *given.values()]
         return sum(x.nbytes for x in metas if x.is_floating_point())
+
+    def _freed_by(self, call: Call) -> int:
+        """Returns the bytes of gradients before which a call's backward pass frees its input.
+
+        As `shard_gradients` does where oneDNN computes them.
+        """
+        x = call.inputs[0].meta
+        if self.device.type != "cpu" or not onednn_has(x.dtype) or call.func not in _CONVOLUTIONS:
+            return 0
+        return x.nbytes if call.inputs[0].made else 0
 
     def record(self) -> RecordedPass:
         """Returns the recorded pass."""

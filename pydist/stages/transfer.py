@@ -66,6 +66,12 @@ class StageTransfer:
                 receiver.boxes(spec.shape, self.splits),
             )
 
+    @property
+    def averages(self) -> bool:
+        """Whether ranks of this stage have the whole tensor and average its gradient, together."""
+        is_plain = self.spec.splits is None and not self.route.is_local
+        return is_plain and self._stages.mesh.sample_size > 1
+
     def send(self, local: Tensor) -> None:
         """Sends this rank's shard to the target."""
         if self.route.is_local:

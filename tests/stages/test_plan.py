@@ -40,29 +40,43 @@ class Calls(nn.Module):
         return self.function(x)
 
 
-CALLS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.sets(st.integers(0, 5), max_size=3))
+CALLS = st.tuples(
+    st.integers(0, 9), st.integers(0, 9), st.integers(0, 4), st.sets(st.integers(0, 5), max_size=3)
+)
 WAITS = st.tuples(st.integers(1, 9), st.sets(st.integers(0, 7), min_size=2, max_size=4))
 
 
 def passes(calls, legal=(), sent=(), waits=()) -> RecordedPass:
-    """Returns a pass of calls: their seconds, gradients and saved memories, of 1 to 6 bytes."""
-    costs = [Cost(Key("", i), s, g) for i, (s, g, _) in enumerate(calls)]
+    """Returns a pass of calls: their seconds, gradients, what they free for these, and saved
+    memories, of 1 to 6 bytes."""
+    costs = [Cost(Key("", i), s, g, min(f, g)) for i, (s, g, f, _) in enumerate(calls)]
     saved = [{memory: memory + 1 for memory in memories} for *_, memories in calls]
     none = np.zeros(len(calls), bool)
     return RecordedPass(costs, np.asarray(sent), np.asarray(legal), none, saved, [], list(waits))
 
 
-def most_at_once(calls, waits, a, b):
-    """Returns the bytes of the backward pass of calls [a, b), counted call by call."""
+def most_at_once(calls, waits, a, b, frees):
+    """Returns the bytes of the backward pass of calls [a, b), counted call by call, or of what
+    they keep and send if these are more."""
 
     def at(i):
-        saved = set().union(*(memories for *_, memories in calls[a : i + 1]))
-        own = (w for w in waits if a <= w.made < i < w.uses[-1])
-        received = (w for w in waits if w.made < a and any(i < use < b for use in w.uses))
-        waiting = sum(w.nbytes for w in (*own, *received))
-        return sum(memory + 1 for memory in saved) + calls[i][1] + waiting
+        before = set().union(*(memories for *_, memories in calls[a:i]))
+        saved = before | calls[i][-1]
+        own = sum(memory + 1 for memory in calls[i][-1] - before)
+        waiting = sum(
+            w.nbytes
+            for w in waits
+            if a <= w.made < i < w.uses[0]
+            or any(a <= one <= i < other < b for one, other in itertools.pairwise(w.uses))
+        )
+        gradients = calls[i][1] - (min(own, *calls[i][1:3]) if frees else 0)
+        return sum(memory + 1 for memory in saved) + gradients + waiting
 
-    return max(map(at, range(a, b)))
+    kept = set().union(*(memories for *_, memories in calls[a:b]))
+    sent = [w for w in waits if a <= w.made < b <= w.uses[-1]]
+    sending = sum(memory + 1 for memory in kept)
+    sending += sum(w.nbytes * (1 if w.memory in kept else 2) for w in sent)
+    return max(sending, *map(at, range(a, b)))
 
 
 @pytest.mark.parametrize("balance", ["time", "memory"])
@@ -74,19 +88,21 @@ def most_at_once(calls, waits, a, b):
 )
 def test_partitions_are_the_best(balance, calls, waits, stages, numbers):
     places = ((nbytes, sorted(i for i in at if i < len(calls))) for nbytes, at in waits)
-    waits = [Wait(nbytes, at[0], at[1:]) for nbytes, at in places if len(at) > 1]
+    waits = [Wait(n, at[0], at[1:], i) for i, (n, at) in enumerate(places) if len(at) > 1]
     legal = [i > 0 and numbers.random() < 0.8 for i in range(len(calls))]
     sent = [float(numbers.randint(0, 9)) for _ in calls]
     starts = [i for i, is_legal in enumerate(legal) if is_legal]
     if len(starts) < len(stages) - 1:
         return
 
+    frees = all(ranks == 1 for ranks, _ in stages)
+
     def cost(a, b, ranks, alive):
         if balance == "time":
             return sum(seconds for seconds, *_ in calls[a:b]) / ranks
         saved = set().union(*(memories for *_, memories in calls[a:b]))
         kept = (alive - 1) * sum(memory + 1 for memory in saved)
-        return (kept + most_at_once(calls, waits, a, b)) / ranks
+        return (kept + most_at_once(calls, waits, a, b, frees)) / ranks
 
     def value(at):
         parts = itertools.pairwise([0, *at, len(calls)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,6 +89,8 @@ def onednn_on_all(local: Tensor, mesh: Mesh) -> bool:
 
 
 class _LocalConv(Function):
+    boxed_grads_call = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -105,27 +108,26 @@ class _LocalConv(Function):
             return kernels.run_forward(x, with_dims(weight, x), bias if adds_bias else None)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
         kernels: ConvKernels = ctx.kernels
         needed, rest = ctx.needs_input_grad, (None,) * 4
         if torch.is_grad_enabled():
+            x, weight = ctx.saved_tensors
             left: LeftWeight | None = ctx.left
             weight = weight if left is None else left.weight
             x, weight = apart(x, weight, needed)
             p = kernels.problem
             kernel = with_dims(weight, x)
             y = unpadded_conv(padded(p, x), kernel, p.stride, p.dilation, p.groups)
-            return *with_bias(y, (x, weight), needed, grad), *rest
-        grad = kernels.in_format(grad)
-        grads = shard_gradients(
+            return *with_bias(y, (x, weight), needed, grads[0]), *rest
+        grad = kernels.in_format(grads.pop())
+        own = shard_gradients(
             ctx,
-            x,
-            weight,
-            lambda kernel: kernels.run_dgrad(x, grad, kernel),
-            lambda kernel: kernels.run_wgrad(x, grad, kernel),
+            lambda x, kernel: kernels.run_dgrad(x, grad, kernel),
+            lambda x, kernel: kernels.run_wgrad(x, grad, kernel),
+            frees=not kernels.dgrad_reads_input,
         )
-        return *grads, bias_gradient(grad) if needed[2] else None, *rest
+        return *own, bias_gradient(grad) if needed[2] else None, *rest
 
 
 def with_dims(weight: Tensor, x: Tensor) -> Tensor:
@@ -154,36 +156,42 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 def shard_gradients(
     ctx: Any,
-    x: Tensor,
-    weight: Tensor,
-    dgrad: Callable[[Tensor], Tensor],
-    wgrad: Callable[[Tensor], Tensor],
+    dgrad: Callable[[Tensor, Tensor], Tensor],
+    wgrad: Callable[[Tensor, Tensor], Tensor],
+    *,
+    frees: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Computes dL/dx and dL/dweight of a rank-local call, each if it is needed.
 
+    That of the weight is first: then the input may be freed before dL/dx, which is as large.
+
     Args:
-        ctx: of the call's backward, with its `mesh`, and in `left` where a gradient is left.
-        x: the saved input.
-        weight: the saved weight.
-        dgrad: returns dL/dx, from the weight with the dims of x.
+        ctx: of the call's backward, with its `mesh`, and in `left` where a gradient is left. It has
+            saved x and the weight.
+        dgrad: returns dL/dx, from x and the weight with the dims of x.
         wgrad: returns dL/dweight, in the dims of that.
+        frees: whether `dgrad` reads the shape of x at most, so that x may be freed.
     """
+    x, weight = ctx.saved_tensors
     timers, kernel = ctx.mesh.session.timers, with_dims(weight, x)
     left: LeftWeight | None = ctx.left
     for_x, for_weight = ctx.needs_input_grad[:2]
 
-    def of_weight() -> Tensor:
+    def of_weight(x: Tensor) -> Tensor:
         with timers.measure("wgrad"):
-            found = wgrad(kernel)
+            found = wgrad(x, kernel)
         return found if kernel is weight else found.squeeze(2)
 
-    grad_x = None
-    if for_x:
-        with timers.measure("dgrad"):
-            grad_x = dgrad(kernel)
     if left is not None:
-        left.leave(ctx, of_weight)
-    return grad_x, of_weight() if for_weight else None
+        left.leave(ctx, partial(of_weight, x))
+    grad_weight = of_weight(x) if for_weight else None
+    if not for_x:
+        return None, grad_weight
+    if frees:
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept
+        x = x.new_empty(()).expand(x.shape)
+    with timers.measure("dgrad"):
+        return dgrad(x, kernel), grad_weight
 
 
 def bias_gradient(grad: Tensor) -> Tensor:

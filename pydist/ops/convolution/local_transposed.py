@@ -29,6 +29,8 @@ from pydist.tensor.aliasing import as_result
 
 
 class _LocalTransposed(Function):
+    boxed_grads_call = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -51,28 +53,27 @@ class _LocalTransposed(Function):
             return y.clone() if y._is_view() else y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
         kernels: ConvKernels = ctx.kernels
         p = kernels.problem
-        left: LeftWeight | None = ctx.left
         if torch.is_grad_enabled():
+            x, weight = ctx.saved_tensors
+            left: LeftWeight | None = ctx.left
             weight = weight if left is None else left.weight
             starts = [start + q for start, q in zip(ctx.starts, p.padding, strict=True)]
             attributes = p.stride, p.dilation, p.groups, starts, ctx.extents
             x, weight = apart(x, weight, ctx.needs_input_grad)
             y = transposed_by_torch(x, with_dims(weight, x), *attributes)
-            grads = with_bias(y, (x, weight), ctx.needs_input_grad, grad)
-            return (*grads, *(None,) * 5)
-        grad = kernels.in_format(grad)
+            found = with_bias(y, (x, weight), ctx.needs_input_grad, grads[0])
+            return (*found, *(None,) * 5)
+        grad = kernels.in_format(grads.pop())
         grad_bias = bias_gradient(grad) if ctx.needs_input_grad[2] else None
         grad = kernels.in_format(_uncut(grad, ctx.starts, p.input[2:]))
         own = shard_gradients(
             ctx,
-            x,
-            weight,
-            lambda kernel: kernels.run_forward(grad, kernel, None),
-            lambda kernel: kernels.run_wgrad(grad, x, kernel),
+            lambda x, kernel: kernels.run_forward(grad, kernel, None),
+            lambda x, kernel: kernels.run_wgrad(grad, x, kernel),
+            frees=True,
         )
         return *own, grad_bias, *(None,) * 5
 
