@@ -70,7 +70,7 @@ def test_a_notice_ends_with_its_session(run, capsys):
     assert status_of(run)["notice"]["text"] == "nothing left to do"
     log.emit("start", **START)  # resumed
     assert main(["status", str(run)]) == 0
-    assert "notice" not in capsys.readouterr().out
+    assert "nothing left" not in capsys.readouterr().out
     assert status_of(run)["step"]["step"] == 20
 
 
