@@ -125,7 +125,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
         print(_group_usage(arguments[0], group))
         return 0 if len(arguments) > 1 else UsageError.exit_code
     given = " ".join(arguments[: 2 if group else 1])
-    raise UsageError(f"no command {given!r}; {_likely(arguments) or 'there are: ' + _all()}")
+    possible = ", ".join(group or COMMANDS)
+    raise UsageError(f"no command {given!r}; {_likely(arguments) or f'there are: {possible}'}")
 
 
 def _likely(arguments: Sequence[str]) -> str:
@@ -135,10 +136,6 @@ def _likely(arguments: Sequence[str]) -> str:
         if found := difflib.get_close_matches(given, COMMANDS, cutoff=0.75):
             return f"did you mean {' or '.join(found)}?"
     return ""
-
-
-def _all() -> str:
-    return ", ".join(COMMANDS)
 
 
 def _described(names: Iterable[str]) -> list[str]:

@@ -24,6 +24,14 @@ _T = TypeVar("_T")
 _ARGUMENT = re.compile(r"--model\.args\.(\w+)(?:=(.*))?", re.DOTALL)
 _VALUE_OF_SWITCH = re.compile("Unrecognized options: (true|false|yes|no|on|off|0|1)", re.IGNORECASE)
 
+_VALUE = re.compile(
+    r"Error parsing (?P<option>-\S+): "
+    r"(?:no type matching (?:{None}\|)?(?P<types>.+) could be .+ from"
+    r"|invalid literal for (?P<INT>int)\(\) .*:|could not convert string to (?P<FLOAT>float):) "
+    r"(?P<given>.+)"
+)
+"""Complaints about a value that are in the words of Python."""
+
 
 def parse(kind: type[_T], arguments: Sequence[str], prog: str, default: _T | None = None) -> _T:
     """Parses command line arguments into a dataclass.
@@ -50,7 +58,8 @@ def parse(kind: type[_T], arguments: Sequence[str], prog: str, default: _T | Non
         if not stop.code:
             raise
         text = _plain(complaint.getvalue())
-        raise UsageError(_switch_with_value(text, arguments) or text) from None
+        better = _required(text, kind) or _switch_with_value(text, arguments)
+        raise UsageError(better or text) from None
 
 
 def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
@@ -114,6 +123,29 @@ def _with_new_arguments(config: Config, arguments: Sequence[str]) -> tuple[Confi
         given[found[1]] = config_io.value(text)
     model = replace(config.model, args={**config.model.args, **given})
     return replace(config, model=model), rest
+
+
+def _required(complaint: str, kind: type) -> str | None:
+    """Returns the missing arguments in argparse's words, if that is the complaint.
+
+    tyro prints the help of each, and names a positional one by its type alone.
+    """
+    found = re.match(r"Missing from (pydist[a-z -]*)[^:]*:", complaint)
+    if found is None:
+        return None
+    *missing, _ = complaint[found.end() :].split("(required)")
+    options = [re.match(r" (?:(-\w) \S+, )?(--\S+) ", each) for each in missing]
+    names = ["/".join(filter(None, option.groups())) for option in options if option]
+    # A tuple may be empty, so it is never missing; the last ones of the others are.
+    positional = [
+        each.name
+        for each in fields(kind)
+        if each.default is each.default_factory is MISSING
+        and re.match(r"tyro\.conf\.Positional\[(?!tuple)", str(each.type))
+    ]
+    names[:0] = positional[len(positional) - options.count(None) :]
+    help_of = f"{found[1].strip()} --help tells more"
+    return f"the following arguments are required: {', '.join(names)}; {help_of}"
 
 
 def _switch_with_value(complaint: str, arguments: Sequence[str]) -> str | None:
@@ -194,5 +226,10 @@ def _plain(box: str) -> str:
     text = " ".join(" ".join(lines[1:]).split())  # after the frame's title
     text = re.split(r" Argument helptext| For full helptext| Got errors", text)[0]
     text = re.sub(r"^Error parsing [a-z._]+: ", "", text)  # of a table: the rest names the option
+    if found := _VALUE.fullmatch(text):
+        types = found["types"] or (found["INT"] or found["FLOAT"]).upper()
+        given = " ".join(re.findall("'(.*?)'", found["given"]))
+        expected = " or ".join(each.strip("{}") for each in types.split("|"))
+        return f"{found['option']} {given}: {expected} is expected"
     text, *suggestion = text.split("Perhaps you meant: ")
     return text.strip() + (f"; did you mean {suggestion[0].split()[0]}?" if suggestion else "")

@@ -86,6 +86,7 @@ def _events(run: Path) -> tuple[dict[str, Event], list[Event]]:
                 last[kind] = line
                 if kind.endswith(b'"start"'):
                     steps.clear()
+                    last.pop(kind.replace(b"start", b"notice"), None)  # of the session before
                 if kind.endswith(b'"step"'):
                     steps.append(line)
     except FileNotFoundError:

@@ -26,6 +26,7 @@ def draw_meshes(path: Path, found: Sequence[Estimate], memory: int) -> None:
         UsageError: matplotlib is not installed, or has no such format.
     """
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("--chart needs matplotlib: pip install 'pydist[plot]'") from None
@@ -41,9 +42,10 @@ def draw_meshes(path: Path, found: Sequence[Estimate], memory: int) -> None:
         for number, kind in enumerate(kinds):
             widths = [unit * row[kind] for row in rows]
             if any(widths):
-                axes.barh(names, widths, left=left, label=kind, color=f"C{number}")
+                color = colormaps["tab20"](number)  # "C10" would be "C0" again
+                axes.barh(names, widths, left=left, label=kind, color=color)
             left = [a + b for a, b in zip(left, widths, strict=True)]
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     of_time.set_xlabel("ms of a step, predicted")
     of_memory.set_xlabel("GiB of a rank, predicted")
     of_memory.axvline(memory / _GIB, color="black", linestyle="--")

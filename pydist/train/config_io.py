@@ -143,6 +143,15 @@ def _key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else _toml(key)
 
 
+_OF_TOML = {
+    "tuple_type": "list",
+    "list_type": "list",
+    "dict_type": "table",
+    "dataclass_type": "table",
+    "path_type": "string",
+}
+
+
 def _explain(error: ErrorDetails) -> str:
     location = [p for p in error["loc"] if not str(p).startswith("(")]  # the kind of a value
     if location[0] in CHOSEN and len(location) > 1:
@@ -160,6 +169,8 @@ def _explain(error: ErrorDetails) -> str:
     given = repr(error["input"])
     if error["loc"][-1] == NUMBER_OF_STAGES:
         return f"{where} = {given[:60]}: expected a count >= 1, or a list with the mesh of each"
+    if error["type"] in _OF_TOML:  # pydantic says what Python has in its place
+        return f"{where} = {given[:60]}: a {_OF_TOML[error['type']]} is expected"
     return f"{where} = {given[:60]}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 

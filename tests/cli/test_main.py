@@ -84,7 +84,7 @@ def test_version_is_that_of_the_package(capsys):
         (["data", "nifti", "nowhere", "x"], 65, "nowhere: no such folder"),
         (["data", "ct", "x", "--count", "0"], 2, "count=0: at least 1 volume"),
         (["data", "verify", "nowhere"], 65, "nowhere: no such folder"),
-        (["data", "universes"], 2, "Folder of the data set"),
+        (["data", "universes"], 2, "arguments are required: folder; pydist data"),
         (["data", "universes", "x", "--width", "1"], 2, "width=1: at least 2 voxels"),
     ],
 )

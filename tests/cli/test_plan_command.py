@@ -102,6 +102,15 @@ def test_a_chart_of_the_stages_is_drawn(place, capsys):
     assert (place / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_parts_of_a_chart_have_colors_of_their_own(place, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, _: drawn.append(figure))
+    shown(capsys, "--ranks", "2", "--chart", "plan.png")
+    for axes in drawn[0].axes:
+        colors = [bars.patches[0].get_facecolor() for bars in axes.containers]
+        assert len(set(colors)) == len(colors) > 1
+
+
 def test_a_run_takes_the_mesh_of_its_plan_and_shows_both_times(place, capsys):
     options = ["--mesh.spatial", "auto", "--train.epochs", "4", "--train.validate-every", "0"]
     assert cli.main(["train", "run.toml", *options, "--output.no-plot"]) == 0

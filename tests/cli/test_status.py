@@ -64,6 +64,16 @@ def test_a_run_without_a_process_was_killed_and_one_with_an_end_has_a_reason(run
         assert status_of(run)["state"] == "running"
 
 
+def test_a_notice_ends_with_its_session(run, capsys):
+    log = EventLog(run / "log.jsonl")
+    log.emit("notice", text="nothing left to do")
+    assert status_of(run)["notice"]["text"] == "nothing left to do"
+    log.emit("start", **START)  # resumed
+    assert main(["status", str(run)]) == 0
+    assert "nothing left" not in capsys.readouterr().out
+    assert status_of(run)["step"]["step"] == 20
+
+
 def test_a_folder_of_no_run_is_named(tmp_path, capsys):
     with pytest.raises(UsageError, match=r"has no log\.jsonl"):
         status_of(tmp_path)
