@@ -121,6 +121,14 @@ def convert_dataset(
         journal = Journal(root / JOURNAL)
         ours = _ours(root, tasks, journal, present)
         journal.add(_OURS, sorted(ours))
+        names = {name for task in tasks for name in task.names}
+        if (
+            present
+            and present.origin.get(RECIPE) != recipe
+            and not names.isdisjoint(file.path for file in present.files)
+        ):
+            # An interrupted run must not leave a manifest with files of two data sets.
+            (root / FILE_NAME).unlink()
         made = _made(tasks, journal, present, recipe, progress, workers)
         converted = replace(
             manifest,

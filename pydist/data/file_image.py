@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from pydist.data.formats import Storage
 from pydist.data.publish import make_folder, publish
+from pydist.errors import DataError
 
 RECIPE = "pydist_recipe"
 """File attribute: hash of a file's sources and options, so that a second run can keep the file."""
@@ -44,8 +45,12 @@ def write_hdf5(
     """Writes arrays to an HDF5 file, atomically; in chunks with checksums if `storage` names any.
 
     Raises:
+        DataError: an array holds booleans, which `safe_open` would refuse as an enumeration.
         DiskError: the disk is full, or the folder can't be written.
     """
+    for name, values in arrays.items():
+        if values.dtype.kind == "b":
+            raise DataError(f"{path}: {name!r} holds booleans, and HDF5 files hold numbers alone")
     chunked = storage.chunks or storage.compression == "gzip"
 
     def fill(file: h5py.File) -> None:

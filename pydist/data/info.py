@@ -127,23 +127,25 @@ def deep_facts(
     folder = Path(root)
     manifest = Manifest.load(folder)
     with lock_if_writable(folder):
-        found = _kept(folder, manifest)
+        # Before the files are read: what was found in a file that changes meanwhile is not kept.
+        states = _states(folder, manifest)
+        found = _kept(folder, manifest, states)
         missing = [entry for entry in manifest.files if entry.path not in found]
         journal: Journal | None = Journal(folder / _JOURNAL)
         tasks = [(folder, replace(manifest, files=(entry,))) for entry in missing]
-        states = [_state(folder, manifest, entry) for entry in missing]
         for number, facts in for_each(_read, tasks, workers):
             name = missing[number].path
             found[name] = facts
             if journal is not None:
                 try:
-                    journal.add(name, [states[number], asdict(facts)])
+                    journal.add(name, [states[name], asdict(facts)])
                 except DiskError:  # a folder that can only be read
                     journal = None
             if progress:
                 progress(len(found), len(manifest.files), name)
         if journal is not None and missing:
-            _keep(folder, manifest, found)
+            records = {path: [states[path], asdict(each)] for path, each in found.items()}
+            publish(folder / RESULTS, json.dumps(records).encode())
             journal.remove()
     return _by_split(manifest, found)
 
@@ -152,7 +154,7 @@ def kept_facts(root: str | Path) -> dict[str, Facts] | None:
     """Returns what the last `deep_facts` has found; `None` if that is not complete or is old."""
     folder = Path(root)
     manifest = Manifest.load(folder)
-    found = _kept(folder, manifest)
+    found = _kept(folder, manifest, _states(folder, manifest))
     return _by_split(manifest, found) if len(found) == len(manifest.files) else None
 
 
@@ -228,8 +230,12 @@ def _facts(manifest: Manifest, entry: DataFile, opened: OpenedFile) -> Facts:
     return facts
 
 
+def _states(root: Path, manifest: Manifest) -> dict[str, list[Any] | None]:
+    """Returns what the facts of each file depend on; `None` for a missing one."""
+    return {entry.path: _state(root, manifest, entry) for entry in manifest.files}
+
+
 def _state(root: Path, manifest: Manifest, entry: DataFile) -> list[Any] | None:
-    """Returns what the facts of a file depend on; `None` if it is missing."""
     try:
         state = state_of(root / entry.path)
     except OSError:
@@ -239,7 +245,9 @@ def _state(root: Path, manifest: Manifest, entry: DataFile) -> list[Any] | None:
     return [*state, json.loads(json.dumps(said))]
 
 
-def _kept(root: Path, manifest: Manifest) -> dict[str, Facts]:
+def _kept(
+    root: Path, manifest: Manifest, states: Mapping[str, list[Any] | None]
+) -> dict[str, Facts]:
     """Returns the facts of earlier runs about files that have not changed since."""
     journal = Journal(root / _JOURNAL)
     records: Any = {}
@@ -249,17 +257,9 @@ def _kept(root: Path, manifest: Manifest) -> dict[str, Facts]:
     for entry in manifest.files:
         with suppress(LookupError, TypeError, ValueError, AttributeError):
             state, record = journal.get(entry.path) or records[entry.path]
-            if state is not None and state == _state(root, manifest, entry):
+            if state is not None and state == states[entry.path]:
                 found[entry.path] = Facts.of(record)
     return found
-
-
-def _keep(root: Path, manifest: Manifest, found: Mapping[str, Facts]) -> None:
-    records = {
-        entry.path: [_state(root, manifest, entry), asdict(found[entry.path])]
-        for entry in manifest.files
-    }
-    publish(root / RESULTS, json.dumps(records).encode())
 
 
 def _by_split(manifest: Manifest, found: Mapping[str, Facts]) -> dict[str, Facts]:

@@ -8,18 +8,22 @@ file without a recorded checksum, or with a different one, is made again.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from pydist._loader import native
-from pydist.data.data_file import kind_of
+from pydist.data.data_file import checked_path, kind_of
 from pydist.data.journal import Journal
-from pydist.data.manifest import Manifest
+from pydist.data.manifest import FILE_NAME, Manifest
 from pydist.data.publish import publish
 from pydist.data.regular import Stamp, require_regular
+from pydist.owner import remove
 
 JOURNAL = ".made.jsonl"
+_REPLACED = ""
+"""Name in the journal of the list of files of a data set that is replaced."""
 
 _Update = Callable[[bytes | memoryview, int], int]
 _UPDATES: dict[str, _Update] = {"crc32": zlib.crc32, "crc32c": native.crc32c}
@@ -38,6 +42,17 @@ class MadeFiles:
         self._root = root
         self._journal = Journal(root / JOURNAL)
         self._before = {file.path: file.checksum for file in manifest.files} if manifest else {}
+        with contextlib.suppress(TypeError, ValueError):  # a journal that is damaged
+            for name in self._journal.get(_REPLACED) or ():
+                self._before.setdefault(checked_path(name), "")
+
+    def replace(self) -> None:
+        """Removes the manifest, as another data set's files are to be overwritten.
+
+        Thus an interrupted run leaves no manifest with files of two data sets.
+        """
+        self._journal.add(_REPLACED, sorted(self._before))
+        (self._root / FILE_NAME).unlink(missing_ok=True)
 
     def publish(self, name: str, content: bytes | memoryview) -> None:
         """Writes a file atomically, and records its checksum.
@@ -51,7 +66,7 @@ class MadeFiles:
     def read(self, name: str) -> bytes | None:
         """Returns the content of a file that is unchanged since it was made, else `None`."""
         noted = self._journal.get(name) or self._before.get(name)
-        if noted is None:
+        if not noted:
             return None
         try:
             content = (self._root / name).read_bytes()
@@ -59,8 +74,11 @@ class MadeFiles:
             return None
         return content if checksum_of(content, kind_of(noted)) == noted else None
 
-    def complete(self) -> None:
-        """Removes the journal: the manifest has the checksums now."""
+    def complete(self, manifest: Manifest) -> None:
+        """Removes files of earlier data sets, and the journal: the manifest has the checksums."""
+        for name in self._before.keys() - {file.path for file in manifest.files} - {"."}:
+            if (self._root / name).exists():
+                remove(self._root / name)
         self._journal.remove()
 
 

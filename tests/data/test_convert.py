@@ -18,7 +18,7 @@ pytest.importorskip("zarr")
 from pydist.data import CTOptions, Manifest, ShardDataset, generate_ct
 from pydist.data import convert as module
 from pydist.data.convert import ConvertOptions, convert_dataset
-from pydist.data.index import verify_dataset
+from pydist.data.index import IndexOptions, index_dataset, verify_dataset
 from pydist.data.lock import FolderLock
 from pydist.data.numpy_file import NumpyFolder
 from pydist.data.safe_open import safe_open
@@ -129,6 +129,22 @@ def test_another_copy_is_not_overwritten(universes: Path, tmp_path: Path) -> Non
     assert folder.endswith(".index"), "the NumPy folders are still there"
 
 
+def test_an_interrupted_run_leaves_no_manifest_with_files_of_two_data_sets(
+    universes: Path, tmp_path: Path
+) -> None:
+    def stop(done: int, total: int, what: str) -> None:
+        raise KeyboardInterrupt
+
+    convert_dataset(universes, tmp_path, ConvertOptions("hdf5"))
+    compressed = ConvertOptions("hdf5", compression="gzip", overwrite=True)  # the same names
+    with pytest.raises(KeyboardInterrupt):
+        convert_dataset(universes, tmp_path, compressed, stop)
+    assert not (tmp_path / "dataset.json").exists()
+    convert_dataset(universes, tmp_path, compressed)
+    assert verify_dataset(tmp_path) == []
+    equal(universes, tmp_path)
+
+
 def test_a_second_copy_into_the_folder_is_refused(universes: Path, tmp_path: Path) -> None:
     refused: list[str] = []
 
@@ -207,3 +223,14 @@ def test_what_a_format_can_not_hold(universes: Path, tmp_path: Path) -> None:
     module.replace(manifest, files=files).save(tmp_path / "a")
     with pytest.raises(DataError, match=r"univ_000000_0_0_0: can't be stored as hdf5: "):
         convert_dataset(tmp_path / "a", tmp_path / "b", ConvertOptions("hdf5"))
+
+
+def test_booleans_are_not_written_as_an_enumeration(tmp_path: Path) -> None:
+    for array, values in (("full", np.ones((1, 4, 4, 4), bool)), ("unitPar", np.ones(2))):
+        (tmp_path / "a" / "0").mkdir(parents=True, exist_ok=True)
+        np.save(tmp_path / "a" / "0" / f"{array}.npy", values)
+    index_dataset(tmp_path / "a", IndexOptions(validation=0))
+    convert_dataset(tmp_path / "a", tmp_path / "b", ConvertOptions("zarr"))
+    equal(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(DataError, match="'full' holds booleans, and HDF5 files hold numbers alone"):
+        convert_dataset(tmp_path / "a", tmp_path / "c", ConvertOptions("hdf5"))

@@ -114,6 +114,16 @@ def test_results_are_kept_until_a_file_changes(
     assert read[3:] == ["ct_0002.hdf5"]
 
 
+def test_what_was_found_before_a_file_changed_is_not_kept(volumes: Path) -> None:
+    def damage(done: int, total: int, what: str) -> None:
+        if done == 3:  # all were read, and nothing is published yet
+            (volumes / "ct_0000.hdf5").write_bytes(b"x")
+
+    assert not any(facts.faults for facts in deep_facts(volumes, damage).values())
+    assert kept_facts(volumes) is None
+    assert len(deep_facts(volumes)["train"].faults) == 1
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"ct_0000.hdf5": 5}', '{"ct_0000.hdf5": [[], {}]}'])
 def test_damaged_results_are_made_again(volumes: Path, text: str) -> None:
     found = deep_facts(volumes)

@@ -146,6 +146,8 @@ def _write_set(
     """Does the work of `write_set` in an existing folder, with its lock held."""
     before = _check_folder(root, origin, overwrite)
     files = MadeFiles(root, before)
+    if before is not None and before.origin.get(RECIPE) != origin[RECIPE]:
+        files.replace()
     remove_temporaries(root)
     made: list[_Made] = []
     rejected: dict[str, str] = {}
@@ -166,10 +168,7 @@ def _write_set(
     told = {**origin, "rejected": rejected}
     manifest = _manifest(made, storage, class_names, channel_names, told)
     manifest.save(root)
-    files.complete()
-    replaced = {file.path for file in before.files} if before else set()
-    for path in replaced - {file.path for file in manifest.files}:
-        (root / path).unlink(missing_ok=True)
+    files.complete(manifest)
     return manifest
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.hdf5_rules import Limits
 from pydist.data.medical.nifti import MISSING_LIBRARY, Nifti, Outline
 from pydist.data.regular import require_regular
 from pydist.errors import DataError, UsageError
@@ -153,8 +154,13 @@ def _series(folder: Path) -> _Series:
         if np.abs(its - directions).max() > _SAME:
             raise DataError(f"{each.path}: its slice has another direction than {first[0].name}")
     _, rows, columns, between_rows, between_columns = first[1]
+    shape, limits = f"{rows} × {columns} × {len(found)} voxels", Limits()
     if rows * columns * len(found) > _MOST_PIXELS:
-        raise DataError(f"{folder}: {rows} × {columns} × {len(found)} voxels; {_MOST_PIXELS} fit")
+        raise DataError(f"{folder}: {shape}; {_MOST_PIXELS} fit")
+    declared = rows * columns * len(found) * np.dtype(np.int32).itemsize
+    held = sum(each.path.stat().st_size for each, *_ in found)
+    if declared > limits.declared_bytes and declared > limits.ratio * held:
+        raise DataError(f"{folder}: its headers declare {shape}, and its files have {held} bytes")
     slices, step = _ordered(
         folder, [each for each, *_ in found], directions, min(between_rows, between_columns)
     )
@@ -164,6 +170,10 @@ def _series(folder: Path) -> _Series:
     affine[:3, 1] = along_columns * between_rows
     affine[:3, 2] = normal * step
     affine[:3, 3] = slices[0].position
+    with np.errstate(over="ignore", under="ignore"):
+        stored = affine.astype(np.float32).astype(np.float64)  # as a header has it
+    if not np.isfinite(stored).all() or not np.linalg.det(stored):
+        raise DataError(f"{folder}: its spacing or its position is beyond what NIfTI can store")
     return _Series(slices, rows, columns, np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine)  # LPS to RAS
 
 

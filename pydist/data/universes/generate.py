@@ -65,6 +65,8 @@ def _generate(root: Path, options: UniverseOptions, progress: Progress | None) -
     recipe = recipe_hash(options.recipe())
     before = _check_folder(root, options, recipe)
     files = MadeFiles(root, before)
+    if before is not None and before.origin.get(RECIPE) != recipe:
+        files.replace()
     remove_temporaries(root)
     made: list[_Made] = []
     with ThreadPoolExecutor(options.workers, "universes") as pool:
@@ -79,10 +81,7 @@ def _generate(root: Path, options: UniverseOptions, progress: Progress | None) -
             raise
     manifest = _manifest(options, made)
     manifest.save(root)
-    files.complete()
-    replaced = {file.path for file in before.files} if before else set()
-    for path in replaced - {file.path for file in manifest.files}:
-        (root / path).unlink(missing_ok=True)
+    files.complete(manifest)
     return manifest
 
 

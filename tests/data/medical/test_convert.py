@@ -224,6 +224,11 @@ def test_a_second_run_keeps_what_is_there(pairs, tmp_path):
     assert (out / "case2.hdf5").stat().st_mtime_ns == written
     with pytest.raises(UsageError, match="made from something else"):
         convert(pairs, out, dtype="float32")
+    cut(path)
+    with pytest.raises(DataError):
+        convert(pairs, out, dtype="float32", overwrite=True)
+    assert not (out / "dataset.json").exists(), "it would have files of two data sets"
+    path.write_bytes(whole)
     manifest = convert(pairs, out, dtype="float32", overwrite=True)
     assert manifest.dtype == "float32"
     assert verify_dataset(out) == []

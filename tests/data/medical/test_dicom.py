@@ -107,6 +107,15 @@ def other(k: int, **values: Any) -> Callable[[int, Any], None]:
     return change
 
 
+def of_all(**values: Any) -> Callable[[int, Any], None]:
+    """Returns a change of all slices."""
+
+    def change(at: int, data: Any) -> None:
+        other(at, **values)(at, data)
+
+    return change
+
+
 def tilt(k: int, data: Any) -> None:
     x, y, z = data.ImagePositionPatient
     data.ImagePositionPatient = [x, y + 0.1 * k, z]
@@ -141,6 +150,10 @@ def value_table(k: int, data: Any) -> None:
         (other(1, PixelData=b"ab"), "damaged"),
         (other(1, PixelData=None), "damaged"),
         (other(1, Rows=60_000), r"its pixels are \(60000, 7"),
+        (of_all(Rows=65_535, Columns=65_535), "65535 × 65535 × 5 voxels; "),
+        (of_all(Rows=30_000, Columns=30_000), r"declare 30000 × 30000 × 5 voxels, and its files"),
+        (of_all(PixelSpacing=["1e-300", "1e-300"]), "beyond what NIfTI can store"),
+        (of_all(PixelSpacing=["1e300", "1"]), "beyond what NIfTI can store"),
     ],
 )
 def test_series_that_are_refused(tmp_path: Path, change: Any, why: str) -> None:

@@ -17,6 +17,8 @@ import pytest
 
 from pydist.data import Manifest, UniverseOptions, generate_universes
 from pydist.data import publish as publishing
+from pydist.data.convert import ConvertOptions, convert_dataset
+from pydist.data.index import verify_dataset
 from pydist.data.universes import generate
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES
 from pydist.data.universes.simulate import choose_array_module, draw_parameters, simulate
@@ -203,6 +205,24 @@ def test_other_data_is_not_overwritten_unasked(tmp_path: Path) -> None:
     index, *others = sorted(contents(tmp_path))[:1] + sorted(p.name for p in tmp_path.iterdir())
     assert index.startswith("dataset-")
     assert others == [index.partition("/")[0], "dataset.json", "univ_000000.hdf5"]
+
+
+def test_an_interrupted_run_leaves_no_manifest_with_files_of_two_data_sets(tmp_path: Path) -> None:
+    def stop(done: int, total: int, what: str) -> None:
+        raise KeyboardInterrupt
+
+    folders = tmp_path / "folders"
+    generate_universes(tmp_path / "first", UniverseOptions(count=3, width=8))
+    convert_dataset(tmp_path / "first", folders, ConvertOptions("numpy"))
+    other = UniverseOptions(count=2, width=8, seed=4, overwrite=True)
+    for root in (tmp_path / "first", folders):
+        with pytest.raises(KeyboardInterrupt):
+            generate_universes(root, other, stop)
+        assert not (root / "dataset.json").exists()
+        manifest = generate_universes(root, other)
+        assert verify_dataset(root) == []
+        kept = {file.path for file in manifest.files} | {"dataset.json"}
+        assert {path.name for path in root.iterdir() if path.suffix != ".index"} == kept
 
 
 def test_full_disk_leaves_nothing_under_a_final_name(

@@ -161,23 +161,30 @@ class Indexing(_OfUniverses):
 
 
 class Converting(_OfUniverses):
-    """`pydist data convert`, to NumPy folders and to HDF5 in chunks, over one another."""
+    """`pydist data convert`, to NumPy folders and to HDF5 of two kinds, over one another."""
 
     name = "convert"
     _WAYS = (
         ConvertOptions("numpy", overwrite=True),
         ConvertOptions("hdf5", "channel-first", (4, 4, 4), compression="gzip", overwrite=True),
+        ConvertOptions("hdf5", "channel-first", overwrite=True),  # the same names
     )
 
     def work(self) -> Any:
         convert_dataset(self._source, self.folder, self._WAYS[self.way])
+
+    def check(self) -> str:
+        if (self.folder / MANIFEST).exists():
+            assert verify_dataset(self.folder) == []
+        return super().check()
 
     def completed(self, result: Any) -> None:
         super().completed(result)
         assert Manifest.load(self.folder).file_format == self._WAYS[self.way].format
 
     def start_anew(self) -> None:
-        self._way = 1 - self._way  # over what is there, complete or not; or from nothing
+        # Over what is there, complete or not; or from nothing.
+        self._way = (self._way + 1) % len(self._WAYS)
         if self._way == 0:
             for path in self.folder.iterdir():
                 remove(path)
