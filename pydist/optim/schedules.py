@@ -75,8 +75,8 @@ def schedule(
         power: of the polynomial.
         milestones: of "step": samples since the beginning, warm-up included, and the factor of the
             peak from then on.
-        batch: for a batch that changes and linear scaling: a further factor of all rates, of the
-            step that begins after a number of samples, such as its batch over the first one.
+        batch: for a batch that changes: a further factor of all rates, of the step that begins
+            after a number of samples, such as its batch over the first one, or the root of that.
 
     Returns:
         A scheduler; call `step(samples)` after every step of the optimizer.

@@ -6,6 +6,7 @@ Nothing here imports torch, so that `pydist train --help` answers quickly.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -40,7 +41,9 @@ class OptimizerConfig(Chosen):
     lr: Positive = 1e-3
     """Learning rate after warm-up."""
     lr_batch: Count | None = None
-    """Batch that `lr` and `end_lr` are for: they are multiplied by train.batch / lr_batch."""
+    """Batch that `lr` and `end_lr` are for: they follow train.batch / lr_batch, see lr_scaling."""
+    lr_scaling: Literal["linear", "sqrt"] = "linear"
+    """How rates follow the batch: in proportion, or by the square root, as Adam and LAMB need."""
     weight_decay: NotNegative = 0.0
     """L2 penalty."""
     decayed: tuple[str, ...] = ("*",)
@@ -88,8 +91,16 @@ class OptimizerConfig(Chosen):
 
     def at(self, batch: int) -> OptimizerConfig:
         """Returns the settings with the learning rates for a batch."""
-        scale = 1.0 if self.lr_batch is None else batch / self.lr_batch
+        scale = 1.0 if self.lr_batch is None else self.lr_factor(batch / self.lr_batch)
         return replace(self, lr=self.lr * scale, end_lr=self.end_lr * scale, lr_batch=None)
+
+    def lr_factor(self, ratio: float) -> float:
+        """Returns the factor of the learning rates at a batch that is larger by a ratio.
+
+        The square root keeps the variance of Adam's steps, whose gradients are divided by their
+        size (Malladi et al. 2022, arXiv 2205.10287).
+        """
+        return ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
 
     def groups(self, model: nn.Module) -> list[Any]:
         """Returns the parameters of a model, in two groups if some have no weight decay.

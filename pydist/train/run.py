@@ -323,9 +323,9 @@ def make_state(
     made = settings.optimizer(settings.groups(model))
     optimizer = network.partitioned(made, settings.sharded)
     sizes = loader.sampler.sizes
-    scaled = (
-        None if config.optimizer.lr_batch is None else lambda seen: sizes.at(seen) / sizes.first
-    )
+    scaled = None
+    if config.optimizer.lr_batch is not None:
+        scaled = lambda seen: settings.lr_factor(sizes.at(seen) / sizes.first)  # noqa: E731
     scheduler = _schedule(settings, optimizer, len(loader.dataset), scaled)
     scaler = GradScaler(device.type, enabled=config.train.amp == "fp16")
     metadata = CheckpointMetadata(config, data.manifest).dump()

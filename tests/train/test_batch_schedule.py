@@ -75,7 +75,7 @@ def test_passes_train_as_the_whole_batch(config, tmp_path, data, spatial, shares
     assert steps(parts, "batch") == steps(config, "batch") == [5, 1, 5, 1]
 
 
-def test_the_batch_follows_its_milestones_and_the_rate_follows_the_batch(grown, growing):
+def test_the_batch_follows_its_milestones_and_the_rate_follows_the_batch(grown, growing, tmp_path):
     assert steps(grown, "batch") == [2, 2, 2, 3, 3, 6]
     assert steps(grown, "passes") == [2, 2, 2, 3, 3, 6]
     seen, sizes, expected = 0, [2, 2, 2, 3, 6, 6], []
@@ -91,6 +91,11 @@ def test_the_batch_follows_its_milestones_and_the_rate_follows_the_batch(grown, 
     job(LocalTransport(), fixed)
     rates = [rate * 2 / size for rate, size in zip(expected, sizes, strict=True)]
     assert steps(fixed, "lr") == pytest.approx(rates, rel=1e-12)
+    output = {"folder": tmp_path / "rooted"}
+    rooted = change(growing, optimizer={"lr_scaling": "sqrt"}, output=output)
+    job(LocalTransport(), rooted)
+    rates = [rate * (2 / size) ** 0.5 for rate, size in zip(expected, sizes, strict=True)]
+    assert steps(rooted, "lr") == pytest.approx(rates, rel=1e-12)
 
 
 @pytest.mark.parametrize(

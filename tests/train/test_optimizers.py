@@ -78,17 +78,19 @@ def test_a_run_resumes_with_the_same_steps(config, tmp_path, kind):
     assert curve(parts) == curve(whole)
 
 
-def test_rates_count_samples(config, tmp_path):
-    """At twice the batch, a rate for half the batch is doubled, and follows the same samples."""
+@pytest.mark.parametrize(("scaling", "factor"), [("linear", 2), ("sqrt", 2**0.5)])
+def test_rates_count_samples(config, tmp_path, scaling, factor):
+    """At twice the batch, a rate for half the batch is larger, and follows the same samples."""
     table = {"lr": 1e-3, "lr_batch": 1, "warmup_epochs": 1.0, "decay_epochs": 2.0, "end_lr": 1e-5}
+    table["lr_scaling"] = scaling
     seen = {}
     for batch in (1, 2):
         own = change(config, train={"batch": batch, "steps": None}, optimizer=table,
                      output={"folder": tmp_path / str(batch)})  # fmt: skip
         job(LocalTransport(), own)
         seen[batch] = rates(own)
-    assert seen[2] == pytest.approx([2 * rate for rate in seen[1][::2]], rel=1e-12)
-    assert max(seen[2]) == pytest.approx(2e-3, rel=1e-12)
+    assert seen[2] == pytest.approx([factor * rate for rate in seen[1][::2]], rel=1e-12)
+    assert max(seen[2]) == pytest.approx(factor * 1e-3, rel=1e-12)
 
 
 def test_weight_decay_of_named_parameters():
