@@ -248,6 +248,8 @@ def _below(folder: Path, kind: type[StoredFile]) -> Iterator[Path]:
     for path in inner:
         if path.name.startswith("."):
             continue
+        if path.is_symlink() and not path.exists():
+            raise DataError(f"{path} is a link to {path.readlink()}, which is not there")
         if kind.is_one(path):
             yield path
         elif path.is_dir() and not path.is_symlink():

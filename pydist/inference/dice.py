@@ -30,7 +30,8 @@ def dice_of_files(
         The Dice of each class but background, NaN where it is neither present nor predicted.
 
     Raises:
-        DataError: a file is damaged, or the files differ in their extents.
+        DataError: a file is damaged, the files differ in their extents, or the truth has other
+            values than whole numbers.
     """
     found, true = read_nifti(predicted), read_nifti(truth)
     shape = found.stored.shape
@@ -42,6 +43,8 @@ def dice_of_files(
     for first in range(0, shape[2], planes):
         place = (slice(None), slice(None), slice(first, first + planes))
         one, other = true.values(place), found.values(place)
+        if not (one == np.rint(one)).all():
+            raise DataError(f"{truth} has values that are no labels; whole numbers are expected")
         known = (one >= 0) & (one < classes)
         pairs = one[known].astype(np.int64) * classes + other[known].astype(np.int64)
         counts += np.bincount(pairs, minlength=classes**2).reshape(classes, classes)

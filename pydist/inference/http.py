@@ -144,7 +144,9 @@ class HttpServer:
                 raise UsageError(f"no server at {host}:{port} within {_START_SECONDS:.0f} s")
             time.sleep(0.01)
         if not self._server.started:
-            raise UsageError(f"can't listen at {host}:{port}: is the port in use?")
+            raise UsageError(
+                f"can't listen at {host}:{port}: is the port free, and the address this machine's?"
+            )
         self.host = host
         """Address at which it listens."""
         self.port: int = self._server.servers[0].sockets[0].getsockname()[1]

@@ -76,6 +76,12 @@ def test_files_that_do_not_fit_together(foreign: Path) -> None:
         index_folder(foreign)
 
 
+def test_a_link_to_nothing_is_named(foreign: Path) -> None:
+    (foreign / "not-fetched.hdf5").symlink_to("elsewhere/key")
+    with pytest.raises(DataError, match=r"not-fetched.hdf5 is a link to elsewhere/key"):
+        index_dataset(foreign)
+
+
 def test_wrong_calls(foreign: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(DataError, match=r"fits no 64\^3"):
         index_folder(foreign, IndexOptions(width=64))

@@ -37,3 +37,11 @@ def test_other_extents_are_named(tmp_path):
     one, other = (write(tmp_path / f"{n}.nii", np.zeros((4, 4, n))) for n in (3, 5))
     with pytest.raises(DataError, match=r"has \(4, 4, 5\) voxels, .* \(4, 4, 3\)"):
         dice.dice_of_files(one, other, NAMES)
+
+
+def test_a_truth_that_is_an_image_is_refused(tmp_path):
+    found = write(tmp_path / "found.nii", np.zeros((4, 4, 3)))
+    image = tmp_path / "image.nii"
+    nib.save(nib.Nifti1Image(np.full((4, 4, 3), 0.5, np.float32), np.eye(4)), image)
+    with pytest.raises(DataError, match=r"image\.nii has values that are no labels"):
+        dice.dice_of_files(found, image, NAMES)
