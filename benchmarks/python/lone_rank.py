@@ -74,8 +74,8 @@ class LoneRank(Transport):
     def _subgroup(self, members: Sequence[int]) -> Transport:
         raise NotImplementedError("groups come from `split`")
 
-    def _check(self, call: str, tensor: Tensor) -> None:
-        check_elements(call, tensor)
+    def _check(self, call: str, tensor: Tensor, *, strided: bool = False) -> None:
+        check_elements(call, tensor, strided=strided)
 
     def _channel(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int

@@ -173,8 +173,8 @@ class StageTransfer:
                     slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, lo, strict=True)
                 )
                 peer = peers.rank(mine.data_index, there)
-                block = _rows(local[index]) if channels_last else local[index].contiguous()
-                self._stages.world.send(block, peer, tag)
+                block = local[index]
+                self._stages.world.send(_rows(block) if channels_last else block, peer, tag)
 
     def _receive(self, direction: int, channels_last: bool) -> Tensor:
         mine, end = self._stages.mesh, self._boxes[1 - direction]

@@ -20,9 +20,9 @@ _DTYPES = frozenset(
 )  # fmt: skip
 
 
-def check_elements(call: str, tensor: Tensor) -> None:
-    """Refuses non-contiguous tensors and dtypes that can't be sent."""
-    if not tensor.is_contiguous():
+def check_elements(call: str, tensor: Tensor, *, strided: bool = False) -> None:
+    """Refuses dtypes that can't be sent and, unless `strided`, non-contiguous tensors."""
+    if not strided and not tensor.is_contiguous():
         raise UsageError(
             f"{call}: tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
             " is not contiguous"

@@ -1,8 +1,9 @@
 """The operations that a transport implements; `Transport` calls them with checked arguments.
 
-Tensors are contiguous, detached and of a dtype that can be sent; ranks are within the group, which
-has at least two ranks for all collectives. `transport` defines "complete" and "in place". The
-implementations here are correct for all transports; some transports override them with faster ones.
+Tensors are contiguous (but those of `_send`), detached and of a dtype that can be sent; ranks are
+within the group, which has at least two ranks for all collectives. `transport` defines "complete"
+and "in place". The implementations here are correct for all transports; some transports override
+them with faster ones.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ class Primitives(ABC):
             GROUP_SIZES.add(self.size)
         return Ledger()
 
-    def _check(self, call: str, tensor: Tensor) -> None:
-        """Refuses tensors that the transport does not carry."""
+    def _check(self, call: str, tensor: Tensor, *, strided: bool = False) -> None:
+        """Refuses tensors that the transport does not carry; see `check_elements`."""
         if tensor.device.type != "cpu" and tensor.device != self.device:
             where = f"rank {self.rank} works on {self.device}"
             if self.device is None:
                 where = f"transport '{self.name}' carries host memory"
             raise NotSupported(f"{call}: tensor on {tensor.device}; {where}")
-        check_elements(call, tensor)
+        check_elements(call, tensor, strided=strided)
 
     # -- point to point ---------------------------------------------------------------------
 
@@ -80,7 +81,10 @@ class Primitives(ABC):
 
     @abstractmethod
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
-        """Sends without waiting for the receiver; the tensor is free when the call returns."""
+        """Sends without waiting for the receiver; the tensor is free when the call returns.
+
+        It may have any strides: the copy that waits for the receiver is contiguous.
+        """
 
     @abstractmethod
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:

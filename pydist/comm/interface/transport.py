@@ -2,11 +2,11 @@
 
 The public methods check their arguments and handle the trivial cases (one rank, derived
 operations) once, here and in `collectives`; a transport implements `primitives`, the methods with a
-leading underscore. All tensors are contiguous and in host memory, and every rank of a collective
-passes the same dtype and count. Collectives match by the order in which each rank calls them,
-point-to-point messages by (sender, receiver, tag) in the order of sending. Only `nccl`, `ipc`,
-`cuda-mpi` and `staged` accept CUDA tensors as well; for these, "complete" means that work which the
-caller enqueues on its current stream from then on runs after the operation.
+leading underscore. All tensors are contiguous, but those of `send`, and in host memory, and every
+rank of a collective passes the same dtype and count. Collectives match by the order in which each
+rank calls them, point-to-point messages by (sender, receiver, tag) in the order of sending. Only
+`nccl`, `ipc`, `cuda-mpi` and `staged` accept CUDA tensors as well; for these, "complete" means that
+work which the caller enqueues on its current stream from then on runs after the operation.
 
 Results are bit-identical on all ranks of the transport: replicas that differ in the last bit
 diverge permanently. float16 and bfloat16 are summed in float32 and rounded once.
@@ -96,11 +96,11 @@ class Transport(Collectives):
         """Sends a tensor, buffered: returns without waiting for the receiver.
 
         Args:
-            tensor: any shape; may be changed as soon as the call returns.
+            tensor: any shape and strides; may be changed as soon as the call returns.
             dest: the receiver; may be this rank.
             tag: 0 <= tag < 2**15.
         """
-        self._check("send", tensor)
+        self._check("send", tensor, strided=True)
         check_peer(dest, self.size)
         check_tag(tag)
         self._send(tensor.detach(), dest, tag)

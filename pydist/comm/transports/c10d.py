@@ -130,7 +130,7 @@ class C10dTransport(HostTransport):
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
         self._free_sent()
-        copy = tensor.clone()
+        copy = tensor.clone(memory_format=torch.contiguous_format)
         if dest == self.rank:
             self._own[tag].append(copy)
         elif tensor.numel():

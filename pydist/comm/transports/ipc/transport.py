@@ -85,8 +85,8 @@ class IpcTransport(RoutedTransport):
     def _on_device(self, tensors: Sequence[Tensor]) -> bool:
         return {each.device.type for each in tensors} == {"cuda"}
 
-    def _check(self, call: str, tensor: Tensor) -> None:
-        self._base._check(call, tensor)
+    def _check(self, call: str, tensor: Tensor, *, strided: bool = False) -> None:
+        self._base._check(call, tensor, strided=strided)
 
     def _subgroup(self, members: Sequence[int]) -> IpcTransport:
         near = [place for place, member in enumerate(members) if member in self._near]

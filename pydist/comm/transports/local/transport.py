@@ -81,6 +81,7 @@ class LocalTransport(Transport):
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
         if self._latency is not None:
             self._latency.send(self._group, self.rank, dest, tag)
+        tensor = tensor.contiguous()
         self._hub.send(self._group, self.rank, dest, tag, tensor.data_ptr(), tensor.nbytes)
 
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:

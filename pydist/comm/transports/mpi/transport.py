@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Concatenate, ParamSpec
 
+import torch
 from mpi4py import MPI
 from torch import Tensor
 
@@ -107,7 +108,7 @@ class MpiTransport(HostTransport):
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
         self._free_sent()
-        self._post(tensor.clone(), dest, tag)
+        self._post(tensor.clone(memory_format=torch.contiguous_format), dest, tag)
 
     def _free_sent(self) -> None:
         """Frees copies of messages that MPI has sent."""

@@ -55,12 +55,12 @@ class DeviceTransport(HostTransport):
             stream = torch.cuda.ExternalStream(self._group.stream, device=self.device)
             tensor.record_stream(stream)
 
-    def _check(self, call: str, tensor: Tensor) -> None:
+    def _check(self, call: str, tensor: Tensor, *, strided: bool = False) -> None:
         if tensor.device != self.device:
             raise NotSupported(
                 f"{call}: tensor on {tensor.device}; rank {self.rank} works on {self.device}"
             )
-        check_elements(call, tensor)
+        check_elements(call, tensor, strided=strided)
 
     def _note(self, *what: Hashable, waits: bool = True) -> None:
         """Does nothing: the transport above has entered the call in its ledger."""

@@ -78,6 +78,20 @@ def sends_are_buffered(t: Transport) -> None:
 
 
 @check
+def sends_take_any_strides(t: Transport) -> None:
+    after, before = (t.rank + 1) % t.size, (t.rank - 1) % t.size
+    parts = [lambda x: x[:, 1:2], lambda x: x.permute(2, 0, 1), lambda x: x[:, :, ::2]]
+    for part in parts:
+        values = numbers(t.rank, torch.float32, 2, 3, 4)
+        t.send(part(values), after)
+        values.zero_()
+        expected = part(numbers(before, torch.float32, 2, 3, 4))
+        received = torch.empty(expected.shape)
+        t.recv(received, before)
+        equal(received, expected)
+
+
+@check
 def messages_keep_their_order_and_tags_apart(t: Transport) -> None:
     after, before = (t.rank + 1) % t.size, (t.rank - 1) % t.size
     for number in range(3):
@@ -505,7 +519,7 @@ def gradients_do_not_notice(t: Transport) -> None:
 def wrong_arguments_are_named(t: Transport) -> None:
     cases: list[tuple[str, Callable[[], object]]] = [
         ("not contiguous", lambda: t.all_reduce(torch.zeros(3, 4).t())),
-        ("not contiguous", lambda: t.send(torch.zeros(4, 2)[:, 0], 0)),
+        ("not contiguous", lambda: t.recv(torch.zeros(4, 2)[:, 0], 0)),
         (f"rank {t.size} is outside", lambda: t.broadcast(torch.zeros(1), t.size)),
         ("rank -1 is outside", lambda: t.recv(torch.zeros(1), -1)),
         ("tag 32768 is outside", lambda: t.send(torch.zeros(1), 0, tag=1 << 15)),
