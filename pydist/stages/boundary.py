@@ -51,7 +51,7 @@ class _Sent(NamedTuple):
 
     @property
     def transfer(self) -> StageTransfer:
-        """The tensor's messages."""
+        """Messages that bring the tensor."""
         return self.gradient.transfer
 
 

@@ -72,7 +72,9 @@ def test_a_run_resumes_amid_an_epoch_and_may_change_the_store(config, tmp_path):
 
 
 def test_a_run_in_stages_has_the_same_bits(config, tmp_path):
-    config = change(config, mesh={"stages": 2, "micro_batches": 2, "data": 2}, train={"batch": 4})
+    mesh = {"stages": 2, "micro_batches": 2, "data": 2}
+    mesh["cuts"] = ("features.conv2",)  # those of measured times may differ between runs
+    config = change(config, mesh=mesh, train={"batch": 4})
     stored = change(config, data={"store": "memory"}, output={"folder": tmp_path / "stored"})
     in_stages(config)
     in_stages(stored)
