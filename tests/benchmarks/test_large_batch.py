@@ -21,9 +21,9 @@ def test_every_contestant_is_trained(tmp_path, case):
     command = [sys.executable, str(SCRIPT), "--quick", "--case", case, "--json", str(written)]
     subprocess.run(command, cwd=tmp_path, env=child_environment(), check=True, timeout=200)
     rows = {row["contestant"]: row for row in json.loads(written.read_text())["rows"]}
-    assert len(rows) == (4 if case == "small" else 3)
+    assert len(rows) == 4
     small, large = rows["batch 4"], rows["batch 64, recipe"]
-    assert large["lr"] == pytest.approx(16 * small["lr"])
+    assert large["lr"] == pytest.approx((16 if case == "small" else 4) * small["lr"])
     assert rows["batch 64, no scaling"]["lr"] == small["lr"]
     assert small["over_small"] == 1
     assert small["within"]
