@@ -56,7 +56,7 @@ class _Sent(NamedTuple):
 
 
 class _End(torch.autograd.Function):
-    """End of the graph behind a tensor that was sent; without elements.
+    """Function whose empty result is the root of the backward pass through a sent tensor.
 
     Torch keeps the gradients with which a backward pass begins until its end. That of this end has
     no elements either, and the tensor's own is freed when it was used.
@@ -207,7 +207,9 @@ class Boundary:
         roots = []
         for (gradient, root), end, place in zip(self.sent, ends, places, strict=True):
             if not gradient.has_come:
-                end._set_sequence_nr(place._sequence_nr())  # not before the calls behind the place
+                # The engine runs nodes by descending number: this one after the calls that use the
+                # tensor, as late as the call that made it.
+                end._set_sequence_nr(place._sequence_nr())
                 gradient.act = receive
             if not gradient.has_come or gradient.grad is not None:
                 roots.append(root)

@@ -323,10 +323,13 @@ def make_state(
     made = settings.optimizer(settings.groups(model))
     optimizer = network.partitioned(made, settings.sharded)
     sizes = loader.sampler.sizes
-    scaled = None
-    if config.optimizer.lr_batch is not None:
-        scaled = lambda seen: settings.lr_factor(sizes.at(seen) / sizes.first)  # noqa: E731
-    scheduler = _schedule(settings, optimizer, len(loader.dataset), scaled)
+
+    def factor(seen: int) -> float:
+        """Returns the factor of the rates after a number of samples, as the batch changes."""
+        return settings.lr_factor(sizes.at(seen) / sizes.first)
+
+    follows = config.optimizer.lr_batch is not None
+    scheduler = _schedule(settings, optimizer, len(loader.dataset), factor if follows else None)
     scaler = GradScaler(device.type, enabled=config.train.amp == "fp16")
     metadata = CheckpointMetadata(config, data.manifest).dump()
     planned = config.train.batch_schedule

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import einops
@@ -71,6 +72,14 @@ def windows() -> Iterator[tuple[str, Case]]:
                 yield f"{pool.__name__} {parts}, {kernel} {stride}", Case(pooled, x, points)
 
 
+def group_norm(groups, x, *weights):
+    return F.group_norm(x, groups, *weights)
+
+
+def layer_norm(x, *weights):
+    return F.layer_norm(x, x.shape[-1:], *weights)
+
+
 def shapes() -> Iterator[tuple[str, Case]]:
     """Yields padding, interpolation, norms, views and reductions."""
     image, volume = randn(2, 4, 8, 6), randn(2, 4, 6, 4, 4)
@@ -78,23 +87,21 @@ def shapes() -> Iterator[tuple[str, Case]]:
         for mode, amounts in itertools.product(
             ("constant", "reflect", "replicate"), ((2, 2, 2, 2), (1, 2, 3, 4), (0, 1, 0, 1))
         ):
-            padded = lambda x, mode=mode, amounts=amounts: F.pad(x, amounts, mode)  # noqa: E731
+            padded = partial(F.pad, pad=amounts, mode=mode)
             yield f"pad {mode} {amounts} {len(points[1] or [])}", Case(padded, image, points)
         for factor in (2, 3):
-            larger = lambda x, factor=factor: F.interpolate(x, scale_factor=factor)  # noqa: E731
+            larger = partial(F.interpolate, scale_factor=factor)
             yield f"nearest 2d {factor} {len(points[1] or [])}", Case(larger, image, points)
             deep = [[0, 4, 6], points[1] and [0, 2, 4], None]
             yield f"nearest 3d {factor} {len(points[1] or [])}", Case(larger, volume, deep)
     rows = [[0, 5, 8], None]
     for groups, affine in itertools.product((1, 2, 4), (True, False)):
         w = [randn(4, seed=1), randn(4, seed=2)] if affine else []
-        normed = lambda x, *w, groups=groups: F.group_norm(x, groups, *w)  # noqa: E731
-        yield f"group norm {groups} {affine}", Case(normed, image, rows, w)
+        yield f"group norm {groups} {affine}", Case(partial(group_norm, groups), image, rows, w)
     tokens = randn(2, 16, 8)
     for affine in (True, False):
         w = [randn(8, seed=1), randn(8, seed=2)] if affine else []
-        normed = lambda x, *w: F.layer_norm(x, (8,), *w)  # noqa: E731
-        yield f"layer norm {affine}", Case(normed, tokens, [[0, 9, 16], None], w)
+        yield f"layer norm {affine}", Case(layer_norm, tokens, [[0, 9, 16], None], w)
     views: dict[str, Callable[[Tensor], Tensor]] = {
         "merge last two": lambda x: x.view(2, 4, 48),
         "split last": lambda x: x.view(2, 4, 8, 2, 3),
@@ -136,7 +143,10 @@ def attentions() -> Iterator[tuple[str, Case]]:
 
     for function in (fused, causal, products, sums):
         yield function.__name__, Case(function, q, half, beside=[Cut(k, half), Cut(v, half)])
-    replicated = lambda k, v, q: fused(q, k, v)  # noqa: E731
+
+    def replicated(k, v, q):
+        return fused(q, k, v)
+
     yield "replicated queries", Case(replicated, k, half, [q], [Cut(v, half)])
     yield "replicated keys", Case(fused, q, half, [k, v])
 
@@ -168,13 +178,12 @@ def attentions() -> Iterator[tuple[str, Case]]:
     yield "neighborhood", Case(neighborhood, image, rows)
     yield "columns", Case(lambda x: F.unfold(x, 3, padding=1), image, rows)
 
-    def swin(x, window=4):
+    def swin(x, window):
         parts = einops.rearrange(x, "b c (h p) (w q) -> b (h w) (p q) c", p=window, q=2)
         return fused(parts, parts * 2, parts - 1)
 
     for window in (2, 4, 8):
-        windowed = lambda x, window=window: swin(x, window)  # noqa: E731
-        yield f"windows of {window}", Case(windowed, image, rows)
+        yield f"windows of {window}", Case(partial(swin, window=window), image, rows)
 
 
 def points() -> Iterator[tuple[str, Case]]:

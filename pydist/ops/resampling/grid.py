@@ -178,10 +178,10 @@ def _gathered(x: ShardedTensor, needed: Sequence[tuple[int, int]], out: Layout) 
 def _nearest(
     grid: Tensor, extents: Sequence[int], needed: Sequence[tuple[int, int]], aligned: bool
 ) -> Tensor:
-    """Returns the positions of the nearest inputs, along dims of which the box has a part.
+    """Rounds positions to the nearest input in each dim where the box is a part of the volume.
 
-    Halfway between two inputs, as in a grid of half the resolution, torch takes that with the even
-    index: here the global one.
+    Halfway between two inputs, as in a grid of half the resolution, torch takes the input with the
+    even index. That must be the index in the volume, not in the box.
     """
     partial = [box != (0, n) for n, box in zip(extents, needed, strict=True)]
     if not any(partial):
