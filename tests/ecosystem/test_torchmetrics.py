@@ -43,21 +43,23 @@ def _values(x):
     return x, Y
 
 
+# Other tests of this process start torch.distributed.
+ALONE = {"sync_on_compute": False}
 METRICS = {
-    "accuracy": (lambda: classification.MulticlassAccuracy(3), _classes),
-    "F1": (lambda: classification.MulticlassF1Score(3, average="micro"), _classes),
-    "Jaccard": (lambda: classification.MulticlassJaccardIndex(3), _classes),
-    "confusion": (lambda: classification.MulticlassConfusionMatrix(3), _classes),
-    "binned AUROC": (lambda: classification.MulticlassAUROC(3, thresholds=5), _classes),
-    "binary F1": (classification.BinaryF1Score, _binary),
-    "mse": (regression.MeanSquaredError, _values),
-    "mae": (regression.MeanAbsoluteError, _values),
-    "R2": (regression.R2Score, lambda x: (x.flatten(), Y.flatten())),
-    "mean": (MeanMetric, lambda x: (x,)),
-    "Dice": (lambda: segmentation.DiceScore(3, input_format="index"), _labels),
-    "mean IoU": (lambda: segmentation.MeanIoU(3, input_format="index"), _labels),
-    "average precision": (classification.BinaryAveragePrecision, _binary),
-    "PSNR": (lambda: image.PeakSignalNoiseRatio(data_range=2.0), _values),
+    "accuracy": (lambda: classification.MulticlassAccuracy(3, **ALONE), _classes),
+    "F1": (lambda: classification.MulticlassF1Score(3, **ALONE, average="micro"), _classes),
+    "Jaccard": (lambda: classification.MulticlassJaccardIndex(3, **ALONE), _classes),
+    "confusion": (lambda: classification.MulticlassConfusionMatrix(3, **ALONE), _classes),
+    "binned AUROC": (lambda: classification.MulticlassAUROC(3, **ALONE, thresholds=5), _classes),
+    "binary F1": (lambda: classification.BinaryF1Score(**ALONE), _binary),
+    "mse": (lambda: regression.MeanSquaredError(**ALONE), _values),
+    "mae": (lambda: regression.MeanAbsoluteError(**ALONE), _values),
+    "R2": (lambda: regression.R2Score(**ALONE), lambda x: (x.flatten(), Y.flatten())),
+    "mean": (lambda: MeanMetric(**ALONE), lambda x: (x,)),
+    "Dice": (lambda: segmentation.DiceScore(3, **ALONE, input_format="index"), _labels),
+    "mean IoU": (lambda: segmentation.MeanIoU(3, **ALONE, input_format="index"), _labels),
+    "average precision": (lambda: classification.BinaryAveragePrecision(**ALONE), _binary),
+    "PSNR": (lambda: image.PeakSignalNoiseRatio(**ALONE, data_range=2.0), _values),
 }
 WAYS = {"sharded": lambda x: x, "full_tensor": lambda x: x.full_tensor()}
 
@@ -67,7 +69,6 @@ WAYS = {"sharded": lambda x: x, "full_tensor": lambda x: x.full_tensor()}
 def test_after_two_updates(make, inputs, way):
     def value(x):
         metric = make()
-        metric.sync_on_compute = False  # other tests of this process start torch.distributed
         for sign in (1, -1):
             metric.update(*inputs(sign * x))
         found = metric.compute()
@@ -85,7 +86,7 @@ def test_areas_under_curves_of_single_values_need_the_full_tensor():
 
     def body(mesh):
         x = shard(X, layout_at(mesh, SHAPE, POINTS)).detach()
-        metric = classification.BinaryAUROC(sync_on_compute=False)
+        metric = classification.BinaryAUROC(**ALONE)
         metric.update(*_binary(x))
         with pytest.raises(NotSupported, match="full_tensor"):
             metric.compute()
