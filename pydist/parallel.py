@@ -115,7 +115,8 @@ def parallelize(
 
     Raises:
         UsageError: an argument is none of these, the model or a part of it is already parallelized,
-            ranks have different models, or can't send a parameter or buffer to each other.
+            ranks have different models or (as threads) the same object, or can't send a parameter
+            or buffer to each other.
         NotSupported: a part of the model is compiled, or reduces gradients itself; or weights are
             sharded, and the form of gradients keeps state.
     """
@@ -133,10 +134,19 @@ def parallelize(
         "sharded_weights": str(sharded_weights),
         "gradients": str(form),
     }
-    require_same(mesh.world, {**given, **facts_of(model, devices=not mesh.world.mixes)})
+    entry = EntryHook(mesh, batch_norm, group_weight)
+    if model.__dict__.setdefault(_ENTRY, entry) is not entry:  # one step, for all threads
+        raise UsageError(
+            f"another rank, a thread of this process, parallelizes this {type(model).__name__}; "
+            "each rank needs a model of its own: make it in the function that the ranks run"
+        )
+    try:
+        require_same(mesh.world, {**given, **facts_of(model, devices=not mesh.world.mixes)})
+    except BaseException:
+        del model.__dict__[_ENTRY]
+        raise
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
-    entry = EntryHook(mesh, batch_norm, group_weight)
     entry.adopt(model, sharded_weights=sharded_weights, gradients=form)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     if mesh.data_size > 1:
@@ -157,7 +167,6 @@ def parallelize(
     BatchLayers(entry.of_batch, batch_norm=spans_ranks).adopt(model)
     model.__dict__["no_sync"] = entry.no_sync
     model.__dict__["__prepare_scriptable__"] = entry.refuse_script
-    model.__dict__[_ENTRY] = entry
     return model
 
 

@@ -338,6 +338,13 @@ UNSENDABLE = {
 }
 
 
+def test_ranks_that_are_threads_need_models_of_their_own():
+    model = small()
+    with pytest.raises(UsageError, match="each rank needs a model of its own"):
+        on_ranks((2, 1, 1), lambda mesh: parallelize(model, mesh))
+    on_ranks((1, 1, 1), lambda mesh: parallelize(model, mesh))  # nothing is left of it
+
+
 def with_sparse(module):
     module.register_buffer("sparse", torch.eye(3).to_sparse())
     return module

@@ -9,7 +9,7 @@ modules of this package.
 # ruff: noqa: F401  imported for the handlers that they register
 from pydist.gradients import registration
 from pydist.ops import activations, attributes, gradients, hooks
-from pydist.ops.attention import multi_head, scaled
+from pydist.ops.attention import multi_head, neighborhood, scaled
 from pydist.ops.convolution import conv, conv_transpose
 from pydist.ops.normalization import batch_norm, channel_norm, instance_norm, layer_norm
 from pydist.ops.pointwise import creation, dropout, elementwise, random
