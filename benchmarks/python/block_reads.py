@@ -4,7 +4,8 @@ A sample with 4 channels of int16 counts is cut over 2 and 4 ranks. Each row is 
 into a given buffer, from the page cache:
 
 - pydist: `ShardDataset.read_stored`, with all checks; the file stays open;
-- pread: the runs of the block, by `os.preadv` into the same buffer, without any library.
+- pread: the runs of the block, by `os.preadv` into the same buffer, without any library;
+- MPI-IO: pydist with `MpiIo()`, if h5py is built with MPI.
 
 The goal is .9 of pread. `read over file` is what all ranks have asked the kernel for (rchar of
 /proc/self/io) over the bytes of the sample: 1.00 if no byte is read twice.
@@ -21,6 +22,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ import h5py
 import numpy as np
 import torch
 
-from pydist.data import ShardDataset, UniverseOptions, generate_universes
+from pydist.data import MpiIo, ShardDataset, UniverseOptions, generate_universes
 from pydist.partition import Box
 
 CUTS = {"depth 2": (2, 1, 1), "depth 4": (4, 1, 1), "depth 2 × height 2": (2, 2, 1)}
@@ -48,11 +50,12 @@ def main() -> None:
         generate_universes(root, UniverseOptions(count=1, validation=0, **whole))
         rows = [measured(root, cut, parts, options) for cut, parts in CUTS.items()]
     common.show(
-        ("cut", "MB", "pydist, ms", "pread, ms", "of pread", "read over file"),
+        ("cut", "MB", "pydist, ms", "pread, ms", "of pread", "read over file", "MPI-IO, ms"),
         [
             (
                 r["cut"], r["bytes"] / 1e6, r["pydist"]["median"] * 1e3,
-                r["pread"]["median"] * 1e3, r["of_pread"], r["read_over_file"],
+                r["pread"]["median"] * 1e3, r["of_pread"], r["read_over_file"]["pydist"],
+                r["mpi_io"]["median"] * 1e3 if "mpi_io" in r else "-",
             )
             for r in rows
         ],
@@ -81,29 +84,35 @@ def measured(
             if os.preadv(descriptor, [memory], offset) != memory.nbytes:
                 raise SystemExit("block_reads: pread returned less than the block")
 
+    sources = {"pydist": data}
+    if h5py.get_config().mpi:
+        sources["mpi_io"] = ShardDataset(root, driver=MpiIo())
     contestants: dict[str, Callable[[], object]] = {
-        "pydist": lambda: data.read_stored(0, boxes[-1], out),
-        "pread": by_pread,
+        who: partial(source.read_stored, 0, boxes[-1], out) for who, source in sources.items()
     }
+    contestants["pread"] = by_pread
     found = []
     for step in contestants.values():
         buffer[...] = 0
         step()
         found.append(buffer.copy())
-    if not np.array_equal(*found):
-        raise SystemExit(f"block_reads: {cut}: pydist and pread differ")
-    before = asked()
-    for box in boxes:
-        shape = [b - a for a, b in zip(box.lo, box.hi, strict=True)]
-        data.read_stored(0, box, torch.empty(shape, dtype=torch.int16))
-    counted = asked() - before
+    if not all(np.array_equal(each, found[0]) for each in found):
+        raise SystemExit(f"block_reads: {cut}: the blocks differ")
+
+    def over_file(source: ShardDataset) -> float:
+        before = asked()
+        for box in boxes:
+            shape = [b - a for a, b in zip(box.lo, box.hi, strict=True)]
+            source.read_stored(0, box, torch.empty(shape, dtype=torch.int16))
+        return (asked() - before) / (2 * math.prod(data.sample_shape))
+
+    read = {who: over_file(source) for who, source in sources.items()}
     times = common.in_turns(contestants, options.rounds, lambda: None)
     os.close(descriptor)
     ratios = [b / a for a, b in zip(times["pydist"], times["pread"], strict=True)]
     return {
         "cut": cut, "bytes": buffer.nbytes, "of_pread": statistics.median(ratios),
-        "read_over_file": counted / (2 * math.prod(data.sample_shape)),
-        **{who: common.summary(seconds) for who, seconds in times.items()},
+        "read_over_file": read, **{who: common.summary(seconds) for who, seconds in times.items()},
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from pydist.cli.console import Console
 from pydist.cli.data import progress_bar
 from pydist.cli.jobs import (
     module_command,
+    on_pack,
     refuse_ranks,
     require_done,
     teller,
@@ -28,6 +29,7 @@ from pydist.launch import backend_named
 from pydist.launch.backends import cores
 from pydist.studies import scaling_job, scaling_report
 from pydist.studies.claimed import claimed, write_results
+from pydist.studies.file_rates import file_rates, file_rates_table, published_files_table
 from pydist.studies.modelled import paper_points, series_estimates
 from pydist.studies.runs import Run, run_all
 from pydist.studies.sample_size import SampleSizeOptions, Study
@@ -147,8 +149,10 @@ def scaling(arguments: Sequence[str]) -> int:
         by_name = {point.name: point for point in points}
 
         def command(run: Run) -> Sequence[str]:
-            return module_command(run, chosen.mpi, scaling_job.__name__,
-                                  study.arguments(by_name[run.name]))  # fmt: skip
+            point = by_name[run.name]
+            found = module_command(run, chosen.mpi, scaling_job.__name__, study.arguments(point))
+            pack = study.packed(point)
+            return found if pack is None else on_pack(found, pack, study.mount(point))
 
         runs = [study.run(point) for point in points]
         # One after the other, whatever their ranks: others would take their time.
@@ -160,6 +164,7 @@ def scaling(arguments: Sequence[str]) -> int:
             series_estimates(study, chosen.modelled, hardware),
             hardware,
             list(paper_points(load_hardware("v100"))),
+            file_rates(hardware),
         )
         record = scaling_report.scaling_record(study, results)
         files = [write_results(chosen.folder, record)]
@@ -174,6 +179,8 @@ def scaling(arguments: Sequence[str]) -> int:
         print(scaling_report.modelled_table(results), end="\n\n")
         print(scaling_report.paper_table(results.paper), end="\n\n")
         print(scaling_report.published_table(), end="\n\n")
+        print(file_rates_table(results.files, hardware.name), end="\n\n")
+        print(published_files_table(), end="\n\n")
         shown = ", ".join(map(str, files))
         console.print(f"result     {shown}  {time.perf_counter() - began:.0f} s", soft_wrap=True)
     if wrong := scaling_report.unequal(results):

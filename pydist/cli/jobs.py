@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydist.cli.console import Console
 from pydist.errors import RankFailed, UsageError
@@ -84,6 +85,20 @@ def module_command(run: Run, mpi: str, module: str, arguments: Sequence[str]) ->
     """
     start = [sys.executable, "-c", _PROGRAM, str(os.getpid()), "run", "-n", str(run.ranks)]
     return [*start, "--mpi", mpi, "-m", module, str(run.settings), *arguments]
+
+
+def on_pack(command: Sequence[str], pack: Path, mount: Path) -> list[str]:
+    """Returns the command line that runs another one, of `module_command`, on a pack as a folder.
+
+    Args:
+        command: the command line.
+        pack: folder of the pack.
+        mount: where the pack's files appear.
+    """
+    own = [sys.executable, "-c", _PROGRAM]
+    job = command[len(own) + 1 :]  # the outer process looks after the study
+    around = [*own, str(os.getpid()), "store", "exec", "--packs", str(pack), "--mount", str(mount)]
+    return [*around, "--", *own, "0", *job]
 
 
 def teller(console: Console, width: int) -> Tell:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         convert_nifti,
         generate_ct,
     )
+    from pydist.data.mpi_io import MpiIo
     from pydist.data.sampler import MeshSampler
     from pydist.data.universes import UniverseOptions, generate_universes
 
@@ -47,6 +48,7 @@ _HOMES = {
     "Loader": "loader",
     "Manifest": "manifest",
     "MeshSampler": "sampler",
+    "MpiIo": "mpi_io",
     "NiftiOptions": "medical",
     "PassRule": "batch_sizes",
     "ShardDataset": "dataset",
@@ -75,6 +77,7 @@ __all__ = [
     "Loader",
     "Manifest",
     "MeshSampler",
+    "MpiIo",
     "NiftiOptions",
     "PassRule",
     "ShardDataset",

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from pydist.data.axes import as_volume, channels_last, file_order, label_file_order
 from pydist.data.file_table import Sample
-from pydist.data.formats import Readable, StoredArray
+from pydist.data.formats import Driver, StoredArray
 from pydist.data.manifest import Manifest
 from pydist.data.normalize import Normalizer, staged_dtype
 from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
@@ -46,8 +46,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         allow_roots: folders that links and virtual datasets may lead to; see `safe_open`.
         open_files: the largest number of files that stay open.
         manifest: replaces the one in `root`, for folders that can't be written.
-        driver: makes the file object for reading a path; by default the format's library reads
-            the file.
+        driver: `MpiIo()` for HDF5 files by MPI-IO, or a function that makes the file object for
+            reading a path; by default the format's library reads the file.
         ignore_label: a label that voxels may have besides the classes.
         untrusted: read the files in another process with limited memory, so that a file that
             crashes a library is a `DataError`.
@@ -68,7 +68,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         allow_roots: Sequence[str | Path] = (),
         open_files: int = 64,
         manifest: Manifest | None = None,
-        driver: Callable[[Path], Readable] | None = None,
+        driver: Callable[[Path], Driver] | None = None,
         ignore_label: int | None = None,
         untrusted: bool = False,
     ) -> None:

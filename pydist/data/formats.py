@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.mpi_io import MpiIo
 from pydist.errors import UsageError
 
 
@@ -29,6 +30,10 @@ class Readable(Protocol):
     def tell(self) -> int:
         """Returns the position."""
         ...
+
+
+Driver: TypeAlias = Readable | MpiIo
+"""What reads a file instead of its format's library: a Python file object, or MPI-IO."""
 
 
 class StoredArray(Protocol):
@@ -124,14 +129,14 @@ class StoredFile(ABC):
 
     @classmethod
     def open(
-        cls, path: Path, allow_roots: Sequence[str | Path] = (), driver: Readable | None = None
+        cls, path: Path, allow_roots: Sequence[str | Path] = (), driver: Driver | None = None
     ) -> StoredFile:
         """Opens a file.
 
         Args:
             path: the file.
             allow_roots: folders that links in the file may lead to.
-            driver: read from this object instead of from `path`.
+            driver: reads it instead of the format's library.
 
         Raises:
             DataError: the file is missing or damaged.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.formats import Readable, Storage, StoredArray, StoredFile
+from pydist.data.formats import Driver, Storage, StoredArray, StoredFile
 from pydist.data.publish import publish_folder
 from pydist.data.regular import Stamp, TrustedTree, change_since
 from pydist.errors import DataError, UsageError
@@ -42,7 +42,7 @@ class NumpyFolder(StoredFile):
 
     @classmethod
     def open(
-        cls, path: Path, allow_roots: Sequence[str | Path] = (), driver: Readable | None = None
+        cls, path: Path, allow_roots: Sequence[str | Path] = (), driver: Driver | None = None
     ) -> NumpyFolder:
         """Opens a folder; see `StoredFile.open`."""
         super().open(path, allow_roots, driver)  # refuses a driver

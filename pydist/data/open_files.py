@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pydist.data.axes import channels_last, file_order
 from pydist.data.data_file import kind_of
-from pydist.data.formats import Readable, StoredArray, StoredFile
+from pydist.data.formats import Driver, StoredArray, StoredFile
 from pydist.data.isolated import MEMORY, ReadingProcess
 from pydist.data.made import checksum_of_file
 from pydist.data.manifest import DataFile, Manifest
@@ -50,8 +50,7 @@ class OpenFiles:
         manifest: describes the files.
         allow_roots: see `safe_open`.
         limit: the largest number of files that stay open.
-        driver: makes the file object for reading a path; by default the format's library reads
-            the file.
+        driver: makes what reads a path; by default the format's library.
         untrusted: read the files in another process; see `pydist.data.isolated`.
 
     Raises:
@@ -65,7 +64,7 @@ class OpenFiles:
         manifest: Manifest,
         allow_roots: Sequence[str | Path],
         limit: int,
-        driver: Callable[[Path], Readable] | None,
+        driver: Callable[[Path], Driver] | None,
         untrusted: bool = False,
     ) -> None:
         self.root = root

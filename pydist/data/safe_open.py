@@ -25,8 +25,9 @@ import numpy.typing as npt
 from h5py import h5d, h5f, h5fd, h5l, h5p, h5t
 
 from pydist.data.file_image import write_hdf5
-from pydist.data.formats import Readable, Storage, StoredFile
+from pydist.data.formats import Driver, Storage, StoredFile
 from pydist.data.hdf5_rules import Limits, check_filters, check_size, check_type
+from pydist.data.mpi_io import MpiIo
 from pydist.data.plain_array import PlainArray, plain_array
 from pydist.data.regular import Stamp, change_since, require_regular
 from pydist.errors import DataError, UsageError
@@ -42,7 +43,7 @@ def safe_open(
     *,
     allow_roots: Sequence[str | Path] = (),
     limits: Limits | None = None,
-    driver: Readable | None = None,
+    driver: Driver | None = None,
 ) -> SafeFile:
     """Opens an HDF5 file for reading.
 
@@ -51,15 +52,17 @@ def safe_open(
         allow_roots: folders to which soft links, external links and sources of virtual datasets
             may lead. None by default: then links and virtual datasets are refused.
         limits: the limits on what a file may declare.
-        driver: read from this object instead of from `path`, which is then only a name.
+        driver: a file object from which to read instead of from `path`, which is then only a
+            name; or how to read it by MPI-IO.
 
     Raises:
         DataError: the file is missing, not HDF5, cut short or damaged.
     """
     name = Path(path)
-    stamp = None if driver is not None else _check_file(name)
+    by_mpi = driver if isinstance(driver, MpiIo) else None
+    stamp = _check_file(name) if driver is by_mpi else None
     roots = tuple(Path(root).resolve() for root in allow_roots)
-    return SafeFile(name, _open(name, driver), roots, limits or Limits(), stamp)
+    return SafeFile(name, _open(name, driver), roots, limits or Limits(), stamp, by_mpi)
 
 
 class SafeFile(StoredFile):
@@ -74,12 +77,14 @@ class SafeFile(StoredFile):
         roots: tuple[Path, ...],
         limits: Limits,
         stamp: Stamp | None,
+        by_mpi: MpiIo | None = None,
     ) -> None:
         super().__init__(path)
         self._file = file
         self._roots = roots
         self._limits = limits
         self._stamp = stamp
+        self._by_mpi = by_mpi
         self._linked: list[SafeFile] = []
         self._plain: dict[int, tuple[h5py.Dataset, PlainArray | None]] = {}
         """By id: the datasets that were returned, and how they are read without HDF5."""
@@ -97,7 +102,10 @@ class SafeFile(StoredFile):
 
     @classmethod
     def open(
-        cls, path: Path, allow_roots: Sequence[str | Path] = (), driver: Readable | None = None
+        cls,
+        path: Path,
+        allow_roots: Sequence[str | Path] = (),
+        driver: Driver | None = None,
     ) -> SafeFile:
         """Opens a file; see `safe_open`."""
         return safe_open(path, allow_roots=allow_roots, driver=driver)
@@ -114,7 +122,10 @@ class SafeFile(StoredFile):
             return plain.read(window, out)
         if out is None:
             return np.asarray(dataset[window])
-        dataset.read_direct(out, window)
+        if self._by_mpi is not None and window:
+            self._by_mpi.read(dataset, window, out)
+        else:
+            dataset.read_direct(out, window)
         return out
 
     def close(self) -> None:
@@ -150,7 +161,7 @@ class SafeFile(StoredFile):
         try:
             dataset = self._find(name)
             self._check(name, dataset)
-            if self._stamp is not None:  # not through a caller's file object
+            if self._stamp is not None:  # not in a caller's file object
                 self._plain[id(dataset)] = dataset, plain_array(dataset)
         except DataError:
             raise
@@ -246,7 +257,7 @@ class SafeFile(StoredFile):
                 )
             base = "" if target.startswith("/") else group.name
             deeper = replace(self._limits, depth=self._limits.depth - 1)
-            inner = SafeFile(self.path, self._file, self._roots, deeper, None)
+            inner = SafeFile(self.path, self._file, self._roots, deeper, None, self._by_mpi)
             found = inner.dataset("/".join([base, target, *rest]))
             self._linked += inner._linked
             return found
@@ -263,7 +274,7 @@ class SafeFile(StoredFile):
         deeper = replace(self._limits, depth=self._limits.depth - 1)
         if deeper.depth < 1:
             raise DataError(f"{self.path}: {what}: too many links, or a circle of them")
-        file = safe_open(target, allow_roots=self._roots, limits=deeper)
+        file = safe_open(target, allow_roots=self._roots, limits=deeper, driver=self._by_mpi)
         self._linked.append(file)
         return file
 
@@ -298,10 +309,12 @@ class SafeFile(StoredFile):
             source.dataset(name)
 
 
-def _open(path: Path, driver: Readable | None) -> h5py.File:
+def _open(path: Path, driver: Driver | None) -> h5py.File:
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_sieve_buf_size(0)
-    if driver is not None:
+    if isinstance(driver, MpiIo):
+        driver.apply(access)
+    elif driver is not None:
         access.set_fileobj_driver(h5fd.fileobj_driver, driver)
     try:
         return h5py.File(h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access))

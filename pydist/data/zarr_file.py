@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.formats import Readable, Storage, StoredArray, StoredFile
+from pydist.data.formats import Driver, Storage, StoredArray, StoredFile
 from pydist.data.hdf5_rules import Limits
 from pydist.data.publish import publish_folder
 from pydist.data.regular import Stamp, TrustedTree, change_since
@@ -48,7 +48,7 @@ class ZarrFile(StoredFile):
 
     @classmethod
     def open(
-        cls, path: Path, allow_roots: Sequence[str | Path] = (), driver: Readable | None = None
+        cls, path: Path, allow_roots: Sequence[str | Path] = (), driver: Driver | None = None
     ) -> ZarrFile:
         """Opens a folder; see `StoredFile.open`."""
         require_zarr()

@@ -1,8 +1,9 @@
 """Estimates the memory of a training step on a rank, from the tensors that exist at each time.
 
 Forward keeps what backward needs. Backward frees it call by call, while gradients of activations
-exist from the last call that read a tensor until the call that made it. Both are known from the
-trace, so the peak is that of a sweep over the calls in both directions.
+exist from the last call that read a tensor until the call that made it, and gradients of parameters
+from the first call that reads them. All of that is known from the trace, so the peak is that of a
+sweep over the calls in both directions.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 
 import numpy as np
 
-from pydist.backend.conv_kernels import ConvKernels, by_rule
+from pydist.backend.conv_kernels import ConvKernels
 from pydist.backend.problem import ConvProblem
 from pydist.plan.trace import Trace
 
@@ -21,12 +22,14 @@ KINDS = (
 )  # fmt: skip
 """What a rank's memory holds: parameters, their gradients, and the optimizer's state; activations
 that backward needs; what there is in addition at the peak, such as gradients of activations; halos
-and the input in another memory format that backward needs; buckets of gradients; buffers of
+and operands in another memory format that backward needs; buckets of gradients; buffers of
 messages between ranks, which stay from the first step on; batches that are read ahead; what the
 allocator holds in addition; libraries and a device's context."""
 
 _BLOCK = 16
 """Channels of a block in oneDNN's own memory format; smaller numbers are padded to it."""
+_FEW_OUTPUTS, _PARTIAL_SUMS = 8, 4
+"""Outputs of a channel, up to which oneDNN's wgrad has so many copies of the weight: measured."""
 
 
 class Workspace:
@@ -37,34 +40,44 @@ class Workspace:
 
     Attributes:
         forward: exists while the call computes.
-        backward: exists while its backward computes.
+        dgrad: exists while its backward computes the gradient of its input.
+        wgrad: exists while its backward computes that of its weight, before.
         kept: needed by its backward, besides its saved tensors.
+        copies: of operands in another memory format, needed by its backward.
         gathered: the memory of the trace that `kept` replaces: all its channels, not a part.
         halos: needed by its backward, received from neighbors.
         messages: buffers of its messages, which stay.
     """
 
     def __init__(self, calls: int) -> None:
-        self.forward, self.backward, self.kept = np.zeros((3, calls))
+        self.forward, self.dgrad, self.wgrad = np.zeros((3, calls))
+        self.kept, self.copies = np.zeros((2, calls))
         self.halos, self.messages = np.zeros((2, calls))
         self.gathered: dict[int, int] = {}
 
 
-def workspace_of(problem: ConvProblem, kernels: ConvKernels | None) -> float:
-    """Returns the bytes of a convolution's operands in oneDNN's own format, in dgrad.
+def workspace_of(problem: ConvProblem, kernels: ConvKernels) -> tuple[float, float]:
+    """Returns the bytes of oneDNN's buffers for a convolution, in dgrad and wgrad.
 
-    With plain tensors, dL/dy and dL/dx are copied to blocks of 16 channels.
+    In dgrad, plain dL/dy and dL/dx are copied to blocks of 16 channels. The kernel "blocked" of
+    wgrad has the input and dL/dy in blocks, and oneDNN copies both once more. Both reorder weights;
+    for a few outputs, wgrad adds up partial sums of them.
 
     Args:
         problem: the convolution.
-        kernels: that compute it, if they are known.
+        kernels: that compute it.
     """
-    kernels = kernels or by_rule([problem], 0)
-    if kernels.channels_last or kernels.dgrad != "onednn":
-        return 0.0
     shapes = problem.input, problem.output
     padded = (math.prod(s) / s[1] * _BLOCK * math.ceil(s[1] / _BLOCK) for s in shapes)
-    return problem.dtype.itemsize * sum(padded)
+    size = problem.dtype.itemsize
+    copied, weight = size * sum(padded), size * math.prod(problem.weight)
+    in_dgrad = weight
+    if kernels.dgrad == "onednn" and not kernels.channels_last:
+        in_dgrad += copied
+    in_wgrad = 2 * copied if kernels.wgrad == "blocked" else weight
+    if math.prod(problem.output[2:]) <= _FEW_OUTPUTS:
+        in_wgrad = max(in_wgrad, _PARTIAL_SUMS * weight)
+    return in_dgrad, in_wgrad
 
 
 class ActivationSweep:
@@ -104,8 +117,13 @@ class ActivationSweep:
                 if memory not in seen:
                     self._made[memory] = i
                     seen.add(memory)
-        # Gradients that a norm's backward has in two memory formats.
-        self._twice = [(i, c.outputs[0]) for i, c in enumerate(trace.calls) if c.kind == "norm"]
+        # Convolutions free their input between wgrad and dgrad.
+        self._convs = [i for i, call in enumerate(trace.calls) if call.kind == "conv"]
+        self._sources = [owner[trace.calls[i].inputs[0]] for i in self._convs]
+        self._targets = [trace.tensors[trace.calls[i].inputs[0]].gradient for i in self._convs]
+        self._of_parameters = np.zeros(calls)
+        for i, call in enumerate(trace.calls):
+            self._of_parameters[i] = sum(trace.parameters[number] for number in call.parameters)
         self._calls = calls
         self._savers_of: dict[int, list[int]] = {}
         for i, call in enumerate(trace.calls):
@@ -128,17 +146,26 @@ class ActivationSweep:
         return float(memories[kept].sum() + space.kept[calls.start : calls.stop].sum())
 
     def peak(
-        self, memories: np.ndarray, gradients: np.ndarray, space: Workspace, calls: range
-    ) -> float:
-        """Returns the largest number of bytes that exist at a time in a pass over some calls.
-
-        Without the input and halos.
+        self,
+        memories: np.ndarray,
+        gradients: np.ndarray,
+        space: Workspace,
+        calls: range,
+        *,
+        accumulates: bool,
+    ) -> tuple[float, float]:
+        """Finds the time at which most bytes exist in a pass over some calls.
 
         Args:
             memories: bytes of each memory on the rank.
             gradients: bytes of the gradient of each tensor on the rank.
             space: the calls' workspace.
             calls: numbers of the calls.
+            accumulates: whether there are gradients of parameters from an earlier pass.
+
+        Returns:
+            The bytes of activations and their gradients at that time, without the input and halos;
+            and the part of the parameters' gradients that exists.
         """
         count, saver = self._calls, self._savers(space)
         own = memories.copy()
@@ -146,18 +173,28 @@ class ActivationSweep:
         own[saver < calls.start] = 0.0  # other calls keep it
         is_saved = saver < count
         until = np.where(is_saved, count - 1, self._last)
-        forward = _sums(self._made, until, own, count) + space.kept.cumsum() + space.forward
-        forward -= space.kept[: calls.start].sum()
+        besides = space.kept + space.copies
+        besides = besides.cumsum() - besides[: calls.start].sum()
+        forward = _sums(self._made, until, own, count) + besides + space.forward
         kept = np.where(is_saved, own, 0.0)
-        backward = _sums(saver, np.full(len(own), count - 1), kept, count)
-        backward += space.kept.cumsum() - space.kept[: calls.start].sum() + space.backward
+        backward = _sums(saver, np.full(len(own), count - 1), kept, count) + besides
         alive = self._consumer >= 0
         backward += _sums(self._producer[alive], self._consumer[alive], gradients[alive], count)
-        for i, number in self._twice:
-            gradient = self._gradient[number]
-            backward[i] += 0.0 if gradient is None else gradients[gradient]
+        backward += np.maximum(space.wgrad, space.dgrad)
+        for i, memory, gradient in zip(self._convs, self._sources, self._targets, strict=True):
+            freed = own[memory] if saver[memory] == i else 0.0
+            in_dgrad = space.dgrad[i] - freed
+            in_wgrad = space.wgrad[i] - (0.0 if gradient is None else gradients[gradient])
+            backward[i] += max(in_dgrad, in_wgrad) - max(space.dgrad[i], space.wgrad[i])
         chosen = slice(calls.start, calls.stop)
-        return float(max(forward[chosen].max(), backward[chosen].max()))
+        of_parameters = self._of_parameters[chosen]
+        total = of_parameters.sum()
+        there = np.full(len(calls), total) if accumulates else of_parameters[::-1].cumsum()[::-1]
+        before = total if accumulates else 0.0
+        times = [(each, before) for each in forward[chosen]]
+        times += zip(backward[chosen], there, strict=True)
+        most, then = max(times, key=sum)
+        return float(most), float(then / total) if total else 0.0
 
     def _savers(self, space: Workspace) -> np.ndarray:
         """Returns the first call that saves each memory; their number if none does.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from pydist.backend.conv_kernels import ConvKernels, by_rule
+from pydist.backend.problem import ConvProblem
 from pydist.gradients.buckets import ALONE_BYTES, BUCKET_BYTES
 from pydist.grid import CHANNEL_AXIS, SAMPLE_AXES, Grid
 from pydist.ops.channel_forms import cheapest_form
@@ -24,6 +27,18 @@ _OF_STATISTICS = 5
 
 _JOINING = ("cat", "concat", "concatenate")
 """Names of calls that join tensors along channels, or rarely another dim."""
+
+
+class _Format(NamedTuple):
+    """Memory format that a tensor has.
+
+    Attributes:
+        channels_last: whether it is channels last.
+        norm: number of the norm through which it has passed since a convolution chose it.
+    """
+
+    channels_last: bool
+    norm: int | None = None
 
 
 def _zeros(calls: int) -> dict[str, list[float]]:
@@ -68,10 +83,12 @@ class StepOnMesh:
         self.forward, self.backward = _zeros(calls), _zeros(calls)
         self.gathered = [False] * calls
         self.workspace = Workspace(calls)
+        self._formats: dict[int, _Format] = {}  # of tensors that follow a convolution
         self._computes_part = [(False, False)] * calls  # of the input's, of the result's channels
         for number, call in enumerate(self._trace.calls):
             self._place(number, call)
             self._time(number, call)
+            self._pass_format_on(number, call)
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of the step, by `pydist.plan.estimate.PARTS`."""
@@ -116,17 +133,25 @@ class StepOnMesh:
         memories = np.asarray([nbytes * scale * share for nbytes, share in sizes])
         gradients = np.asarray([self.blocks.nbytes(n) for n in range(len(trace.tensors))])
         ranks = self._grid.size()
+        peak, part = sweep.peak(
+            memories,
+            gradients,
+            self.workspace,
+            calls,
+            accumulates=training.passes > 1 or alive > 1,
+        )
+        copies = float(self.workspace.copies[calls.start : calls.stop].sum())
         kept = sweep.kept(memories, self.workspace, calls)
-        peak = sweep.peak(memories, gradients, self.workspace, calls)
+        kept = min(kept, peak - copies) if alive == 1 else kept
         begins = calls.start == 0
         found = {
             "parameters": parameters,
-            "gradients": parameters,
+            "gradients": part * parameters,
             "optimizer": training.state * parameters / (ranks if training.partitioned else 1),
             "activations": alive * kept,
-            "transient": max(0.0, peak - kept),
+            "transient": max(0.0, peak - kept - copies),
             "halos": alive * sum(self.workspace.halos[i] for i in calls),
-            "copies": alive * self._copies() if begins else 0.0,
+            "copies": alive * (copies + (self._copies() if begins else 0.0)),
             "buckets": sum(n for n in of_parameters if n < ALONE_BYTES) if ranks > 1 else 0.0,
             "messages": sum(self.workspace.messages[i] for i in calls),
             "input": (1 + training.prefetch) * self.blocks.nbytes(0) if begins else 0.0,
@@ -165,10 +190,7 @@ class StepOnMesh:
         return self.blocks.share(number) * self.blocks.part(number)
 
     def _copies(self) -> float:
-        """Returns the bytes of the input in the memory format of convolutions, where that differs.
-
-        Other inputs have it already: the convolution before has chosen it.
-        """
+        """Returns the bytes of the input in the convolutions' memory format, where that differs."""
         source = self._trace.tensors[0]
         reads = [c for c in self._trace.calls if c.window and c.weight and c.inputs[0] == 0]
         differs = reads and source.shape[1] > 1 and not self._hardware.is_asynchronous
@@ -210,7 +232,7 @@ class StepOnMesh:
             self._computes_part[number] = False, blocks.has_part[out]
             if blocks.has_part[out] and self._trace.tensors[source].gradient is not None:
                 self._add("channels", number, 0.0, messages.all_reduce(axes, of_input))
-                space.backward[number] += of_input  # partial, and summed
+                space.dgrad[number] += of_input  # partial, and summed
             return
         form = "sum"
         if call.window is not None and channels >= blocks.channel:
@@ -227,12 +249,13 @@ class StepOnMesh:
         self._add("channels", number, each, each)
         space.messages[number] += 4 * foreign * moved
         if form == "scatter":
-            space.forward[number] += of_result
-            space.backward[number] += of_result
+            for when in (space.forward, space.dgrad, space.wgrad):
+                when[number] += of_result
         else:
             space.kept[number] += of_input
             space.gathered[number] = self._trace.tensors[source].memory
-            space.backward[number] += of_input
+            space.dgrad[number] += of_input
+            space.wgrad[number] += of_input
 
     def _join(self, number: int, call: TracedCall) -> None:
         """Splits joined channels as the operand with most, see `pydist.ops.shaping.joining`."""
@@ -333,11 +356,9 @@ class StepOnMesh:
         kept = None
         if problem is not None:
             kept = self._model.kept(problem, blocks.ranks_of_sample)
-            if has_gradient and not self._hardware.is_asynchronous:
-                space = workspace_of(problem, None if kept is None else kept.kernels)
-                is_adjoint = call.kind == "transposed"
-                into = self.workspace.forward if is_adjoint else self.workspace.backward
-                into[number] += space
+            if not self._hardware.is_asynchronous:
+                kernels = by_rule([problem], 0) if kept is None else kept.kernels
+                self._add_workspace(number, call, problem, kernels)
         crowded = self._crowded["flops"]
         if kept is not None:
             crowded *= self._hardware.crowding.get("flops", 1.0)  # kept are those of one rank
@@ -352,6 +373,35 @@ class StepOnMesh:
         nbytes = sum(blocks.nbytes(n) for n in (call.inputs[0], *call.outputs)) + weights
         one = max(arithmetic, nbytes / self._bandwidth)
         return one, call.backward * one
+
+    def _pass_format_on(self, number: int, call: TracedCall) -> None:
+        """Gives results that no convolution makes the memory format of their first operand."""
+        found = self._formats.get(call.inputs[0])
+        if found is not None and call.kind == "norm":
+            found = found._replace(norm=number)
+        for n in call.outputs:
+            if found is not None and n not in self._formats:
+                self._formats[n] = found
+
+    def _add_workspace(
+        self, number: int, call: TracedCall, problem: ConvProblem, kernels: ConvKernels
+    ) -> None:
+        """Adds the memory in which a convolution's kernels have operands in other formats."""
+        source, space = call.inputs[0], self.workspace
+        in_dgrad, in_wgrad = workspace_of(problem, kernels)
+        space.wgrad[number] += in_wgrad
+        if call.kind == "transposed":
+            space.forward[number] += in_dgrad
+        elif self._trace.tensors[source].gradient is not None:
+            space.dgrad[number] += in_dgrad
+            found = self._formats.get(source)
+            if found is not None and found.channels_last != kernels.channels_last:
+                space.copies[number] += self.blocks.nbytes(source)
+                if found.norm is not None:  # whose backward gets the gradient in the other format
+                    norm = self._trace.calls[found.norm]
+                    space.dgrad[found.norm] += self.blocks.nbytes(norm.outputs[0])
+        for n in call.outputs:
+            self._formats[n] = _Format(kernels.channels_last)
 
     def _edge(self, number: int, call: TracedCall) -> float:
         """Returns the arithmetic of a halo's contributions, relative to that of the block."""

@@ -1,4 +1,4 @@
-"""Lists public measurements of CosmoFlow on GPUs, to see modelled numbers beside.
+"""Lists public measurements of CosmoFlow on GPUs and of FanStore, to see modelled numbers beside.
 
 Samples per second while training on cubes of 128³ voxels with 4 channels. No measurement of the
 paper's own networks at scale is public as a number. Sources: the MLPerf HPC submission logs of the
@@ -40,4 +40,33 @@ PUBLISHED = (
     Published("MLPerf v3.0 Perlmutter, A100 (AMP)", 512, 43_600, _MLPERF),
     Published("MLPerf v3.0 Eos, H100 (AMP)", 32, 7_160, _MLPERF),
     Published("MLPerf v3.0 Eos, H100 (AMP)", 512, 105_800, _MLPERF),
+)
+
+
+class PublishedFiles(NamedTuple):
+    """Rate of reading files that was published.
+
+    Attributes:
+        run: what ran where.
+        nodes: number of nodes.
+        files_per_second: of all nodes.
+    """
+
+    run: str
+    nodes: int
+    files_per_second: float
+
+
+_CPUS = "FanStore, ResNet-50 on CPU nodes"
+_GPUS = "FanStore, ResNet-50 on GPU nodes"
+# Read off the bars of the figure in FanStore's repository (commit d03df82).
+PUBLISHED_FILES = (
+    PublishedFiles(_GPUS, 1, 550),
+    PublishedFiles(_GPUS, 4, 1_900),
+    PublishedFiles(_GPUS, 8, 4_050),
+    PublishedFiles(_GPUS, 16, 7_850),
+    PublishedFiles(_CPUS, 64, 1_950),
+    PublishedFiles(_CPUS, 128, 3_950),
+    PublishedFiles(_CPUS, 256, 7_700),
+    PublishedFiles(_CPUS, 512, 15_100),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from pydist.data.medical import CTOptions, generate_ct
 from pydist.data.universes import UniverseOptions, generate_universes
 from pydist.errors import UsageError
 from pydist.grid import Grid
+from pydist.packs import pack
 from pydist.studies.runs import Run
 from pydist.studies.scaling_job import AWAITED, MEMORY
 from pydist.train.config import (
@@ -38,9 +40,10 @@ from pydist.train.log import read
 
 COSMOFLOW, UNET = "cosmoflow", "unet3d"
 STRONG, WEAK_BATCH, WEAK_SAMPLE, CHECK = "strong", "weak in batch", "weak in sample", "one rank"
-SPLIT, WHOLE, STORE, KEPT = "split files", "whole files", "store", "synthetic"
-"""Sources of data: a file for each sample; a file for the universe that has several; the ranks'
-memory, from which they send each other blocks; and blocks that each rank keeps, without reading."""
+SPLIT, WHOLE, PACKS, STORE, KEPT = "split files", "whole files", "packs", "store", "synthetic"
+"""Sources of data: a file for each sample; a file for the universe that has several; files in a
+pack, which `pydist store exec` shows as a folder; the ranks' memory, from which they send each
+other blocks; and blocks that each rank keeps, without reading."""
 _MOST_CHECKED = 8
 """Most ranks' work that one rank repeats, for its losses."""
 _CHECKED_STEPS = 4
@@ -192,8 +195,9 @@ class Scaling:
         if point.ranks > 1:
             yield replace(point, overlap=False)
         # A volume has a file of its own, so that whole files are split ones.
-        sources = (WHOLE, STORE, KEPT) if point.network == COSMOFLOW else (STORE, KEPT)
-        for source in sources:
+        sources = (WHOLE,) if point.network == COSMOFLOW else ()
+        packs = (PACKS,) if sys.platform == "linux" else ()
+        for source in (*sources, *packs, STORE, KEPT):
             yield replace(point, source=source)
 
     def data(self, point: Point) -> Path:
@@ -202,9 +206,19 @@ class Scaling:
         kind = "whole" if point.source == WHOLE else "split"
         return self.folder / "data" / f"{point.network}-{extents}-{kind}"
 
+    def packed(self, point: Point) -> Path | None:
+        """Returns the folder of the pack that a point reads; `None` for other sources."""
+        data = self.data(point)
+        return data.with_name(f"{data.name}.pack") if point.source == PACKS else None
+
+    def mount(self, point: Point) -> Path:
+        """Returns the folder as which a point's pack is shown; it does not exist."""
+        return self.folder.resolve() / "mounted" / self.data(point).name
+
     def make_data(self) -> None:
-        """Makes the data sets of all points; complete ones are kept."""
-        for folder, point in {self.data(p): p for p in self.points()}.items():
+        """Makes the data sets and packs of all points; complete ones are kept."""
+        points = self.points()
+        for folder, point in {self.data(p): p for p in points}.items():
             if point.network == COSMOFLOW:
                 width = point.extents[0]
                 layout: Any = "cosmoflow" if point.source == WHOLE else "channel-first"
@@ -215,6 +229,9 @@ class Scaling:
                 generate_universes(folder, options)
             else:
                 generate_ct(folder, CTOptions(count=8, shape=point.extents, validation=0.0))
+        for point in points:
+            if (folder := self.packed(point)) is not None:
+                pack(self.data(point), folder)
 
     def run(self, point: Point) -> Run:
         """Returns the run of a point."""
@@ -226,7 +243,7 @@ class Scaling:
         config = Config(
             model=model,
             data=DataConfig(
-                path=self.data(point),
+                path=self.mount(point) if point.source == PACKS else self.data(point),
                 normalize="log1p" if point.network == COSMOFLOW else "ct",
                 store="memory" if point.source == STORE else "off",
             ),

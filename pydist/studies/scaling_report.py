@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from pydist.grid import AXES
 from pydist.hardware import Hardware
 from pydist.plan import Estimate
+from pydist.studies.file_rates import FileRate
 from pydist.studies.modelled import PaperPoint
-from pydist.studies.published import PUBLISHED
+from pydist.studies.published import PUBLISHED, PUBLISHED_FILES
 from pydist.studies.scaling import (
     CHECK,
     COSMOFLOW,
@@ -60,12 +61,14 @@ class ScalingResults:
         modelled: estimates of the series, also beyond the ranks that ran.
         hardware: that the estimates assume.
         paper: the paper's experiments, by the model of a V100.
+        files: modelled rates of reading files.
     """
 
     measured: Sequence[Measured]
     modelled: Mapping[Point, Estimate]
     hardware: Hardware
     paper: Sequence[PaperPoint]
+    files: Sequence[FileRate] = ()
 
     def alone(self, point: Point) -> float:
         """Returns the measured seconds of the step of one rank, from which a series starts."""
@@ -200,8 +203,11 @@ def scaling_record(study: Scaling, results: ScalingResults) -> dict[str, Any]:
         for p in results.paper
     ]  # fmt: skip
     published = [each._asdict() for each in PUBLISHED]
+    files = [each._asdict() for each in results.files]
+    published_files = [each._asdict() for each in PUBLISHED_FILES]
     return {**study.record(), "hardware": results.hardware.name, "measured": measured,
-            "modelled": modelled, "paper": paper, "published": published}  # fmt: skip
+            "modelled": modelled, "paper": paper, "published": published, "files": files,
+            "published_files": published_files}  # fmt: skip
 
 
 def _facts(point: Point) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from pydist.data.augment.options import AugmentOptions, with_preset
+from pydist.data.mpi_io import MpiIo
 from pydist.data.store.options import StoreOptions
 from pydist.errors import UsageError
 from pydist.grid import AXES, SPATIAL_AXES
@@ -226,6 +227,8 @@ class DataConfig(Table):
     untrusted: bool = False
     """Whether another process with limited memory reads the files: a file that crashes a library is
     then an error that names it. Each block is copied once more."""
+    mpi_io: bool = False
+    """Whether HDF5 files are read by MPI-IO, for which h5py must be built with the site's MPI."""
     store: Literal["off", "memory"] = "off"
     """Whether the ranks' memory keeps the samples: "memory" holds each block once, on the rank that
     reads it first. From the second epoch on ranks receive blocks from one another, and no file is
@@ -260,6 +263,10 @@ class DataConfig(Table):
         Raises:
             UsageError: they do not.
         """
+        if self.mpi_io and self.untrusted:
+            raise UsageError("data.mpi_io reads in this process, data.untrusted in another one")
+        if self.mpi_io:
+            MpiIo()  # refuses an h5py without it
         self.store_options.check("data.")
         self.augment.check("data.augment.")
 

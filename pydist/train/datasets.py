@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pydist.data import Augmented, Manifest, ShardDataset
+from pydist.data import Augmented, Manifest, MpiIo, ShardDataset
 from pydist.data.batch_sizes import BatchSizes, PassRule
 from pydist.data.loader import Loader
 from pydist.data.store.options import StoreOptions
@@ -39,6 +39,7 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
             window=wanted.window,
             manifest=manifest,
             ignore_label=config.train.ignore_label,
+            driver=MpiIo() if wanted.mpi_io else None,
             untrusted=wanted.untrusted,
         )
 

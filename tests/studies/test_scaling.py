@@ -5,26 +5,37 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pydist import ShardedTensor, layout_for_sample, parallelize
 from pydist.cli import main as cli
+from pydist.cli.jobs import module_command, on_pack
 from pydist.comm import Transport, run_local
 from pydist.data import ShardDataset, UniverseOptions, generate_universes
-from pydist.hardware import load_hardware
+from pydist.hardware import Interconnect, load_hardware
 from pydist.mesh import Mesh
 from pydist.partition import Box
 from pydist.plan import Estimate
+from pydist.studies import scaling_job
 from pydist.studies import scaling_report as report
 from pydist.studies.awaited import without_overlap
+from pydist.studies.file_rates import (
+    NODES,
+    SIZES,
+    file_rates,
+    file_rates_table,
+    published_files_table,
+)
 from pydist.studies.modelled import PaperPoint, modelled, paper_points, series_estimates
 from pydist.studies.runs import OUTPUT_FILE, finished, run_all
 from pydist.studies.scaling import (
     CHECK,
     COSMOFLOW,
     KEPT,
+    PACKS,
     STORE,
     STRONG,
     UNET,
@@ -66,6 +77,7 @@ def test_the_series(tmp_path):
     assert others == [
         (8, False, "split files"),
         (8, True, WHOLE),
+        (8, True, PACKS),
         (8, True, STORE),
         (8, True, KEPT),
     ]
@@ -78,7 +90,7 @@ def test_the_series(tmp_path):
             assert points.index(point.alone) < points.index(point)
     assert len({p.name for p in points}) == len(points)
     assert made(tmp_path, 1).counts == [1]
-    assert len(made(tmp_path, 1).points()) == 7  # both networks, with their sources
+    assert len(made(tmp_path, 1).points()) == 9  # both networks, with their sources
 
 
 def test_efficiency_counts_the_work():
@@ -132,9 +144,26 @@ def test_the_papers_experiments_begin_where_a_sample_fits(monkeypatch):
     assert found[-1].estimate.batch == 8 // first[WEAK_BATCH].gpus
 
 
+def test_the_rates_of_files():
+    """One node reads what its ranks read; many are limited by the slower of link and server."""
+    hardware = load_hardware("cpu")
+    found = {(r.size, r.nodes): r for r in file_rates(hardware)}
+    assert len(found) == len(SIZES) * len(NODES)
+    for size in SIZES.values():
+        alone = hardware.ranks_per_node * hardware.reading / size
+        assert found[size, 1].files_per_second == pytest.approx(alone)
+        rates = [found[size, nodes].files_per_second for nodes in NODES]
+        assert rates == sorted(rates)
+        own = found[size, 512].files_per_second / 512
+        assert own * size < hardware.between.bandwidth * 512 / 511 + 1
+        assert found[size, 512].efficiency == pytest.approx(own / alone)
+    slow = replace(hardware, between=Interconnect(1.0, 1e9))
+    assert file_rates(slow)[1].files_per_second == pytest.approx(16 * 2 / (15 / 16 * 2.0), rel=0.01)
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Returns a study on one rank whose jobs ran in this process."""
+    """Returns a study on one rank; jobs ran in this process, but for that on a pack."""
     study = Scaling(tmp_path_factory.mktemp("scaling"), OPTIONS, 1)
     study.make_data()
     points = [p for p in study.points() if p.network == COSMOFLOW or p.source == "split files"]
@@ -142,7 +171,11 @@ def ran(tmp_path_factory):
         run = study.run(point)
 
         def command(run, point=point):
-            main([str(run.settings), *study.arguments(point)])
+            arguments = study.arguments(point)
+            if (pack := study.packed(point)) is not None:
+                job = module_command(run, "auto", scaling_job.__name__, arguments)
+                return on_pack(job, pack, study.mount(point))
+            main([str(run.settings), *arguments])
             return ["true"]
 
         (outcome,) = run_all([run], 1, command, lambda *_: None)
@@ -152,7 +185,7 @@ def ran(tmp_path_factory):
 
 def test_all_sources_give_equal_losses(ran):
     study, found = ran
-    assert {each.point.source for each in found} == {"split files", WHOLE, STORE, KEPT}
+    assert {each.point.source for each in found} == {"split files", WHOLE, PACKS, STORE, KEPT}
     assert all(len(each.seconds) == 2 and len(each.losses) == 4 for each in found)
     assert max(v for v in loss_differences(found).values() if v is not None) < 1e-5
     assert all(each.parts["compute"] > 0 for each in found)
@@ -164,7 +197,8 @@ def test_results_are_shown(ran):
     estimates = series_estimates(study, 2, load_hardware("cpu"))
     paper = [PaperPoint(COSMOFLOW, 128, s, next(iter(estimates.values())), 1.0)
              for s in (STRONG, WEAK_BATCH)]  # fmt: skip
-    results = report.ScalingResults(measured, estimates, load_hardware("cpu"), paper)
+    hardware = load_hardware("cpu")
+    results = report.ScalingResults(measured, estimates, hardware, paper, file_rates(hardware))
     head, *lines = report.measured_table(results).splitlines()
     assert head.split()[:5] == ["measured", "series", "mesh", "voxels", "batch"]
     assert len(lines) == len(measured)
@@ -174,8 +208,10 @@ def test_results_are_shown(ran):
     assert len(lines) == len(estimates)
     assert len(report.paper_table(paper).splitlines()) == 3
     assert "105,800" in report.published_table()
+    assert len(file_rates_table(results.files, "cpu").splitlines()) == 1 + len(results.files)
+    assert "15,100" in published_files_table()
     record = json.loads(json.dumps(report.scaling_record(study, results)))
-    assert {"measured", "modelled", "paper", "published"} < record.keys()
+    assert {"measured", "modelled", "paper", "published", "files"} < record.keys()
     assert record["measured"][0]["mesh"] == dict.fromkeys(record["measured"][0]["mesh"], 1)
     pytest.importorskip("matplotlib")
     assert report.draw_scaling(study, results).read_bytes().startswith(b"\x89PNG")
