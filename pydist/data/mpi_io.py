@@ -8,9 +8,13 @@ hints for the file system.
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy.typing as npt
 
@@ -41,12 +45,20 @@ class MpiIo:
         """Returns the access to a file; `ShardDataset` calls its driver for each."""
         return self
 
-    def apply(self, access: Any) -> None:
-        """Selects MPI-IO in a property list with which a file is opened.
+    def open(self, path: Path, access: Any) -> Any:
+        """Opens a file.
+
+        Args:
+            path: the file.
+            access: further properties, in a list of HDF5.
+
+        Returns:
+            An `h5py.File`.
 
         Raises:
             UsageError: MPI does not allow calls in several threads.
         """
+        import h5py
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -55,8 +67,25 @@ class MpiIo:
                 "allow (it lacks MPI_THREAD_MULTIPLE)"
             )
         access.set_fapl_mpio(MPI.COMM_SELF, MPI.Info.Create(self.hints))
+        access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)  # also while its arrays are referenced
+        file = h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
+        _closed_before_mpi_ends().add(file)
+        return file
 
     def read(self, dataset: Any, window: tuple[slice, ...], out: npt.NDArray[Any]) -> None:
         """Reads a part of a dataset, whose rows MPI combines to few large reads."""
         with dataset.collective:  # of one process
             dataset.read_direct(out, window)
+
+
+@cache
+def _closed_before_mpi_ends() -> WeakSet[Any]:
+    """Returns the set of open files, which are closed at exit; made after MPI has started."""
+    files = WeakSet[Any]()
+
+    def close() -> None:
+        for file in files:
+            file.close()
+
+    atexit.register(close)  # runs before mpi4py's own, which ends MPI
+    return files

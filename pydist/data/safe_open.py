@@ -312,11 +312,11 @@ class SafeFile(StoredFile):
 def _open(path: Path, driver: Driver | None) -> h5py.File:
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_sieve_buf_size(0)
-    if isinstance(driver, MpiIo):
-        driver.apply(access)
-    elif driver is not None:
+    if driver is not None and not isinstance(driver, MpiIo):
         access.set_fileobj_driver(h5fd.fileobj_driver, driver)
     try:
+        if isinstance(driver, MpiIo):
+            return driver.open(path, access)
         return h5py.File(h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access))
     except HDF5_ERRORS as error:
         raise DataError(f"{path}: cut short, damaged or not HDF5: {_line(error)}") from error

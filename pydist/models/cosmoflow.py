@@ -60,6 +60,8 @@ class CosmoFlow(nn.Module):
         dropout: dropout probability; None for the variant's own, 0.2 ("paper", before each fully
             connected layer) or 0.5 ("mlperf", after the first two).
         variant: "paper" (9,437,636 parameters at every width) or "mlperf" (8,907,556 at 128).
+        batch_norm_momentum: weight of a batch in the running statistics. The authors' decay by
+            0.999 per step, which suits runs of thousands of steps.
 
     Raises:
         ValueError: an unknown width or variant, or batch norm with "mlperf".
@@ -77,12 +79,15 @@ class CosmoFlow(nn.Module):
         batch_norm: bool = False,
         dropout: float | None = None,
         variant: Variant = "paper",
+        batch_norm_momentum: float = 0.001,
     ) -> None:
         super().__init__()
         if width not in WIDTHS:
             raise ValueError(f"CosmoFlow has no network for width {width}: use one of {WIDTHS}")
         if variant == "paper":
-            self.features, features = _paper_features(width, in_channels, batch_norm)
+            self.features, features = _paper_features(
+                width, in_channels, batch_norm_momentum if batch_norm else None
+            )
             self.head = _paper_head(features, outputs, 0.2 if dropout is None else dropout)
         elif variant == "mlperf":
             if batch_norm:
@@ -121,13 +126,12 @@ class CosmoFlow(nn.Module):
         return self.head(torch.flatten(self.features(x), 1))
 
 
-def _paper_features(width: int, channels: int, batch_norm: bool) -> tuple[nn.Sequential, int]:
+def _paper_features(width: int, channels: int, momentum: float | None) -> tuple[nn.Sequential, int]:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, (out, stride, pooled_from) in enumerate(_PAPER_CONVS, start=1):
         layers[f"conv{i}"] = nn.Conv3d(channels, out, 3, stride=stride, padding=1, bias=False)
-        if batch_norm:
-            # The authors' running statistics decay by 0.999 per step: momentum 0.001 in torch.
-            layers[f"bn{i}"] = nn.BatchNorm3d(out, eps=1e-5, momentum=0.001)
+        if momentum is not None:
+            layers[f"bn{i}"] = nn.BatchNorm3d(out, eps=1e-5, momentum=momentum)
         layers[f"act{i}"] = nn.LeakyReLU(0.01, inplace=True)
         if width >= pooled_from:
             layers[f"pool{i}"] = nn.AvgPool3d(3, stride=2, padding=1)

@@ -71,7 +71,7 @@ def workspace_of(problem: ConvProblem, kernels: ConvKernels) -> tuple[float, flo
     padded = (math.prod(s) / s[1] * _BLOCK * math.ceil(s[1] / _BLOCK) for s in shapes)
     size = problem.dtype.itemsize
     copied, weight = size * sum(padded), size * math.prod(problem.weight)
-    in_dgrad = weight
+    in_dgrad: float = weight
     if kernels.dgrad == "onednn" and not kernels.channels_last:
         in_dgrad += copied
     in_wgrad = 2 * copied if kernels.wgrad == "blocked" else weight

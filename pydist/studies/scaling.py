@@ -230,8 +230,8 @@ class Scaling:
             else:
                 generate_ct(folder, CTOptions(count=8, shape=point.extents, validation=0.0))
         for point in points:
-            if (folder := self.packed(point)) is not None:
-                pack(self.data(point), folder)
+            if (packed := self.packed(point)) is not None:
+                pack(self.data(point), packed)
 
     def run(self, point: Point) -> Run:
         """Returns the run of a point."""

@@ -112,6 +112,8 @@ class CosmoFlowConfig(ModelConfig):
     """Edge of the input cube in voxels."""
     batch_norm: Flag = False
     """Batch normalization between convolution and activation (variant "paper")."""
+    batch_norm_momentum: Fraction = 0.001
+    """Weight of a batch in its running statistics; a short run needs more, such as 0.1."""
     dropout: Fraction | None = None
     """Dropout probability; by default the variant's."""
 

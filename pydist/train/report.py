@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import io
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,11 +166,25 @@ def _draw_predictions(axes: Axes, table: Path) -> None:
     if not table.exists():
         axes.text(0.5, 0.5, "no validation set", ha="center", transform=axes.transAxes)
         return
+    draw_predictions(axes, *read_predictions(table))
+
+
+def read_predictions(table: Path) -> tuple[list[str], NDArray[Any], NDArray[Any]]:
+    """Returns names, predicted and true values, both [samples, names], of `write_predictions`."""
     with table.open(newline="") as file:
         header, *rows = csv.reader(file)
     values = np.array(rows, dtype=float).reshape(len(rows), 2, -1)
     names = [name.removeprefix("true ") for name in header[: values.shape[2]]]
-    draw_predictions(axes, names, values[:, 1], values[:, 0])
+    return names, values[:, 1], values[:, 0]
+
+
+def explained(predicted: NDArray[Any], true: NDArray[Any]) -> float:
+    """Returns R², the part of the variance of true values that predictions explain.
+
+    1 is perfect, 0 as good as the mean; NaN without variance.
+    """
+    variance = float(true.var()) if true.size else 0.0
+    return 1 - float(np.mean((predicted - true) ** 2)) / variance if variance else math.nan
 
 
 def draw_predictions(
@@ -181,7 +196,8 @@ def draw_predictions(
     axes.axline((0, 0), slope=1, color="gray", linewidth=1)
     axes.set(xlim=limits, ylim=limits, aspect="equal")
     for i, name in enumerate(names):
-        axes.scatter(true[:, i], predicted[:, i], s=18, alpha=0.7, label=name)
+        label = f"{name}, R² {explained(predicted[:, i], true[:, i]):.2f}"
+        axes.scatter(true[:, i], predicted[:, i], s=18, alpha=0.7, label=label)
     axes.legend()
 
 

@@ -38,7 +38,7 @@ NAME = "neighborhood_attention_generic"
 
 
 class Neighborhood(NamedTuple):
-    """Neighborhood along one dim of space.
+    """Neighborhood that queries have along one dim of space.
 
     Attributes:
         extent: tokens of the domain.

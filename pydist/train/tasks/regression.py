@@ -133,4 +133,5 @@ class CosmoFlowRegression(Regression):
             "batch_norm": self._made.batch_norm,
             "dropout": self._made.dropout,
             "variant": self._made.variant,
+            "batch_norm_momentum": self._made.batch_norm_momentum,
         }
