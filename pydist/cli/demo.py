@@ -192,12 +192,11 @@ def _compare(split: Config, console: Console) -> None:
         f"{_distance(scale, whole):.1e}",
         soft_wrap=True,
     )
-    names, predicted, true = report.read_predictions(folder / report.PREDICTIONS_FILE)
-    shown = ", ".join(
-        f"{name} {report.explained(predicted[:, i], true[:, i]):.2f}"
-        for i, name in enumerate(names)
-    )
-    console.print(f"learned    R² of {len(true)} unseen universes: {shown}", soft_wrap=True)
+    if (table := folder / report.PREDICTIONS_FILE).exists():  # there are universes for validation
+        names, predicted, true = report.read_predictions(table)
+        found = (report.explained(predicted[:, i], true[:, i]) for i in range(len(names)))
+        shown = ", ".join(f"{name} {r2:.2f}" for name, r2 in zip(names, found, strict=True))
+        console.print(f"learned    R² of {len(true)} unseen universes: {shown}", soft_wrap=True)
     picture = report.draw_run(folder, curves, split.data.path, split.mesh)
     files = f"{picture}, {folder / 'log.jsonl'}, {folder / 'ckpt' / 'last'}"
     console.print(f"result     {files}", soft_wrap=True)
