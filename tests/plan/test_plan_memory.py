@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from monai.networks.nets import UNet
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from pydist import Mesh, ShardedTensor, distribute_tensor, parallelize
 from pydist.comm import Transport, run_local
@@ -30,6 +32,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet3d": (lambda: UNet3d(1, 2, features=16, levels=2), (1, 16, 16, 16)),
     "monai": (monai, (1, 48, 48, 48)),
 }
+IN_A_STEP = ("gradients", "activations", "transient", "halos", "copies")
+"""Parts of a plan that are allocated in a step."""
 MESHES: dict[str, dict[str, int]] = {
     "1 rank": {}, "depth 2": {"depth": 2}, "width 2": {"width": 2}, "channel 2": {"channel": 2},
 }  # fmt: skip
@@ -105,3 +109,48 @@ def test_activations_are_those_that_a_real_step_keeps(name: str, mesh: str) -> N
     memory = estimate_step(model, grid).memory
     predicted = memory["activations"] + memory["halos"]
     assert 0.95 <= predicted / real <= 1.10
+
+
+def counted(step: Callable[[], object]) -> int:
+    """Returns the peak of torch's CPU allocator in a step, in bytes above its start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    events: Any = recorded.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate(nbytes for _, nbytes in changes))
+
+
+PEAKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "cosmoflow with norms": (lambda: CosmoFlow(64, batch_norm=True, dropout=0.0), (4, 64, 64, 64)),
+    "unet3d": (lambda: UNet3d(1, 2, features=16, levels=2), (1, 32, 32, 32)),
+    "monai": (lambda: UNet(3, 1, 2, (16, 32, 64), (2, 2), num_res_units=2), (1, 64, 64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_is_that_of_the_allocator(name: str) -> None:
+    made, sample = PEAKS[name]
+    torch.manual_seed(0)
+    network = made()
+    model = StepModel(
+        trace_network(made(), sample, lambda output: output.square().mean()),
+        Training(batch=2),
+        load_hardware("cpu"),
+    )
+    memory = estimate_step(model, Grid.of({})).memory
+    predicted = sum(memory[kind] for kind in IN_A_STEP)
+
+    def body(world: Transport) -> int:
+        mesh = Mesh(world)
+        parallelize(network, mesh)
+        x = distribute_tensor(torch.rand(2, *sample), mesh, dict(enumerate(SPATIAL_AXES, start=2)))
+
+        def step() -> None:
+            network.zero_grad()
+            network(x).square().mean().backward()
+
+        step()
+        return counted(step)
+
+    (peak,) = run_local(body, 1)
+    assert 0.94 <= predicted / peak <= 1.10
