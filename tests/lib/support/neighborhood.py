@@ -53,8 +53,8 @@ def neighborhood_attention_generic(
     mask = torch.ones(1, 1, dtype=torch.bool)
     for extent, *window in zip(space, *given, strict=True):
         one = torch.zeros(extent, extent, dtype=torch.bool)
-        for q in range(extent):
-            one[q, keys_of(q, extent, *window)] = True
+        for place in range(extent):
+            one[place, keys_of(place, extent, *window)] = True
         mask = torch.kron(mask, one)
     q, k, v = (t.flatten(1, -3).transpose(1, 2) for t in (query, key, value))
     if additional_keys is not None and additional_values is not None:
