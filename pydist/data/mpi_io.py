@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-import numpy.typing as npt
-
 from pydist.errors import UsageError
 
 
@@ -72,8 +70,8 @@ class MpiIo:
         _closed_before_mpi_ends().add(file)
         return file
 
-    def read(self, dataset: Any, window: tuple[slice, ...], out: npt.NDArray[Any]) -> None:
-        """Reads a part of a dataset, whose rows MPI combines to few large reads."""
+    def read(self, dataset: Any, window: tuple[slice, ...], out: Any) -> None:
+        """Reads a part of a dataset into an array; MPI combines its rows to few large reads."""
         with dataset.collective:  # of one process
             dataset.read_direct(out, window)
 

@@ -219,7 +219,7 @@ def _for_all(x: Tensor, out: Layout) -> Tensor:
     return operand_in(x, Layout(out.mesh, tuple(x.shape), splits), out)
 
 
-def override(*modules: Any) -> None:
+def check_overrides(*modules: Any) -> None:
     """Gives natten's function torch's check for overrides, in each module that has its name."""
     plain = getattr(modules[0], NAME)
 
@@ -239,4 +239,4 @@ def override(*modules: Any) -> None:
 if find_spec("natten") is not None:
     # Versions before 0.20 have no such function; a broken one shows its error to who imports it.
     with suppress(ImportError, OSError, AttributeError):
-        override(*map(importlib.import_module, ("natten.functional", "natten.modules")))
+        check_overrides(*map(importlib.import_module, ("natten.functional", "natten.modules")))

@@ -70,6 +70,6 @@ def neighborhood_attention_generic(
 
 
 _module = SimpleNamespace(**{neighborhood.NAME: neighborhood_attention_generic})
-neighborhood.override(_module)
+neighborhood.check_overrides(_module)
 overridable = getattr(_module, neighborhood.NAME)
 """The function with the check for overrides that natten's function has."""
