@@ -45,7 +45,7 @@ STALE = "after a change in place of another"
 CHANGED = ("modified by an inplace operation", "has been modified inplace")
 """Texts of torch's errors for a tensor that backward needs and that was changed in place."""
 
-LOCAL = (STALE, "nested checkpoints", *CHANGED)
+LOCAL = (STALE, *CHANGED)
 """Errors that only some ranks raise, as other blocks need no such tensor; pydist reports them."""
 
 ALARMS = ("the ranks make different calls", "it must be equal on all ranks", "on some ranks")
