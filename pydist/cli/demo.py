@@ -196,7 +196,8 @@ def _compare(split: Config, console: Console) -> None:
         names, predicted, true = report.read_predictions(table)
         found = (report.explained(predicted[:, i], true[:, i]) for i in range(len(names)))
         shown = ", ".join(f"{name} {r2:.2f}" for name, r2 in zip(names, found, strict=True))
-        console.print(f"learned    R² of {len(true)} unseen universes: {shown}", soft_wrap=True)
+        if len(true) > 1:  # of a single one there is no variance
+            console.print(f"learned    R² of {len(true)} unseen universes: {shown}", soft_wrap=True)
     picture = report.draw_run(folder, curves, split.data.path, split.mesh)
     files = f"{picture}, {folder / 'log.jsonl'}, {folder / 'ckpt' / 'last'}"
     console.print(f"result     {files}", soft_wrap=True)

@@ -9,7 +9,6 @@ hints for the file system.
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -43,20 +42,13 @@ class MpiIo:
         """Returns the access to a file; `ShardDataset` calls its driver for each."""
         return self
 
-    def open(self, path: Path, access: Any) -> Any:
-        """Opens a file.
-
-        Args:
-            path: the file.
-            access: further properties, in a list of HDF5.
-
-        Returns:
-            An `h5py.File`.
+    def prepare(self, access: Any) -> None:
+        """Selects MPI-IO in the property list with which a file is opened.
 
         Raises:
             UsageError: MPI does not allow calls in several threads.
         """
-        import h5py
+        from h5py import h5f
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -65,10 +57,11 @@ class MpiIo:
                 "allow (it lacks MPI_THREAD_MULTIPLE)"
             )
         access.set_fapl_mpio(MPI.COMM_SELF, MPI.Info.Create(self.hints))
-        access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)  # also while its arrays are referenced
-        file = h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
+        access.set_fclose_degree(h5f.CLOSE_STRONG)  # also while its arrays are referenced
+
+    def opened(self, file: Any) -> None:
+        """Is told an open file, which must be closed before MPI ends."""
         _closed_before_mpi_ends().add(file)
-        return file
 
     def read(self, dataset: Any, window: tuple[slice, ...], out: Any) -> None:
         """Reads a part of a dataset into an array; MPI combines its rows to few large reads."""

@@ -161,7 +161,7 @@ class SafeFile(StoredFile):
         try:
             dataset = self._find(name)
             self._check(name, dataset)
-            if self._stamp is not None:  # not in a caller's file object
+            if self._stamp is not None:  # not through a caller's file object
                 self._plain[id(dataset)] = dataset, plain_array(dataset)
         except DataError:
             raise
@@ -312,14 +312,17 @@ class SafeFile(StoredFile):
 def _open(path: Path, driver: Driver | None) -> h5py.File:
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_sieve_buf_size(0)
-    if driver is not None and not isinstance(driver, MpiIo):
+    if isinstance(driver, MpiIo):
+        driver.prepare(access)
+    elif driver is not None:
         access.set_fileobj_driver(h5fd.fileobj_driver, driver)
     try:
-        if isinstance(driver, MpiIo):
-            return driver.open(path, access)
-        return h5py.File(h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access))
+        file = h5py.File(h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access))
     except HDF5_ERRORS as error:
         raise DataError(f"{path}: cut short, damaged or not HDF5: {_line(error)}") from error
+    if isinstance(driver, MpiIo):
+        driver.opened(file)
+    return file
 
 
 def _check_file(path: Path) -> Stamp:

@@ -45,7 +45,7 @@ def file_rates(hardware: Hardware) -> list[FileRate]:
     """Returns the modelled rates of `SIZES` on `NODES`.
 
     Args:
-        hardware: of the ranks, each of which reads.
+        hardware: profile of the nodes; every rank of a node reads.
     """
     found = []
     for size in SIZES.values():

@@ -196,7 +196,8 @@ def draw_predictions(
     axes.axline((0, 0), slope=1, color="gray", linewidth=1)
     axes.set(xlim=limits, ylim=limits, aspect="equal")
     for i, name in enumerate(names):
-        label = f"{name}, R² {explained(predicted[:, i], true[:, i]):.2f}"
+        r2 = explained(predicted[:, i], true[:, i])
+        label = name if math.isnan(r2) else f"{name}, R² {r2:.2f}"
         axes.scatter(true[:, i], predicted[:, i], s=18, alpha=0.7, label=label)
     axes.legend()
 

@@ -54,3 +54,12 @@ def test_a_damaged_file_is_one_line(universes, tmp_path):
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(DataError, match=path.name):
         data.read_block(0)
+
+
+@parallel
+def test_an_mpi_for_one_thread_is_named_and_not_called_damage(universes, monkeypatch):
+    from mpi4py import MPI
+
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    with pytest.raises(UsageError, match="lacks MPI_THREAD_MULTIPLE"):
+        ShardDataset(universes, driver=MpiIo()).read_block(0)
