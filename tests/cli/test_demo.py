@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from pydist.train import checkpoint, log
+from pydist.train import checkpoint, log, report
 
 
 def test_the_demo_shows_that_split_and_whole_training_agree(tmp_path):
@@ -24,3 +24,15 @@ def test_the_demo_shows_that_split_and_whole_training_agree(tmp_path):
     assert (len(split), len(whole)) == (10, 10)
     assert max(abs(split[step] - whole[step]) for step in (1, 2)) < 5e-6
     assert checkpoint.read((folder / "ckpt" / "last").resolve())["step"] == 10
+
+
+def test_the_demo_learns_parameters_of_unseen_universes(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-m", "pydist", "demo", "--folder", "a demo"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    names, predicted, true = report.read_predictions(tmp_path / "a demo" / "predictions.csv")
+    assert names[:2] == ["Omega_m", "sigma_8"]
+    for i in (0, 1):
+        assert report.explained(predicted[:, i], true[:, i]) > 0.5, names[i]
