@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
-from pydist.data.medical.nifti import read_nifti
+from pydist.data.medical.nifti import OpenNifti
 from pydist.errors import DataError
 
-_VOXELS = 1 << 24
+_VOXELS = 1 << 20
 """Voxels that are compared at a time."""
 
 
@@ -33,21 +35,26 @@ def dice_of_files(
         DataError: a file is damaged, the files differ in their extents, or the truth has other
             values than whole numbers.
     """
-    found, true = read_nifti(predicted), read_nifti(truth)
-    shape = found.stored.shape
-    if true.stored.shape != shape:
-        raise DataError(f"{truth} has {true.stored.shape} voxels, {predicted} {shape}")
     classes = len(class_names)
     counts = np.zeros((classes, classes), dtype=np.int64)
-    planes = max(1, _VOXELS // math.prod(shape[:2]))
-    for first in range(0, shape[2], planes):
-        place = (slice(None), slice(None), slice(first, first + planes))
-        one, other = true.values(place), found.values(place)
-        if not (one == np.rint(one)).all():
-            raise DataError(f"{truth} has values that are no labels; whole numbers are expected")
-        known = (one >= 0) & (one < classes)
-        pairs = one[known].astype(np.int64) * classes + other[known].astype(np.int64)
-        counts += np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
+    with closing(OpenNifti(predicted)) as found, closing(OpenNifti(truth)) as true:
+        shape = found.about.shape
+        if true.about.shape != shape:
+            raise DataError(f"{truth} has {true.about.shape} voxels, {predicted} {shape}")
+        width, height, depth = shape[:3]
+        planes = max(1, _VOXELS // (width * height))
+        places = itertools.product(range(math.prod(shape[3:])), range(0, depth, planes))
+        for channel, first in places:
+            last = min(first + planes, depth)
+            place = slice(0, width), slice(0, height), slice(first, last)
+            one, other = true.part(place, channel), found.part(place, channel)
+            if not (one == np.rint(one)).all():
+                raise DataError(
+                    f"{truth} has values that are no labels; whole numbers are expected"
+                )
+            known = (one >= 0) & (one < classes)
+            pairs = one[known].astype(np.int64) * classes + other[known].astype(np.int64)
+            counts += np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
     both, either = counts.diagonal(), counts.sum(0) + counts.sum(1)
     return {
         name: 2 * float(both[k]) / float(either[k]) if either[k] else math.nan

@@ -180,7 +180,7 @@ class Predictor:
             if self.group.rank != 0:
                 return None
             found = ArrayImage(image, "the image")
-            shape = (*found.channels, *found.extents)
+            shape = (found.channels, *found.extents)
             channels = self._manifest.sample_shape[0]
             if len(shape) != len(self._manifest.sample_shape) or shape[0] != channels:
                 raise DataError(
@@ -196,25 +196,26 @@ class Predictor:
     def _results(
         self, source: ImageSource | None, progress: WindowProgress | None = None
     ) -> tuple[ImageFacts, Results]:
-        """Predicts an image."""
-        facts = ImageFacts(source, self.group)
-        given, channels = sum(facts.channels), self._manifest.sample_shape[0]
-        if given != channels:
-            raise DataError(
-                f"{facts.name}: {given} channels; the network accepts [{channels}, D, H, W]"
-            )
-        multiple = self.grid.multiple
-        extents = [-(-n // multiple) * multiple for n in facts.inner]
-        if self._sliding is None:
-            windows, boxes = Windows.whole(extents), self._blocks(extents)
-        else:
-            extents = [max(n, self._sliding.window) for n in extents]
-            window = [self._sliding.window] * len(extents)
-            windows = Windows(extents, window, self._sliding.overlap)
-            boxes = regions(extents, self.group.size)
-        image, mean = distribute(source, facts, self.group, boxes, self._manifest.dtype)
-        if source is not None:
-            source.forget()
+        """Predicts an image, and closes it."""
+        with ExitStack() as stack:
+            if source is not None:
+                stack.callback(source.close)
+            facts = ImageFacts(source, self.group)
+            given, channels = facts.channels, self._manifest.sample_shape[0]
+            if given != channels:
+                raise DataError(
+                    f"{facts.name}: {given} channels; the network accepts [{channels}, D, H, W]"
+                )
+            multiple = self.grid.multiple
+            extents = [-(-n // multiple) * multiple for n in facts.inner]
+            if self._sliding is None:
+                windows, boxes = Windows.whole(extents), self._blocks(extents)
+            else:
+                extents = [max(n, self._sliding.window) for n in extents]
+                window = [self._sliding.window] * len(extents)
+                windows = Windows(extents, window, self._sliding.overlap)
+                boxes = regions(extents, self.group.size)
+            image, mean = distribute(source, facts, self.group, boxes, self._manifest.dtype)
         scores = self._scorer.scores(image, mean, windows, progress)
         return facts, Results(scores, facts.inner, facts.extents)
 
@@ -250,7 +251,7 @@ class Predictor:
                     shape, header = (*source.grid.file_shape, *more), without_private(source.block)
                     write = stack.enter_context(written_nifti(path, shape, header, kind))
             for volume in volumes:
-                for slab in facts.slabs:
+                for slab in facts.slabs(facts.extents):
                     part = volume.read([slab, *[None] * (self.group.size - 1)])
                     with together(self.group, "writing a prediction"):
                         if source is not None and write is not None and part is not None:

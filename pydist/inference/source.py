@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,16 +16,17 @@ import torch
 
 from pydist.comm import Transport
 from pydist.comm.consensus import together
-from pydist.data.medical.case import read_part, require_alike
+from pydist.data.medical.case import open_part, require_alike
 from pydist.data.medical.collection import as_stored
 from pydist.data.medical.grid import GridOptions, VoxelGrid
+from pydist.data.medical.nifti import Nifti, OpenNifti
 from pydist.errors import DataError
 from pydist.inference.distributed import BoxedVolume
 from pydist.interop import ArrayLike, as_tensor
 from pydist.partition import Box
 
 _ADVICE = ", as which training data were stored"
-_SLAB = 1 << 22
+_SLAB = 1 << 19
 """Voxels that are read or written at a time."""
 
 
@@ -33,23 +35,25 @@ class ImageSource(Protocol):
 
     Attributes:
         name: names the image in errors.
-        channels: number of channels of each file.
+        channels: number of channels.
         inner: extents on the network's grid, without padding.
         extents: extents of the results, in the orientation of the grid.
-        slabs: boxes of the results, in the order in which they are stored.
+        axis: of the grid, along which planes are stored one after another.
+        backwards: whether they are stored from the last to the first.
     """
 
     name: str
-    channels: Sequence[int]
+    channels: int
     inner: Sequence[int]
     extents: Sequence[int]
-    slabs: Sequence[Box]
+    axis: int
+    backwards: bool
 
-    def read(self, file: int, box: Box) -> npt.NDArray[Any]:
-        """Returns a file's channels in a box of the grid, [channels, ...]; padded at far ends."""
+    def read(self, channel: int, box: Box) -> npt.NDArray[Any]:
+        """Returns a channel in a box of the grid, padded at the far ends."""
         ...
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Releases the voxels after the last read."""
         ...
 
@@ -73,24 +77,22 @@ class ArrayImage:
         tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         self._values = tensor.numpy(force=True)
         self.name = name
-        self.channels: Sequence[int] = self._values.shape[:1]
+        self.channels: int = self._values.shape[0]
         self.inner: Sequence[int] = self._values.shape[1:]
         self.extents: Sequence[int] = self.inner
-        self.slabs: Sequence[Box] = [Box([0] * len(self.inner), self.inner)]
+        self.axis, self.backwards = 0, False
 
-    def read(self, file: int, box: Box) -> npt.NDArray[Any]:
-        """Returns the channels in a box; see `ImageSource`."""
-        del file
+    def read(self, channel: int, box: Box) -> npt.NDArray[Any]:
+        """Returns a channel in a box; see `ImageSource`."""
         inner = [
             range(min(a, n - 1), min(b, n))
             for a, b, n in zip(box.lo, box.hi, self.inner, strict=True)
         ]
-        place = (slice(None), *(slice(r.start, r.stop) for r in inner))
-        part = self._values[place]
+        part = self._values[channel][tuple(slice(r.start, r.stop) for r in inner)]
         missing = [(0, n - len(r)) for n, r in zip(box.shape, inner, strict=True)]
-        return np.pad(part, [(0, 0), *missing], mode="edge")
+        return np.pad(part, missing, mode="edge")
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Releases the voxels; see `ImageSource`."""
         self._values = self._values[:, :0]
 
@@ -98,7 +100,7 @@ class ArrayImage:
 class NiftiImage:
     """Image that is stored in NIfTI files, one for each channel or one for all; see `ImageSource`.
 
-    One file is in memory at a time, as it is stored.
+    Files are read plane by plane. A DICOM series in place of a file is in memory as a whole.
 
     Args:
         paths: the files.
@@ -111,30 +113,38 @@ class NiftiImage:
 
     def __init__(self, paths: Sequence[Path], options: GridOptions) -> None:
         self._paths, self._file = tuple(paths), 0
-        self._image = self._first = read_part(self._paths[0])
-        self.name = str(paths[0])
-        self.block = self._first.block
-        """The header of the first file."""
-        self.grid = VoxelGrid(self.block, options, self.name)
-        first = self._first.stored.shape[3] if self._first.stored.ndim == 4 else 1
-        self.channels: Sequence[int] = [first, *[1] * (len(paths) - 1)]
+        self._image: OpenNifti | Nifti | None
+        self._first, self._image = open_part(self._paths[0])
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            self.name = str(paths[0])
+            self.block = self._first.block
+            """The header of the first file."""
+            self.grid = VoxelGrid(self.block, options, self.name)
+            stack.pop_all()
+        self._in_first = math.prod(self._first.shape[3:])
+        self.channels: int = self._in_first + len(paths) - 1
         self.inner: Sequence[int] = self.grid.resampled
         self.extents: Sequence[int] = self.grid.oriented
-        self.slabs: Sequence[Box] = self.grid.slabs(_SLAB)
+        self.axis, self.backwards = self.grid.last_axis
 
-    def read(self, file: int, box: Box) -> npt.NDArray[Any]:
-        """Returns a file's channels in a box; see `ImageSource`."""
+    def read(self, channel: int, box: Box) -> npt.NDArray[Any]:
+        """Returns a channel in a box; see `ImageSource`."""
+        file = max(0, channel - self._in_first + 1)
         if file != self._file:
-            self.forget()
-            self._image, self._file = read_part(self._paths[file]), file
-            require_alike(self._first, self._image)
-        return self.grid.image_part(self._image.values, box)
+            self.close()
+            header, self._image = open_part(self._paths[file])
+            self._file = file
+            require_alike(self._first, header)
+        assert self._image is not None
+        read = partial(self._image.part, channel=channel if file == 0 else 0)
+        return self.grid.image_part(read, box)
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Releases the voxels; header and grid stay."""
-        stored = self._first.stored
-        nothing = np.broadcast_to(np.zeros((), stored.dtype), stored.shape)  # without memory
-        self._image = self._first = replace(self._first, stored=nothing)
+        if self._image is not None:
+            self._image.close()
+            self._image = None
 
 
 class ImageFacts:
@@ -143,12 +153,21 @@ class ImageFacts:
     def __init__(self, source: ImageSource | None, group: Transport) -> None:
         text = b""
         if source is not None:
-            slabs = [(box.lo, box.hi) for box in source.slabs]
-            known = [source.name, source.channels, source.inner, source.extents, slabs]
-            text = json.dumps([*known]).encode()
+            known = (source.name, source.channels, source.inner, source.extents)
+            text = json.dumps([*known, source.axis, source.backwards]).encode()
         found = json.loads(group.broadcast_bytes(text))
-        self.name, self.channels, self.inner, self.extents, slabs = found
-        self.slabs = [Box(lo, hi) for lo, hi in slabs]
+        self.name, self.channels, self.inner, self.extents, self._axis, self._backwards = found
+
+    def slabs(self, extents: Sequence[int]) -> list[Box]:
+        """Divides a grid into slabs, in the order of the stored planes, for any number of ranks."""
+        axis, planes = self._axis, extents[self._axis]
+        step = max(1, _SLAB * planes // math.prod(extents))
+        found = []
+        for first in range(0, planes, step):
+            lo, hi = [0] * len(extents), list(extents)
+            lo[axis], hi[axis] = first, min(first + step, planes)
+            found.append(Box(lo, hi))
+        return found[::-1] if self._backwards else found
 
 
 def distribute(
@@ -173,42 +192,31 @@ def distribute(
     Raises:
         DataError: a file is damaged, or a value is not finite or does not fit the type.
     """
-    image = BoxedVolume.empty(group, boxes, sum(facts.channels), getattr(torch, dtype))
+    image = BoxedVolume.empty(group, boxes, facts.channels, getattr(torch, dtype))
     ends = [max(box.hi[dim] for box in boxes) for dim in range(len(boxes[0].hi))]
     nothing = Box([0] * len(ends), [0] * len(ends))
     sums: list[float] = []
-    first = 0
-    for file, channels in enumerate(facts.channels):
-        for slab in _slabs(ends):
-            values = np.empty((channels, *nothing.shape), dtype)
+    for channel in range(facts.channels):
+        for slab in facts.slabs(ends):
+            values = np.empty(nothing.shape, dtype)
             with together(group, "reading an image"):
                 if source is not None:
-                    values = as_stored(source.read(file, slab), dtype, facts.name, _ADVICE)
-                    sums += _sums(values, facts.name)
+                    values = as_stored(source.read(channel, slab), dtype, facts.name, _ADVICE)
+                    sums.append(_sum(values, facts.name))
             held = [slab, *[nothing] * (group.size - 1)]
-            given = BoxedVolume(group, held, torch.from_numpy(np.ascontiguousarray(values)))
-            part = given.read([box.intersect(slab) for box in boxes])
+            stored = torch.from_numpy(np.ascontiguousarray(values))[None]
+            part = BoxedVolume(group, held, stored).read([box.intersect(slab) for box in boxes])
+            del values, stored  # before the next ones are read
             place = image.box.intersect(slab).shift([-a for a in image.box.lo])
             if part is not None and not place.empty:
                 inside = tuple(slice(a, b) for a, b in zip(place.lo, place.hi, strict=True))
-                for channel, read in enumerate(part, start=first):
-                    image.local[channel][inside] = read
-        first += channels
-    mean = math.fsum(sums) / math.prod((sum(facts.channels), *ends))
+                image.local[channel][inside] = part[0]
+    mean = math.fsum(sums) / math.prod((facts.channels, *ends))
     return image, float(json.loads(group.broadcast_bytes(json.dumps(mean).encode())))
 
 
-def _slabs(extents: Sequence[int]) -> Iterator[Box]:
-    """Yields slabs along the first dim, which do not depend on the number of ranks."""
-    planes = max(1, _SLAB // math.prod(extents[1:]))
-    for first in range(0, extents[0], planes):
-        last = min(first + planes, extents[0])
-        yield Box([first, *[0] * (len(extents) - 1)], [last, *extents[1:]])
-
-
-def _sums(values: npt.NDArray[Any], name: str) -> list[float]:
-    """Returns the sum of each plane."""
-    sums = values.reshape(*values.shape[:2], -1).sum(2, dtype=np.float64).ravel().tolist()
-    if not all(map(math.isfinite, sums)):
+def _sum(values: npt.NDArray[Any], name: str) -> float:
+    total = float(values.sum(dtype=np.float64))
+    if not math.isfinite(total):
         raise DataError(f"{name}: a value is NaN or infinite")
-    return sums
+    return total

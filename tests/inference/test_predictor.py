@@ -57,6 +57,12 @@ def trained(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture(autouse=True)
+def many_slabs(monkeypatch):
+    """Reads and writes the small volumes in several slabs, as it does with large ones."""
+    monkeypatch.setattr("pydist.inference.source._SLAB", 1500)
+
+
 def predict(
     trained: Path, out: Path, spatial=(1, 1, 1), image=None, data=1, **options
 ) -> np.ndarray:

@@ -16,7 +16,14 @@ from pydist.data.medical.collection import LabelledVolume
 from pydist.data.medical.dicom import read_dicom
 from pydist.data.medical.grid import GridOptions, VoxelGrid
 from pydist.data.medical.layouts import Case
-from pydist.data.medical.nifti import Nifti, read_nifti, without_private, write_nifti
+from pydist.data.medical.nifti import (
+    Nifti,
+    NiftiHeader,
+    OpenNifti,
+    read_nifti,
+    without_private,
+    write_nifti,
+)
 from pydist.data.safe_open import SafeFile
 from pydist.errors import DataError, UsageError
 from pydist.parsing import parse_json
@@ -72,6 +79,15 @@ def read_image(paths: tuple[Path, ...], options: GridOptions) -> tuple[npt.NDArr
 def read_part(path: Path) -> Nifti:
     """Reads a NIfTI file, or a folder with a DICOM series."""
     return read_dicom(path) if path.is_dir() else read_nifti(path)
+
+
+def open_part(path: Path) -> tuple[NiftiHeader, OpenNifti | Nifti]:
+    """Opens a NIfTI file, whose voxels stay in it, or reads a folder with a DICOM series."""
+    if path.is_dir():
+        series = read_dicom(path)
+        return NiftiHeader(series.path, series.header, series.block), series
+    file = OpenNifti(path)
+    return file.about, file
 
 
 def write_labels(
@@ -132,18 +148,16 @@ def grid_options(record: Mapping[str, Any]) -> GridOptions:
     )
 
 
-def require_alike(one: Nifti, other: Nifti) -> None:
+def require_alike(one: NiftiHeader, other: NiftiHeader) -> None:
     """Raises `DataError` unless two files of a case have the same voxels at the same positions."""
-    if one.stored.shape[:3] != other.stored.shape[:3]:
-        raise DataError(
-            f"{other.path} has {other.stored.shape[:3]} voxels, {one.path} {one.stored.shape[:3]}"
-        )
-    if other.stored.ndim != 3 and one is not other:
-        raise DataError(f"{other.path} has {other.stored.shape[3]} channels; one is expected")
+    if one.shape[:3] != other.shape[:3]:
+        raise DataError(f"{other.path} has {other.shape[:3]} voxels, {one.path} {one.shape[:3]}")
+    if len(other.shape) != 3 and one is not other:
+        raise DataError(f"{other.path} has {other.shape[3]} channels; one is expected")
     mine, theirs = one.affine, other.affine
     size = np.sqrt((mine[:3, :3] ** 2).sum(0)).min()
     # The distances between the corners of the two volumes, in voxels.
-    corners = np.stack(np.meshgrid(*((0, n) for n in one.stored.shape[:3])), -1).reshape(-1, 3)
+    corners = np.stack(np.meshgrid(*((0, n) for n in one.shape[:3])), -1).reshape(-1, 3)
     apart = (corners @ (theirs - mine)[:3, :3].T + (theirs - mine)[:3, 3]) / size
     if np.abs(apart).max() > 0.1:
         raise DataError(

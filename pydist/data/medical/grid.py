@@ -101,33 +101,30 @@ class VoxelGrid:
             [C, D, H, W]; float32 if it was resampled.
         """
         whole = Box((0, 0, 0), self.padded)
-        return self.image_part(lambda place: values[place], whole)
+        channels = [values] if values.ndim == 3 else np.moveaxis(values, 3, 0)
+        return np.stack([self.image_part(channel.__getitem__, whole) for channel in channels])
 
     def image_part(
         self, read: Callable[[tuple[slice, ...]], npt.NDArray[Any]], box: Box
     ) -> npt.NDArray[Any]:
-        """Brings the part of an image that a box of the grid needs to the grid; see `image`.
+        """Brings the part of a channel that a box of the grid needs to the grid; see `image`.
 
         Args:
             read: returns the values at slices of the file's x, y and z.
             box: in the grid, [D, H, W], not empty.
 
         Returns:
-            [C, D, H, W] of the box, the same bits as in the whole image.
+            [D, H, W] of the box, the same bits as in the whole image.
         """
         ends = [n - 1 for n in self.resampled]
         lo = [min(a, end) for a, end in zip(box.lo, ends, strict=True)]
         hi = [min(b, end + 1) for b, end in zip(box.hi, ends, strict=True)]
         inner = Box(lo, hi)
         source = source_of(inner, self.oriented, self.resampled)
-        values = read(self._in_file(source))
-        channels = [values] if values.ndim == 3 else np.moveaxis(values, 3, 0)
-        parts = [
-            resized_part(self._oriented(channel), source, self.oriented, self.resampled, inner)
-            for channel in channels
-        ]
+        values = self._oriented(read(self._in_file(source)))
+        part = resized_part(values, source, self.oriented, self.resampled, inner)
         missing = [(0, n - m) for n, m in zip(box.shape, inner.shape, strict=True)]
-        return np.stack([np.pad(part, missing, mode="edge") for part in parts])
+        return np.pad(part, missing, mode="edge") if any(map(any, missing)) else part
 
     def label(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Brings labels to the grid: the nearest voxel's, 0 in the padding.
@@ -153,22 +150,10 @@ class VoxelGrid:
         inner = label[tuple(slice(0, n) for n in self.resampled)]
         return self.in_file_order(nearest(inner, self.oriented))
 
-    def slabs(self, most: int) -> list[Box]:
-        """Returns the boxes of oriented voxels that slabs of the file's last axis hold, in order.
-
-        Args:
-            most: voxels of a slab, if it has several planes.
-        """
-        depth, across = self.file_shape[2], math.prod(self.file_shape[:2])
-        planes = max(1, most // across)
-        found = []
-        for first in range(0, depth, planes):
-            last = min(first + planes, depth)
-            axis = 2 - self._towards[2]
-            lo, hi = [0, 0, 0], list(self.oriented)
-            lo[axis], hi[axis] = self._flipped(2, first, last)
-            found.append(Box(lo, hi))
-        return found
+    @property
+    def last_axis(self) -> tuple[int, bool]:
+        """The axis of [D, H, W] that is the file's last one, and whether it runs backwards."""
+        return 2 - self._towards[2], bool(self._orientation[2, 1] < 0)
 
     def in_file_order(self, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Turns oriented voxels [D, H, W], all or those of a box, to the file's [x, y, z]."""

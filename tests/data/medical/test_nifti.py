@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import math
 import struct
-from contextlib import nullcontext
+import tracemalloc
+from contextlib import closing, nullcontext
 
 import nibabel as nib
 import numpy as np
@@ -14,7 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pydist.data.medical.grid import resized
-from pydist.data.medical.nifti import outline_of, read_nifti, without_private, write_nifti
+from pydist.data.medical.nifti import (
+    OpenNifti,
+    outline_of,
+    read_nifti,
+    without_private,
+    write_nifti,
+)
 from pydist.errors import DataError, DiskError, UsageError
 
 
@@ -53,6 +60,47 @@ def test_slope_and_intercept_give_hounsfield_units(tmp_path, dtype, scale, expec
     values = read_nifti(tmp_path / "a.nii").values()
     assert values.dtype == expected
     np.testing.assert_array_equal(values, stored.astype(float) * scale[0] + scale[1])
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
+)
+@given(st.data())
+def test_parts_of_an_open_file_are_those_of_the_whole(tmp_path, data):
+    shape = data.draw(st.sampled_from([(4, 3, 7), (4, 3, 5, 2)]))
+    path = tmp_path / f"a{len(shape)}{data.draw(st.sampled_from(['.nii', '.nii.gz']))}"
+    if not path.exists():
+        voxels = np.random.default_rng(0).integers(-200, 200, shape).astype(">i2")
+        nib.save(nib.Nifti1Image(voxels, np.eye(4)), path)
+    expected = read_nifti(path).values().reshape(*shape[:3], -1)
+    with closing(OpenNifti(path)) as file:
+        for _ in range(data.draw(st.integers(1, 6))):
+            ends = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in shape[:3]]
+            channel = data.draw(st.integers(0, expected.shape[3] - 1))
+            place = tuple(slice(lo, hi) for lo, hi in ends)
+            found = file.part(place, channel)
+            np.testing.assert_array_equal(found, expected[..., channel][place])
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_an_open_file_holds_few_planes(tmp_path, write, suffix):
+    path = write(tmp_path / f"a{suffix}", np.zeros((64, 64, 200), np.int16))
+    tracemalloc.start()
+    with closing(OpenNifti(path)) as file:
+        for z in range(200):
+            file.part((slice(0, 64), slice(0, 64), slice(max(0, z - 1), z + 1)), 0)
+        held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert held < 64 * 64 * 200 * 2 / 5
+
+
+def test_an_open_file_is_checked_to_its_end(packed):
+    packed.write_bytes(packed.read_bytes()[:-4])  # of the checksum
+    with closing(OpenNifti(packed)) as file:
+        depth = file.about.shape[2]
+        file.planes(0, depth - 1)
+        with pytest.raises(DataError, match="cut short: the gzip data end early"):
+            file.planes(depth - 1, depth)
 
 
 @pytest.mark.parametrize(("name", "place"), [("scl_slope", 112), ("scl_inter", 116)])
