@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pydist.data.axes import as_volume, channels_last, file_order, label_file_order
+from pydist.data.axes import as_volume, channels_last
 from pydist.data.file_table import Sample
 from pydist.data.formats import Driver, StoredArray
 from pydist.data.manifest import Manifest
 from pydist.data.normalize import Normalizer, staged_dtype
 from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
+from pydist.data.places import Place, place_of
 from pydist.errors import DataError, DoesNotFit, UsageError, out_of_memory
 
 if TYPE_CHECKING:
@@ -132,8 +133,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def shape_of(self, index: int) -> tuple[int, int, int, int]:
         """Returns the shape (C, D, H, W) of one sample."""
-        extents = self.manifest.table.extents_of(self._number(index))
-        return self.sample_shape if extents is None else (self.sample_shape[0], *extents)
+        return self._shape(self._sample(index))
 
     def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
         """Reads one block of one sample, and nothing else, from the disk.
@@ -153,14 +153,14 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             DataError: the file is missing, cut short, or not what the manifest says.
         """
         sample = self._sample(index)
-        lo, hi = _bounds(box, self.shape_of(index))
-        out = _room(out, lo, hi, self.dtype)
+        place = self._place(sample, box)
+        out = place.room(out, self.dtype)
         if out.numel() == 0:
             return out
-        stored = self._read_samples(index, sample, lo, hi)
+        stored = self._read_samples(index, sample, place)
         values = out.numpy()
-        if not self._normalizer(stored, lo[0], sample.mean, values):
-            self._refuse(index, sample, stored, values, lo)
+        if not self._normalizer(stored, place.lo[0], sample.mean, values):
+            self._refuse(index, stored, values, place.lo)
         return out
 
     @property
@@ -200,10 +200,11 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             BadSample: the bytes are damaged.
             DataError: the file is missing, cut short, or not what the manifest says.
         """
-        lo, hi = _bounds(box, self.shape_of(index))
-        values = _room(out, lo, hi, self.stored_dtype).numpy()
+        sample = self._sample(index)
+        place = self._place(sample, box)
+        values = place.room(out, self._stored_dtype).numpy()
         if values.size:
-            self._read_samples(index, self._sample(index), lo, hi, values)
+            self._read_samples(index, sample, place, values)
 
     def normalize(
         self, index: int, first_channel: int, stored: Tensor, out: Tensor, found: Tensor
@@ -240,15 +241,17 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         sample = self._sample(index)
         if not self.labelled:
             raise DataError(f"{self.root} has no labels: its manifest names none")
-        lo, hi = _bounds(box, self.shape_of(index)[1:])
-        out = _room(out, lo, hi, torch.int64)
+        extents = sample.file.extents or self.sample_shape[1:]
+        place = place_of(self.manifest.axes, extents, sample.offset, box)
+        out = place.room(out, torch.int64)
         if out.numel() == 0:
             return out
 
         def part(opened: OpenedFile) -> npt.NDArray[Any]:
             assert opened.label is not None
-            window = label_file_order(self.manifest.axes, _window(sample.offset, lo, hi))
-            return self._read(opened, opened.label, window, index, self.manifest.label)
+            return self._read(
+                opened, opened.label, place.window, place.stored, index, self.manifest.label
+            )
 
         stored = self._files.read(sample.file, part)
         too_large = stored.dtype == np.uint64 and stored.max() > np.iinfo(np.int64).max
@@ -263,7 +266,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             if self.ignore_label is not None:
                 wrong &= values != self.ignore_label
             if wrong.any():
-                self._refuse_label(index, values, int(np.argmax(wrong)), lo)
+                self._refuse_label(index, values, int(np.argmax(wrong)), place.lo)
         return out
 
     def _refuse_label(
@@ -297,7 +300,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
                         f"{opened.file.path}: {name!r} has the shape {dataset.shape}; "
                         f"({self.num_targets},) was expected: {self.manifest.target_names}"
                     )
-                values = self._read(opened, dataset, (), index, name)
+                values = self._read(opened, dataset, (), dataset.shape, index, name)
                 opened.target = values.astype(np.float64)
             return opened.target
 
@@ -319,23 +322,26 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             raise IndexError(f"sample {index} of {len(self._samples)} in the split {self.split!r}")
         return int(self._samples[index])
 
+    def _shape(self, sample: Sample) -> tuple[int, int, int, int]:
+        extents = sample.file.extents
+        return self.sample_shape if extents is None else (self.sample_shape[0], *extents)
+
+    def _place(self, sample: Sample, box: Box | None) -> Place:
+        return place_of(self.manifest.axes, self._shape(sample), sample.offset, box)
+
     def _read_samples(
-        self,
-        index: int,
-        sample: Sample,
-        lo: Sequence[int],
-        hi: Sequence[int],
-        out: npt.NDArray[Any] | None = None,
+        self, index: int, sample: Sample, place: Place, out: npt.NDArray[Any] | None = None
     ) -> npt.NDArray[Any]:
         """Reads the stored values of a block as [C, D, H, W]; into `out`, if given."""
-        window = _window((0, *sample.offset), lo, hi)
         axes = self.manifest.axes
-        window = file_order(axes, window)
         into: npt.NDArray[Any] | None = None
         if out is not None and not channels_last(axes):
-            into = out.reshape([part.stop - part.start for part in window])
+            into = out if out.shape == place.stored else out.reshape(place.stored)
         stored = self._files.read(
-            sample.file, lambda opened: self._read(opened, opened.samples, window, index, "", into)
+            sample.file,
+            lambda opened: self._read(
+                opened, opened.samples, place.window, place.stored, index, "", into
+            ),
         )
         if out is None:
             return as_volume(axes, stored)
@@ -348,13 +354,21 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         opened: OpenedFile,
         dataset: StoredArray,
         window: tuple[slice, ...],
+        shape: tuple[int, ...],
         index: int,
         name: str,
         out: npt.NDArray[Any] | None = None,
     ) -> npt.NDArray[Any]:
         """Reads a part of an array, in this machine's byte order; into `out`, if given.
 
-        Errors name the array as `_where(index, name)` does.
+        Args:
+            opened: the file.
+            dataset: the array.
+            window: the part; () for all.
+            shape: its extents.
+            index: the sample, for errors.
+            name: of the array, for errors, as in `_where`.
+            out: the destination.
         """
         try:
             stored = opened.file.read(dataset, window, out)
@@ -363,16 +377,15 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             if out_of_memory(error):
                 raise DoesNotFit(f"{where}: {what}") from error
             raise BadSample(f"{where}: damaged: {what}") from error
-        extents = [each.stop - each.start for each in window] if window else dataset.shape
-        if not isinstance(stored, np.ndarray) or stored.shape != tuple(extents):
-            shape = getattr(stored, "shape", type(stored).__name__)
+        if not isinstance(stored, np.ndarray) or stored.shape != shape:
+            found = getattr(stored, "shape", type(stored).__name__)
             where = self._where(index, name)
-            raise DataError(f"{where}: {shape} was read where {tuple(extents)} was asked for")
+            raise DataError(f"{where}: {found} was read where {shape} was asked for")
         if stored.dtype.kind not in "biuf":
             where = self._where(index, name)
             raise DataError(f"{where} holds {stored.dtype}; numbers are needed")
         self._files.count(stored.nbytes)
-        return stored.astype(stored.dtype.newbyteorder("="), copy=False)
+        return stored if stored.dtype.isnative else stored.astype(stored.dtype.newbyteorder("="))
 
     def _where(self, index: int, name: str = "") -> str:
         return (
@@ -383,7 +396,6 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
     def _refuse(
         self,
         index: int,
-        sample: Sample,
         stored: npt.NDArray[Any],
         values: npt.NDArray[Any],
         lo: tuple[int, ...],
@@ -395,32 +407,3 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             f"{self._where(index)}: value {stored[first]} at channel {channel}, voxel "
             f"{tuple(voxel)}, normalized to {values[first]}"
         )
-
-
-def _bounds(box: Box | None, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the checked corners of a box in a sample."""
-    lo, hi = ((0,) * len(shape), shape) if box is None else (tuple(box.lo), tuple(box.hi))
-    inside = len(lo) == len(shape) and all(
-        0 <= a <= b <= n for a, b, n in zip(lo, hi, shape, strict=True)
-    )
-    if not inside:
-        raise UsageError(f"block {lo} to {hi} is not in a sample of {shape}")
-    return lo, hi
-
-
-def _room(
-    out: Tensor | None, lo: tuple[int, ...], hi: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """Returns the destination of a block: `out`, checked, or a new tensor."""
-    shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
-    if out is None:
-        return torch.empty(shape, dtype=dtype)
-    if tuple(out.shape) != shape or out.dtype != dtype or not out.is_contiguous():
-        raise UsageError(
-            f"out is {tuple(out.shape)} {out.dtype}: contiguous {shape} {dtype} is needed"
-        )
-    return out
-
-
-def _window(offset: Sequence[int], lo: Sequence[int], hi: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(o + a, o + b) for o, a, b in zip(offset, lo, hi, strict=True))

@@ -222,10 +222,6 @@ class FileTable(Sequence[DataFile]):
         self._recent_samples[number] = found
         return found
 
-    def extents_of(self, number: int) -> tuple[int, int, int] | None:
-        """Returns the extents of a sample by its number, if its file has some."""
-        return self.sample(number).file.extents
-
     def __len__(self) -> int:
         return len(self._files)
 

@@ -96,7 +96,7 @@ def test_samples_of_a_split_in_the_order_of_the_files(tmp_path: Path) -> None:
         (first, (0, 0, 0), 1.0), (first, (0, 8, 0), 0.1 + 0.2), (last, (1, 2, 3), -0.5),
     ]  # fmt: skip
     (val,) = table.samples_of("val")
-    assert (table.sample(val).mean, table.extents_of(val)) == (1.0, (5, 6, 7))
+    assert (table.sample(val).mean, table.sample(val).file.extents) == (1.0, (5, 6, 7))
     assert len(table.samples_of("other")) == 0
     assert not table.has_means
     assert [FileTable.of(EXAMPLE.files[k:]).has_means for k in (2, 1)] == [True, False]
