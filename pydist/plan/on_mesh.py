@@ -210,7 +210,8 @@ class StepOnMesh:
             shape = self._trace.tensors[n].shape
             blocks.is_cut[n] = is_cut and blocks.is_whole_sample(shape)
             blocks.has_part[n] = bool(parted) and shape[1:2] != () and shape[1] in parted
-        if call.weight and call.flops and blocks.channel > 1:
+        has_channels = len(self._trace.tensors[call.outputs[0]].shape) > 1
+        if call.weight and call.flops and has_channels and blocks.channel > 1:
             self._split_channels(number, call, bool(parted))
         elif parted and call.name in _JOINING:
             self._join(number, call)

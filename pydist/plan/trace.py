@@ -93,7 +93,7 @@ class TracedCall:
         flops: of its forward pass, of all samples.
         backward: backward's flops relative to `flops`.
         parameters: numbers of the parameters that it reads, and no call before it.
-        weight: shape of its largest parameter; () without one.
+        weight: shape of its largest parameter, of a convolution of its kernel; () without one.
         window: of a convolution or pool.
         groups: of a convolution's channels.
         passes: bytes that it reads and writes, forward and backward, relative to those of its
@@ -183,7 +183,8 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.count: Callable[[], int] = int
-        self._parameters = {id(p): p for p in model.parameters()}
+        # Of parameters and what is made of them alone, as by a spectral norm: the parameters.
+        self._parameters = {id(p): {id(p)} for p in model.parameters()}
         trained = [p for p in model.parameters() if p.requires_grad]
         self._trained = [p.nbytes for p in trained]
         self._unread = {id(p): number for number, p in enumerate(trained)}
@@ -234,6 +235,10 @@ class _Recorder(TorchFunctionMode):
         if results and inputs:
             changes = versions != [x._version for x in inputs]
             self._add(func, args, given, inputs, results, self.count() - before, changes)
+        elif of := set[int]().union(*(self._parameters.get(id(x), ()) for x in operands)):
+            self._parameters.update({id(x): of for x in results})
+            self._weights.update(x.untyped_storage()._cdata for x in results)
+            self._alive += results
         return result
 
     def _add(
@@ -244,19 +249,21 @@ class _Recorder(TorchFunctionMode):
         read = [self._numbers[id(x)] for x in inputs]
         known = {self._tensors[n].memory for n in read}
         memories = [self._memory_of.get(x.untyped_storage()._cdata) for x in results]
-        kind, window, groups = _kind_of(func, args, kwargs)
-        largest = max(weights, key=Tensor.numel, default=None)
+        kind, window, given = _kind_of(func, args, kwargs)
+        largest = given.get("weight", max(weights, key=Tensor.numel, default=None))
         name = getattr(func, "__name__", str(func))
         call = TracedCall(self.module, name, kind, read, [])
-        call.window, call.groups = window, groups
+        call.window, call.groups = window, given.get("groups", 1)
         call.weight = () if largest is None else tuple(largest.shape)
-        numbers = [self._unread.pop(id(p), None) for p in weights]
-        call.parameters = [number for number in numbers if number is not None]
+        of = {key for p in weights for key in self._parameters[id(p)]}
+        call.parameters = sorted(self._unread.pop(key) for key in of & self._unread.keys())
         call.flops = float(flops)
         if kind == "other" and flops:
             call.kind = "product"
         elif kind == "other" and not changes and known.issuperset(memories):
             call.kind = "view"
+        if call.kind in ("conv", "transposed", "product"):
+            call.backward = float(sum(x.requires_grad for x in inputs) + bool(weights))
         call.has_exponentials = name.rstrip("_") in _EXPONENTIALS
         self._finish(call, func, inputs, results)
         self._calls.append(call)
@@ -269,8 +276,6 @@ class _Recorder(TorchFunctionMode):
         released = call.kind in ("average", "maximum") or (hands_over and func in _PRELUS)
         saved = [] if released else self._saved
         gradient = self._tensors[call.inputs[0]].gradient
-        if call.kind in ("conv", "transposed", "product"):
-            call.backward = float(sum(x.requires_grad for x in inputs) + bool(call.weight))
         for x in results:
             needs_grad = x.requires_grad and x.is_floating_point()
             number = self._number(x, gradient if hands_over else None, needs_grad)
@@ -343,15 +348,15 @@ class _Recorder(TorchFunctionMode):
         return Trace(self._tensors, self._memories, self._calls, self._trained)
 
 
-def _kind_of(func: Any, args: Any, kwargs: Any) -> tuple[str, Window | None, int]:
-    """Returns the kind of a call, its window, and its groups of channels."""
+def _kind_of(func: Any, args: Any, kwargs: Any) -> tuple[str, Window | None, Mapping[str, Any]]:
+    """Returns the kind of a call; with a window, that and the call's arguments by name."""
     tables = (("conv", _CONV), ("transposed", _TRANSPOSED), ("average", _AVERAGE))
     for kind, table in (*tables, ("maximum", _MAXIMUM)):
         if func in table:
             names = _OPTIONS[kind]
             given = dict(names) | dict(zip((n for n, _ in names), args, strict=False)) | kwargs
-            return kind, _window_of(table[func], given), given.get("groups", 1)
-    return "norm" if func in _NORMS else "other", None, 1
+            return kind, _window_of(table[func], given), given
+    return "norm" if func in _NORMS else "other", None, {}
 
 
 def _window_of(dims: int, given: Mapping[str, Any]) -> Window:

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from pydist.grid import Grid
 from pydist.hardware import PROFILES, Hardware, Interconnect
@@ -149,3 +151,33 @@ def test_the_paper_networks_numbers(cosmoflow: StepModel) -> None:
     convs = [call for call in trace.calls if call.kind == "conv"]
     assert 3 * sum(call.flops for call in convs) / 2 == pytest.approx(55.55e9, rel=1e-3)
     assert math.prod(trace.tensors[0].shape) == 2 * 4 * 128**3
+
+
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_a_kernel_computed_from_parameters_is_a_weight(norm) -> None:
+    plain, found = (model(network) for network in (conv(), norm(conv())))
+    layer = found.trace.calls[0]
+    assert layer.weight == (2, 1, 3, 3, 3)
+    assert layer.parameters == [*range(len(found.trace.parameters))]
+    for sizes in ({}, {"depth": 2}, {"channel": 2}):
+        assert seconds(found, **sizes)["compute"] == seconds(plain, **sizes)["compute"]
+        memories = [estimate_step(each, Grid.of(sizes)).memory for each in (plain, found)]
+        assert memories[0]["activations"] == memories[1]["activations"]
+
+
+class OwnKernel(nn.Module):
+    """Network that convolves each batch with a kernel made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = nn.Linear(2, 2 * 2 * 27)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = self.make(x.mean((0, 2, 3, 4)))
+        return F.conv3d(x, kernel.view(2, 2, 3, 3, 3), padding=1)
+
+
+def test_a_kernel_computed_from_the_input_is_planned() -> None:
+    found = model(OwnKernel(), (2, 8, 8, 8))
+    assert found.trace.calls[-1].weight == (2, 2, 3, 3, 3)
+    assert all(seconds(found, **{axis: 2})["compute"] > 2 * FLOPS for axis in ("depth", "channel"))
