@@ -229,12 +229,12 @@ class _Recorder(TorchFunctionMode):
         self._saved = []
         operands = tensors_of((args, given))
         inputs = [x for x in operands if id(x) in self._numbers]
-        versions = [x._version for x in inputs]
+        versions = [x._version for x in operands]
         result = func(*args, **given)
-        results = [x for x in tensors_of(result) if x.is_meta]
+        changed = [x for x, old in zip(operands, versions, strict=True) if x._version != old]
+        results = [x for x in tensors_of(result) or changed if x.is_meta]  # no result: x[0] = y
         if results and inputs:
-            changes = versions != [x._version for x in inputs]
-            self._add(func, args, given, inputs, results, self.count() - before, changes)
+            self._add(func, args, given, inputs, results, self.count() - before, bool(changed))
         elif of := set[int]().union(*(self._parameters.get(id(x), ()) for x in operands)):
             self._parameters.update({id(x): of for x in results})
             self._weights.update(x.untyped_storage()._cdata for x in results)

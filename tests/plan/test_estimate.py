@@ -181,3 +181,23 @@ def test_a_kernel_computed_from_the_input_is_planned() -> None:
     found = model(OwnKernel(), (2, 8, 8, 8))
     assert found.trace.calls[-1].weight == (2, 2, 3, 3, 3)
     assert all(seconds(found, **{axis: 2})["compute"] > 2 * FLOPS for axis in ("depth", "channel"))
+
+
+class Assigned(nn.Module):
+    """Network that writes a layer's result into a new tensor, from which the next layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = conv(), nn.Conv3d(2, 1, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.new_zeros(len(x), 2, *x.shape[2:])
+        y[:, :, ::2] = self.first(x)[:, :, ::2]
+        return self.second(y)
+
+
+def test_a_tensor_that_is_written_into_is_followed() -> None:
+    trace = model(Assigned()).trace
+    layers = [call for call in trace.calls if call.kind == "conv"]
+    assert [call.parameters for call in layers] == [[0], [1]]
+    assert trace.tensors[layers[1].inputs[0]].gradient is not None
