@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -41,9 +40,7 @@ from pydist.structure import facts_of
 from pydist.tensor import Origin, ShardedTensor, local_of
 from pydist.tensor.aliasing import view_at
 from pydist.tensor.distribute import distribute_tensor
-
-# Not all frames of this file: torch.utils.checkpoint has one that disables the compiler.
-_COMPILER = ("torch/_dynamo/eval_frame.py", "compile_wrapper")
+from pydist.tensor.refusals import refuse_compiled
 
 _ENTRY = "_pydist_entry"
 
@@ -390,26 +387,14 @@ class EntryHook:
 
 
 def _refuse_transforms() -> None:
-    """Refuses calls through torch.func, torch.compile, torch.jit.trace or torch.export.
-
-    While the compiler traces, an error raised here only makes it fall back to running this call
-    uncompiled, still below its frames: so the stack is searched for them.
-    """
+    """Refuses calls through torch.func, torch.compile, torch.jit.trace or torch.export."""
     if torch._C._are_functorch_transforms_active():
         raise NotSupported(_NO_FUNC)
     if torch._C._get_tracing_state() is not None:
         raise NotSupported(_NO_SCRIPT.format("jit.trace"))
     if torch.compiler.is_exporting():
         raise NotSupported(_NO_SCRIPT.format("export"))
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file, function = frame.f_code.co_filename, frame.f_code.co_name
-        if file.endswith(_COMPILER[0]) and function == _COMPILER[1]:
-            raise NotSupported(
-                "torch.compile of a parallelized model: the compiler can't trace exchanges "
-                "between ranks; call the model without it"
-            )
-        frame = frame.f_back
+    refuse_compiled("a parallelized model")
 
 
 def _obstacle_of_kind(module: nn.Module) -> str | None:

@@ -17,6 +17,7 @@ from support.equivalence import (
     check_network,
     group_slice,
     on_ranks,
+    on_shards,
     randn,
     whole_answer,
 )
@@ -379,6 +380,24 @@ def test_torch_compile_is_refused_with_a_reason():
             torch.compile(model, backend="eager")(randn(*SHAPE))
 
     on_ranks((1, 1, 1), body)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_of_sharded_tensors_is_refused():
+    """Its gradients would be wrong: those of the parts that the compiler traces."""
+
+    def body(x, mesh):
+        with pytest.raises(NotSupported, match=r"torch\.compile of a function of sharded tensors"):
+            torch.compile(lambda y: y.square().mean(), backend="eager")(x)
+        uncompiled = torch.compiler.disable(lambda y: y.square().mean())
+
+        def loss(y):
+            return uncompiled(y)
+
+        torch.compile(loss, backend="eager")(x).backward()
+        assert x.grad is not None
+
+    on_shards(body, spatial=(1, 1, 1))
 
 
 def _compile_in_place(model):

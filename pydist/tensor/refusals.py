@@ -54,6 +54,23 @@ def refusal(
     )
 
 
+def refuse_compiled(what: str) -> None:
+    """Raises `NotSupported` where torch.compile compiles what this thread runs.
+
+    Compiled parts of exchanges would lose their gradients. While the compiler traces, the error
+    only makes it run the call uncompiled; there it is raised once more.
+
+    Args:
+        what: is compiled, for the error.
+    """
+    compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback
+    if torch.compiler.is_dynamo_compiling() or compiles() is not None:
+        raise NotSupported(
+            f"torch.compile of {what}: the compiler can't trace exchanges between ranks; call it "
+            "without that"
+        )
+
+
 def _advice(name: str) -> str:
     if name.startswith("torch.distributed."):
         return (

@@ -35,7 +35,7 @@ from pydist.tensor.aliasing import (
 )
 from pydist.tensor.deferred import NOTHING, Deferred
 from pydist.tensor.handlers import HANDLERS, OUTER, load, observer
-from pydist.tensor.refusals import misfit, refusal
+from pydist.tensor.refusals import misfit, refusal, refuse_compiled
 from pydist.tensor.wrapper import (
     GET_DEVICE,
     GET_DTYPE,
@@ -309,6 +309,7 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         if len(types) > 1 and not OUTER.isdisjoint(types):  # type: ignore[arg-type]  # _TensorMeta
             return NotImplemented  # their override computes the call
+        refuse_compiled("a function of sharded tensors")
         handler = HANDLERS.get(func)
         if handler is None:
             load()
