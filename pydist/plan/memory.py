@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 
 from pydist.backend.conv_kernels import ConvKernels
 from pydist.backend.problem import ConvProblem
@@ -26,8 +27,9 @@ and operands in another memory format that backward needs; buckets of gradients;
 messages between ranks, which stay from the first step on; batches that are read ahead; what the
 allocator holds in addition; libraries and a device's context."""
 
-_BLOCK = 16
-"""Channels of a block in oneDNN's own memory format; smaller numbers are padded to it."""
+_BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+"""Channels of a block in oneDNN's own memory format, as many as a vector has; smaller numbers are
+padded to it."""
 _FEW_OUTPUTS, _PARTIAL_SUMS = 8, 4
 """Outputs of a channel, up to which oneDNN's wgrad has so many copies of the weight: measured."""
 
@@ -59,7 +61,7 @@ class Workspace:
 def workspace_of(problem: ConvProblem, kernels: ConvKernels) -> tuple[float, float]:
     """Returns the bytes of oneDNN's buffers for a convolution, in dgrad and wgrad.
 
-    In dgrad, plain dL/dy and dL/dx are copied to blocks of 16 channels. The kernel "blocked" of
+    In dgrad, plain dL/dy and dL/dx are copied to blocks of channels. The kernel "blocked" of
     wgrad has the input and dL/dy in blocks, and oneDNN copies both once more. Both reorder weights;
     for a few outputs, wgrad adds up partial sums of them.
 
