@@ -285,6 +285,8 @@ def _watching(net: nn.Module, tell: Callable[[str, int, int, Tensor], None]) -> 
     calls: dict[str, int] = {}
 
     def after(path: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint computes its activations again
         call = calls[path] = calls.get(path, -1) + 1
         with torch.no_grad():
             for number, value in enumerate(_floating(outputs)):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pydist import ShardedTensor
 from pydist.check import check, format_report, load_factory
@@ -129,6 +130,22 @@ def test_stages_and_micro_batches(dtype, spatial):
     assert set(report.found.gradients) == {n for n, _ in network().named_parameters()}
     assert "4 × [2, 12, 8, 8] in 2 micro-batches through 3 stages of" in format_report(report)
     assert "begins with" in format_report(report)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_micro_batches_of_a_network_that_computes_activations_again(stages):
+    """Its backward pass calls layers, which are no further calls of the forward pass."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(2, 2, 1)
+
+        def forward(self, x):
+            return self.last(checkpoint(lambda x: self.first(x).sin(), x, use_reentrant=False))
+
+    report = check(Net, (1, 6, 4, 4), (1, 1, 1), stages=stages, micro_batches=2)
+    assert report.ok, format_report(report)
 
 
 def test_micro_batches_of_one_stage():
