@@ -182,9 +182,7 @@ def _check(model: nn.Module, mesh: Mesh, batch_norm: str, group_weight: str) -> 
         if "_pydist_path" in module.__dict__:
             part = f"its part {path!r}" if path else f"this {type(model).__name__}"
             raise UsageError(f"{part} is parallelized already; parallelize the whole, once")
-        if (why := _obstacle_of_kind(module)) is not None:
-            what = f"the part {path!r} of the model" if path else "the model"
-            raise NotSupported(f"{what} {why}")
+    refuse_kinds(model)
     if mesh.size > 1:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if (why := obstacle(tensor)) is not None:
@@ -395,6 +393,18 @@ def _refuse_transforms() -> None:
     if torch.compiler.is_exporting():
         raise NotSupported(_NO_SCRIPT.format("export"))
     refuse_compiled("a parallelized model")
+
+
+def refuse_kinds(model: nn.Module) -> None:
+    """Refuses a model whose parts have a type or state that prevents splitting them.
+
+    Raises:
+        NotSupported: a part is compiled, or reduces gradients itself.
+    """
+    for path, module in model.named_modules():
+        if (why := _obstacle_of_kind(module)) is not None:
+            what = f"the part {path!r} of the model" if path else "the model"
+            raise NotSupported(f"{what} {why}")
 
 
 def _obstacle_of_kind(module: nn.Module) -> str | None:

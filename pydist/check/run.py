@@ -18,7 +18,7 @@ from pydist.check.report import Report
 from pydist.comm import Transport, run_local
 from pydist.errors import UsageError
 from pydist.mesh import Mesh, counts_along
-from pydist.parallel import obstacle
+from pydist.parallel import obstacle, refuse_kinds
 from pydist.stages import Stages
 
 _FLOORS = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -83,6 +83,7 @@ def check(
     Raises:
         UsageError: sample, partition, dtype or tolerance are invalid, or the network can't be
             compared.
+        NotSupported: a part of the network is compiled, or reduces gradients itself.
         PydistError: a rank failed.
     """
     batch = 2 * micro_batches if batch is None else batch
@@ -245,6 +246,7 @@ def _check_stages(stages: int, micro_batches: int, batch: int, ranks: int) -> No
 
 
 def _check_network(model: nn.Module) -> None:
+    refuse_kinds(model)
     if any(is_lazy(t) for t in (*model.parameters(), *model.buffers())):
         raise UsageError(
             "the network's parameters have no shape yet (lazy modules): call it once, on a plain"

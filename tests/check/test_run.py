@@ -12,7 +12,7 @@ from pydist import ShardedTensor
 from pydist.check import check, format_report, load_factory
 from pydist.check.report import Report
 from pydist.cli.main import main
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from pydist.stages.transfer import StageTransfer
 from pydist.tensor import HANDLERS, local_of, wrap
 
@@ -238,6 +238,12 @@ def test_wrong_input_is_one_line(tmp_path, capsys, arguments, complaint):
     assert main(["check", *(a.format(file=file) for a in arguments)]) != 0
     (line,) = capsys.readouterr().err.splitlines()
     assert complaint in line
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_network_is_refused_with_a_reason():
+    with pytest.raises(NotSupported, match="the model is compiled: the compiler can't trace"):
+        check(lambda: torch.compile(network(), backend="eager"), (2, 12, 8, 8))
 
 
 def test_dtypes_that_have_no_bound():
