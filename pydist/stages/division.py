@@ -13,6 +13,7 @@ from pydist.comm.consensus import require_same, together
 from pydist.errors import NotSupported, UsageError
 from pydist.gradients.forms.settings import Gradients, settings_of
 from pydist.parallel import broadcast_state, entry_hook_of, parallelize
+from pydist.stages.parts import check_count
 from pydist.stages.pipelines import Pipeline
 from pydist.stages.plan import StagePlan, make_plan, plan_of_json, plan_to_json
 from pydist.stages.ranks import Stages
@@ -160,8 +161,7 @@ def _check_settings(
             f'running_statistics="batch" with batch_norm={batch_norm!r}: possible is "global", as '
             "they are those of all samples"
         )
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise UsageError(f"micro_batches={micro_batches!r}: expected a count >= 1")
+    check_count(micro_batches)
 
 
 def _plan_together(

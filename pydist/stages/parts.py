@@ -39,6 +39,16 @@ class BatchPart(NamedTuple):
     target: Any
 
 
+def check_count(micro_batches: int) -> None:
+    """Checks a number of micro-batches that a user gives.
+
+    Raises:
+        UsageError: it is not a count >= 1.
+    """
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise UsageError(f"micro_batches={micro_batches!r}: expected a count >= 1")
+
+
 def split_batch(
     inputs: Any, target: Any, count: int, mesh: Mesh, *, weighs: bool, draws: bool
 ) -> Iterator[BatchPart]:

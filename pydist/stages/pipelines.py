@@ -18,7 +18,7 @@ from pydist.parallel import entry_hook_of
 from pydist.stages.gradients import StagedGradients
 from pydist.stages.messages import PassMark, StageStopped
 from pydist.stages.micro_batch import NO_STAGE, MicroBatch
-from pydist.stages.parts import BatchPart, batch_checksum, split_batch
+from pydist.stages.parts import BatchPart, batch_checksum, check_count, split_batch
 from pydist.stages.pass_state import PassState
 from pydist.stages.plan import StagePlan
 from pydist.stages.ranks import Stages, device_of
@@ -97,11 +97,14 @@ class Pipeline:
             all ranks with one data index.
 
         Raises:
-            UsageError: there are fewer samples than micro-batches, ranks have different batches
-                or make different calls, or a stage of the plan does not begin.
+            UsageError: the number of micro-batches is no count >= 1, there are fewer samples than
+                micro-batches, ranks have different batches or make different calls, or a stage of
+                the plan does not begin.
         """
         weighs = entry_hook_of(self.model).batches.weighs
-        count, draws = micro_batches or self._micro_batches, self.model.training
+        count = self._micro_batches if micro_batches is None else micro_batches
+        check_count(count)
+        draws = self.model.training
         found = split_batch(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
         parts = list(found)
         passes = self._schedule.passes(len(parts))[self.stages.index]

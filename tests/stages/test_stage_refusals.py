@@ -210,6 +210,9 @@ def test_wrong_arguments():
             made.step(X, TARGET, lambda out, target: out)
         with pytest.raises(UsageError, match="inputs: expected the network's arguments"):
             made.step(3, TARGET, F.mse_loss)
+        for count in (0, -1, 2.0, "2"):
+            with pytest.raises(UsageError, match=f"micro_batches={count!r}: expected a count >= 1"):
+                made.step(X, TARGET, F.mse_loss, count)
 
     on_stages([ONE, ONE], rank)
 
