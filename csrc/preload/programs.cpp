@@ -1,4 +1,5 @@
 // Hooks of what starts programs that are packed files: they run from a copy.
+#include <alloca.h>
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/stat.h>
@@ -21,11 +22,12 @@ extern char** environ;
 namespace pydist::preload {
 namespace {
 
-// The path by which a program starts: of a packed file, the link to a copy that stays open. The
-// interpreter of a script opens it again, so it can't be closed by exec.
+// The path by which a program starts: of a packed file, the link to a copy that stays open; of a
+// packed script, its interpreter. The kernel would give the interpreter the link as the name of the
+// script, which finds the files beside it by that name.
 class Program {
  public:
-  explicit Program(const char* path) : target_(AT_FDCWD, path), path_(target_.path) {
+  explicit Program(const char* path) : target_(AT_FDCWD, path), path_(target_.path), name_(path) {
     if (!target_.in_pack()) return;
     path_ = nullptr;
     struct stat status;
@@ -45,6 +47,23 @@ class Program {
 
   const char* path() const { return path_; }  // nullptr, with errno, if there is none
 
+  // Calls `run` with the path and with the arguments that belong to it. They are on the stack: the
+  // child of a vfork would leave them in its parent's heap.
+  template <class Run>
+  int start(char* const* arguments, Run run) const {
+    if (path_ != interpreter_) return run(path_, arguments);
+    std::size_t count = 0;
+    while (arguments != nullptr && arguments[count] != nullptr) ++count;
+    auto** const words = static_cast<char**>(alloca((count + 4) * sizeof(char*)));
+    char** next = words;
+    *next++ = const_cast<char*>(interpreter_);
+    if (option_ != nullptr) *next++ = const_cast<char*>(option_);
+    *next++ = const_cast<char*>(name_);
+    for (std::size_t k = 1; k < count; ++k) *next++ = arguments[k];
+    *next = nullptr;
+    return run(path_, words);
+  }
+
  private:
   void open(mode_t mode) {
     if (!S_ISREG(mode) || !permits(mode, kExecute)) {
@@ -53,14 +72,44 @@ class Program {
     }
     descriptor_ = open_whole(target_, O_RDONLY);
     if (descriptor_ < 0) return;
+    if (read_first_line()) {
+      ::close(descriptor_);
+      descriptor_ = -1;
+      path_ = interpreter_;
+      return;
+    }
     std::snprintf(link_, sizeof link_, "/proc/self/fd/%d", descriptor_);
     path_ = link_;
   }
 
+  // Takes "#! INTERPRETER [OPTION]" apart, as the kernel does; false if that is not the first line.
+  bool read_first_line() {
+    constexpr const char* kBlanks = " \t";
+    const ssize_t size = ::pread(descriptor_, line_, sizeof line_ - 1, 0);
+    if (size < 2 || line_[0] != '#' || line_[1] != '!') return false;
+    line_[size] = '\0';
+    char* const end = std::strchr(line_, '\n');
+    if (end == nullptr) return false;
+    *end = '\0';
+    for (char* last = end; std::strchr(kBlanks, last[-1]) != nullptr;) *--last = '\0';
+    char* const first = line_ + 2 + std::strspn(line_ + 2, kBlanks);
+    if (*first == '\0') return false;
+    interpreter_ = first;
+    if (char* const blank = std::strpbrk(first, kBlanks); blank != nullptr) {
+      *blank = '\0';
+      option_ = blank + 1 + std::strspn(blank + 1, kBlanks);
+    }
+    return true;
+  }
+
   Target target_;
   const char* path_;
+  const char* name_;
+  const char* interpreter_ = nullptr;
+  const char* option_ = nullptr;
   int descriptor_ = -1;
   char link_[64];
+  char line_[256];  // as much as the kernel reads
 };
 
 using Words = std::vector<char*>;
@@ -78,7 +127,10 @@ bool has_slash(const char* path) { return path != nullptr && std::strchr(path, '
 
 PYDIST_HOOK(int, execve, const char* path, char* const* arguments, char* const* environment) {
   const Program program(path);
-  return program.path() == nullptr ? -1 : real_execve(program.path(), arguments, environment);
+  if (program.path() == nullptr) return -1;
+  return program.start(arguments, [&](const char* start, char* const* words) {
+    return real_execve(start, words, environment);
+  });
 }
 
 PYDIST_HOOK(int, execv, const char* path, char* const* arguments) {
@@ -88,7 +140,10 @@ PYDIST_HOOK(int, execv, const char* path, char* const* arguments) {
 PYDIST_HOOK(int, execvpe, const char* file, char* const* arguments, char* const* environment) {
   if (!has_slash(file)) return real_execvpe(file, arguments, environment);
   const Program program(file);
-  return program.path() == nullptr ? -1 : real_execvpe(program.path(), arguments, environment);
+  if (program.path() == nullptr) return -1;
+  return program.start(arguments, [&](const char* start, char* const* words) {
+    return real_execvpe(start, words, environment);
+  });
 }
 
 PYDIST_HOOK(int, execvp, const char* file, char* const* arguments) {
@@ -125,7 +180,9 @@ PYDIST_HOOK(int, posix_spawn, pid_t* child, const char* path,
             char* const* arguments, char* const* environment) {
   const Program program(path);
   if (program.path() == nullptr) return errno;
-  return real_posix_spawn(child, program.path(), actions, attributes, arguments, environment);
+  return program.start(arguments, [&](const char* start, char* const* words) {
+    return real_posix_spawn(child, start, actions, attributes, words, environment);
+  });
 }
 
 PYDIST_HOOK(int, posix_spawnp, pid_t* child, const char* file,

@@ -42,6 +42,8 @@ COMMANDS = {
     "tar": "tar cf - --sort=name --numeric-owner . | cksum; tar cSf - large | tar xOf - | cksum",
     "du": "du -b --apparent-size class/a/* lines large | sort",
     "script": "./script one; bash script two; sh ./script three; . ./script four",
+    "script by other ways": "PATH=.:$PATH; script x 'a b'; find . -name script -exec {} y \\; ; "
+    'python3 -c \'import os; os.spawnlp(os.P_WAIT, "./script", "name", "z")\'',
     "awk": "awk 'END { print NR }' lines; sed -n 5p lines; cut -d' ' -f2 lines | cksum",
     "errors": "cat nothing; ls nothing/x; cat class; cd lines; cat lines/; ls lines/.",
     "realpath": "realpath . class/../lines nothing; readlink -f class/a; cd class; realpath ..",

@@ -77,7 +77,7 @@ def make_files(folder: Path) -> None:
     (folder / "empty").write_bytes(b"")
     (folder / "lines").write_text("".join(f"line {i}\n" for i in range(20_000)))
     (folder / "ünicode *?").write_text("text\n")
-    (folder / "script").write_text('#!/bin/sh\necho "a script" "$1"\n')
+    (folder / "script").write_text('#! /bin/sh -e\necho "a script" "$0" "$@"\n')
     (folder / "script").chmod(0o755)
     np.save(folder / "array.npy", random.random((60, 80, 100)))
     (folder / "large").write_bytes(random.bytes((5 << 20) + 123))
