@@ -15,7 +15,7 @@ def run(arguments: Sequence[str]) -> int:
     """Runs `pydist run`; see `pydist run --help`."""
     parser = OwnOptions(
         prog="pydist run",
-        usage="pydist run -n RANKS [--mpi NAME] SCRIPT | -m MODULE [ARGUMENT ...]",
+        usage="pydist run -n RANKS [--mpi NAME] [--] SCRIPT | -m MODULE [ARGUMENT ...]",
         description="Starts a Python program on several ranks of this machine. "
         "In the program, pydist.init() joins the job.",
         allow_abbrev=False,
@@ -36,8 +36,9 @@ def run(arguments: Sequence[str]) -> int:
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Splits off the launcher's options from the program and its arguments."""
     i = 0
-    while i < len(arguments) and arguments[i] in _OPTIONS:
-        i += 2
+    while i < len(arguments) and arguments[i].startswith(_OPTIONS):
+        i += 2 if arguments[i] in _OPTIONS else 1  # "-n4" and "--mpi=gloo" have their value
     if i < len(arguments) and arguments[i] in ("-h", "--help"):
         i += 1
-    return arguments[:i], arguments[i:]
+    program = arguments[i:]
+    return arguments[:i], program[1:] if program[:1] == ["--"] else program

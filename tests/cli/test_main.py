@@ -78,6 +78,8 @@ def test_version_is_that_of_the_package(capsys):
         (["train", "ok.toml"], 65, "no such folder"),
         (["run", "-n", "2"], 2, "no script was given"),
         (["run", "-n", "2", "nowhere.py"], 2, "no script 'nowhere.py'"),
+        (["run", "-n", "2", "--", "nowhere.py"], 2, "no script 'nowhere.py'"),
+        (["run", "-n2", "--mpi=gloo", "nowhere.py"], 2, "no script 'nowhere.py'"),
         (["demo", "--folder", "ok.toml/x"], 74, "can't write into ok.toml/x: Not a directory"),
         (["predict", "none", "ok.toml", "-o", "b.nii"], 73, "no checkpoint here"),
         (["predict", "none", "a.nii"], 2, "--output"),
