@@ -52,7 +52,8 @@ def _values(split: str, facts: Facts, classes: Sequence[str]) -> Iterator[str]:
         "no finite value" if low is None or high is None else f"{low:g} to {high:g}"
         for low, high in zip(facts.low, facts.high, strict=True)
     ]
-    yield _line(split, f"{', '.join(ranges)}; {facts.nan} NaN, {facts.infinite} infinite values")
+    values = f"{', '.join(ranges)}; {facts.nan} NaN, {facts.infinite} infinite values"
+    yield _line(split, values if ranges else "no file could be read")
     total = sum(facts.labels.values())
     for label, count in facts.labels.items():
         name = classes[label] if 0 <= label < len(classes) else "no class"

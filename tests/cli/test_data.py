@@ -128,3 +128,12 @@ def test_labels_in_info(tmp_path, capsys, monkeypatch):
     assert main(["data", "convert", "a", "b", "--format", "tiff"]) == 2
     assert main(["data", "index", "a"]) == 2
     assert "--overwrite (overwrite=True) replaces its manifest" in capsys.readouterr().err
+
+
+def test_a_split_without_a_good_file_has_no_range_in_info(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make = ["data", "ct", "a", "--count", "2", "--shape", "8", "8", "8", "--validation", "0.5"]
+    assert main(make) == 0
+    (tmp_path / "a" / "ct_0001.hdf5").unlink()
+    assert main(["data", "info", "a", "--deep", "--workers", "1"]) == 65
+    assert "val        no file could be read" in capsys.readouterr().out.splitlines()
