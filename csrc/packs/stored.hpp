@@ -34,7 +34,7 @@ using Fetch = std::function<void(std::uint64_t offset, std::span<std::byte> out)
 using Take = std::function<void(std::uint64_t offset, std::span<const std::byte> bytes)>;
 
 // Bytes of a file that are read and compared at a time: the CPU has them in its cache.
-inline constexpr std::size_t kCachedPiece = std::size_t{256} << 10;
+inline constexpr std::size_t kCachedPiece = std::size_t{128} << 10;
 
 // Reads a whole file into `out`, of its raw size, and compares it with its checksums; throws
 // Damage. `fetch` is called for up to `piece` bytes at a time.
