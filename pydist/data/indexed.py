@@ -76,6 +76,14 @@ class Kind:
     sample_shape: tuple[int, int, int, int]
     target_names: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """Returns the properties in words, for errors."""
+        shape = " × ".join(map(str, self.sample_shape))
+        return (
+            f"{self.dtype} samples of {shape} (channels, depth, height, width) "
+            f"with the axes {self.axes}, targets: {len(self.target_names)}"
+        )
+
 
 @dataclass(frozen=True)
 class Indexed:
