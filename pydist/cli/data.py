@@ -135,7 +135,10 @@ class _Pack:
 
 @dataclass(frozen=True)
 class _Verify:
-    """Reads every file of a data set or a pack and compares it with its checksum."""
+    """Reads every file of a data set or a pack, and compares it with its checksum.
+
+    The targets of a data set must be finite.
+    """
 
     folder: tyro.conf.Positional[Path]
     """Folder of the data set or of the pack."""
@@ -277,8 +280,8 @@ def verify(arguments: Sequence[str]) -> int:
     for fault in faults:
         console.print(f"damaged    {fault}", soft_wrap=True, markup=False)
     if faults:
-        what = "checksums" if packed else "manifest"
-        raise DataError(f"{chosen.folder} does not match its {what} (files: {len(faults)})")
+        what = "does not match its checksums" if packed else "has damaged or unusable files"
+        raise DataError(f"{chosen.folder} {what} (files: {len(faults)})")
     console.print(f"verified   {chosen.folder}", soft_wrap=True, markup=False)
     return 0
 

@@ -13,11 +13,12 @@ import numpy as np
 from pydist.data.data_file import kind_of
 from pydist.data.each_file import Progress, for_each
 from pydist.data.formats import StoredFile
-from pydist.data.indexed import FileTask, Indexed, index_file
+from pydist.data.indexed import FileTask, Indexed, check_target, index_file
 from pydist.data.journal import Journal
 from pydist.data.lock import FolderLock, lock_if_writable
 from pydist.data.made import checksum_of_file
 from pydist.data.manifest import FILE_NAME, DataFile, Manifest
+from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
 from pydist.errors import DataError, UsageError
 from pydist.owner import remove_temporaries
 from pydist.registry import FORMATS
@@ -176,8 +177,9 @@ def verify_dataset(
 ) -> list[str]:
     """Reads every file of a data set and compares size and checksum with the manifest.
 
-    Contiguous HDF5 has no checksums of its own: without this, a flipped bit goes unnoticed. Of
-    files that are folders and have no checksum in the manifest, only the existence is checked.
+    Contiguous HDF5 has no checksums of its own: without this, a flipped bit goes unnoticed. Files
+    that are folders and have no checksum in the manifest are not compared. Then each file is
+    opened as for training: its arrays must fit the manifest, and its target must be finite.
 
     Args:
         root: the folder.
@@ -185,7 +187,8 @@ def verify_dataset(
         workers: threads that read files.
 
     Returns:
-        One line for each file that is missing, differs or is listed twice; empty if there is none.
+        One line for each file that is missing, differs, has NaN or infinity in its target, or is
+        listed twice; empty if there is none.
 
     Raises:
         DataError: the manifest itself is missing or damaged.
@@ -193,14 +196,14 @@ def verify_dataset(
     """
     folder = Path(root)
     manifest = Manifest.load(folder)
-    FORMATS.get(manifest.file_format)
+    files = OpenFiles(folder, manifest, (), 1, None)
     if workers < 1:
         raise UsageError(f"workers={workers}: at least 1")
     often = Counter(entry.path for entry in manifest.files)
     faults = [f"{folder / path}: listed {n} times" for path, n in often.items() if n > 1]
     with lock_if_writable(folder), ThreadPoolExecutor(workers, "verify") as pool:
         try:
-            found = pool.map(lambda entry: fault_of(folder, entry), manifest.files)
+            found = pool.map(lambda entry: _unfit(files, entry), manifest.files)
             for done, (entry, fault) in enumerate(zip(manifest.files, found, strict=True), 1):
                 faults += [] if fault is None else [fault]
                 if progress:
@@ -208,6 +211,8 @@ def verify_dataset(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+        finally:
+            files.close()
     return faults
 
 
@@ -227,6 +232,29 @@ def fault_of(folder: Path, entry: DataFile) -> str | None:
         return f"{path}: {size} bytes, the manifest says {entry.bytes}"
     if kind and checksum != entry.checksum:
         return f"{path}: checksum {checksum}, the manifest says {entry.checksum}"
+    return None
+
+
+def require_targets(manifest: Manifest, opened: OpenedFile) -> None:
+    """Raises `DataError` unless a file has the manifest's targets, and these are finite."""
+    if not (manifest.target and manifest.target_names):
+        return
+    file = opened.file
+    with in_one_line(type(file), file.path):
+        target = file.read(file.dataset(manifest.target), ())
+    if target.shape != (len(manifest.target_names),):
+        raise DataError(f"{file.path}: {manifest.target!r} has the shape {target.shape}")
+    check_target(file.path, manifest.target, target)
+
+
+def _unfit(files: OpenFiles, entry: DataFile) -> str | None:
+    """Returns one line about a file that differs from its entry, or can't be trained on."""
+    if (fault := fault_of(files.root, entry)) is not None:
+        return fault
+    try:
+        files.read(entry, lambda opened: require_targets(files.manifest, opened))
+    except DataError as error:
+        return str(error)
     return None
 
 

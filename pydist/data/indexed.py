@@ -242,13 +242,21 @@ def _kind(task: FileTask, file: StoredFile, array: StoredArray) -> tuple[Kind, t
     count = target.shape[0]
     public = task.target in _COSMOFLOW_NAMES and count == len(COSMOFLOW_TARGETS)
     names = COSMOFLOW_TARGETS if public else tuple(f"target {i}" for i in range(count))
+    values = file.read(target, ())
+    check_target(task.path, task.target, values)
     if task.classes:
-        _check_class(task, file.read(target, ()))
+        _check_class(task, values)
         names = ("class",)
     letters = "DHW"[3 - dims :]
     axes = cast("Axes", f"{letters}C" if last else f"C{letters}")
     sample = (channels, depth, height, breadth)
     return Kind(axes, array.dtype.name, sample, names), extents
+
+
+def check_target(path: Path, name: str, values: npt.NDArray[Any]) -> None:
+    """Raises `DataError` unless the values to predict are finite numbers."""
+    if values.dtype.kind not in "biuf" or not np.isfinite(values).all():
+        raise DataError(f"{path}: {name!r} is {values.tolist()}; finite numbers are needed")
 
 
 def _check_class(task: FileTask, values: npt.NDArray[Any]) -> None:

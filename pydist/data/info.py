@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pydist.data.axes import label_file_order
 from pydist.data.each_file import Progress, for_each
-from pydist.data.index import fault_of
+from pydist.data.index import fault_of, require_targets
 from pydist.data.indexed import slabs
 from pydist.data.journal import Journal
 from pydist.data.lock import lock_if_writable
@@ -221,12 +221,7 @@ def _facts(manifest: Manifest, entry: DataFile, opened: OpenedFile) -> Facts:
                 window = tuple(slice(o, o + n) for o, n in zip(offset, extents, strict=True))
                 window = label_file_order(manifest.axes, window)
                 facts.add_labels(file.read(opened.label, window))
-        if manifest.target and manifest.target_names:
-            target = file.read(file.dataset(manifest.target), ())
-            if target.shape != (len(manifest.target_names),):
-                raise DataError(f"{file.path}: {manifest.target!r} has the shape {target.shape}")
-            if not np.isfinite(target).all():
-                raise DataError(f"{file.path}: {manifest.target!r} is {target.tolist()}")
+    require_targets(manifest, opened)
     return facts
 
 

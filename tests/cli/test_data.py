@@ -34,7 +34,7 @@ def test_ct_to_nifti_to_hdf5_and_verified(tmp_path, capsys, monkeypatch):
     assert main(["data", "verify", "b"]) == 65
     shown = capsys.readouterr()
     assert "ct_0000.hdf5: checksum" in shown.out
-    assert "b does not match its manifest (files: 1)" in shown.err
+    assert "b has damaged or unusable files (files: 1)" in shown.err
 
 
 def test_several_shapes_are_said(tmp_path, capsys, monkeypatch):

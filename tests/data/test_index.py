@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from pydist.data import Manifest, ShardDataset, index
 from pydist.data.convert import ConvertOptions, convert_dataset
 from pydist.data.index import IndexOptions, index_dataset, index_folder, verify_dataset
+from pydist.data.info import deep_facts
 from pydist.data.lock import FolderLock
 from pydist.errors import DataError, UsageError
 
@@ -109,6 +111,24 @@ def test_nan_is_found_while_indexing(tmp_path: Path) -> None:
         file["unitPar"] = np.zeros(3)
     with pytest.raises(DataError, match=r"NaN or infinity in \(0, 4, 0\)"):
         index_folder(tmp_path, IndexOptions(width=4))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_target_that_is_not_finite(foreign: Path, value: float) -> None:
+    manifest = index_dataset(foreign, IndexOptions(checksums=False))
+    path = foreign / "univ_000001.hdf5"
+    with h5py.File(path, "a") as file:
+        file["unitPar"][2] = value
+    why = rf"univ_000001\.hdf5: 'unitPar' is \[.*, {value}, .*\]; finite numbers are needed"
+    with pytest.raises(DataError, match=why):
+        index_folder(foreign, IndexOptions(statistics=False))
+    size = path.stat().st_size
+    files = [dataclasses.replace(f, bytes=size) for f in manifest.files if f.path == path.name]
+    dataclasses.replace(manifest, files=tuple(files)).save(foreign)
+    (fault,) = verify_dataset(foreign)
+    assert re.search(why, fault)
+    (fault,) = deep_facts(foreign)["train"].faults
+    assert re.search(why, fault)
 
 
 def test_verify_finds_every_kind_of_damage(public_universes: Path, tmp_path: Path) -> None:
