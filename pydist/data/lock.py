@@ -126,6 +126,11 @@ class FolderLock:
                     taken = self._holds()
                 if taken:
                     return file
+            except OSError:
+                if new:
+                    with contextlib.suppress(OSError):
+                        self._path.unlink()
+                raise
             finally:
                 if not taken:
                     os.close(file)

@@ -65,11 +65,11 @@ class LastingSpill(Spill):
         self._temporary: Path | None = None
         self._is_published = True
         self._held = contextlib.ExitStack()
-        self._lock = self._locked(folder)
         try:
+            self._lock = self._locked(folder)
             self._adopt(size_of, limit, warn)
         except BaseException:
-            self._held.close()
+            self._release()
             raise
 
     def publish(self) -> None:
@@ -98,12 +98,23 @@ class LastingSpill(Spill):
         self._is_published = True
 
     def close(self) -> None:
-        """Closes the files, and releases the folder; blocks that were not published are lost."""
+        """Closes the files, and releases the folder; blocks that were not published are lost.
+
+        A folder without published blocks is removed.
+        """
         super().close()
-        if self._temporary is not None:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, PydistError):
+            if self._temporary is not None:
                 self._temporary.unlink(missing_ok=True)
+            self._lock.check()
+            if not (self.folder / native.PACK_INDEX).exists():
+                self._remove_all_but({LOCK_NAME})
+        self._release()
+
+    def _release(self) -> None:
         self._held.close()
+        with contextlib.suppress(OSError):  # as it has blocks for the next run
+            self.folder.rmdir()
 
     def _open(self) -> native.PartitionWriter:
         name = f".{native.partition_name(self._partition)}"
@@ -151,7 +162,10 @@ class LastingSpill(Spill):
             self._id = os.urandom(16)
         self._is_published = True
         keep = {native.partition_name(part) for part in range(self._partition)}
-        keep |= {native.PACK_INDEX, LOCK_NAME} if found else {LOCK_NAME}
+        self._remove_all_but(keep | ({native.PACK_INDEX, LOCK_NAME} if found else {LOCK_NAME}))
+
+    def _remove_all_but(self, keep: set[str]) -> None:
+        """Removes partitions and indices with other names."""
         with _in_words(self.folder):
             for path in self.folder.iterdir():
                 if path.name not in keep and path.name.lstrip(".").startswith(("part-", "index.")):

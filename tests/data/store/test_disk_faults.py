@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -148,6 +149,24 @@ def test_a_full_disk_leaves_files(tmp_path: Path) -> None:
     rates = json.loads(done.stdout)
     assert 0.5 <= rates[0] == rates[1] < rates[2]
     assert done.stderr.count("File too large; no more samples are written there") >= 3
+
+
+@pytest.mark.parametrize("fails", ["lock", "partition", "index"])
+def test_a_full_disk_leaves_no_folders(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if fails == "lock":
+        monkeypatch.setattr("pydist.data.lock.os.pwrite", full)
+    elif fails == "partition":
+        monkeypatch.setattr("pydist.data.store.lasting.LastingSpill._open", full)
+    else:
+        monkeypatch.setattr("pydist.data.store.lasting.publish", full)
+    compare(RUN, tmp_path)
+    assert "No space left on device" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_job_leaves_its_spill_to_the_next_one(tmp_path: Path) -> None:
