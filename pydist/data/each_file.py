@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -32,7 +33,7 @@ def for_each(
             imported (`if __name__ == "__main__"`).
 
     Raises:
-        UsageError: `workers` is below 1.
+        UsageError: `workers` is below 1; or the main module can't be imported.
         DoesNotFit: the system has ended a process.
     """
     if workers < 1:
@@ -43,12 +44,18 @@ def for_each(
         return
     # A fork would copy the locks of this process's threads.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _prepare, (os.getpid(),)) as pool:
+    has_begun = context.RawValue("b", 0)
+    with ProcessPoolExecutor(workers, context, _prepare, (os.getpid(), has_begun)) as pool:
         numbers = {pool.submit(work, task): number for number, task in enumerate(tasks)}
         try:
             for done in as_completed(numbers):
                 yield numbers[done], done.result()
         except BrokenProcessPool as error:
+            if not has_begun.value:
+                raise UsageError(
+                    f"no worker process could begin: with workers={workers} a script needs "
+                    '`if __name__ == "__main__":` around its calls, as each worker imports it'
+                ) from error
             raise DoesNotFit(
                 "a worker process was ended, probably for lack of memory: fewer workers need less"
             ) from error
@@ -56,8 +63,9 @@ def for_each(
             pool.shutdown(cancel_futures=True)
 
 
-def _prepare(parent: int) -> None:
+def _prepare(parent: int, has_begun: ctypes.c_byte) -> None:
     """Leaves interrupts to the parent, and ends this process when the parent has ended."""
+    has_begun.value = 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 

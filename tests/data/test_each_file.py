@@ -47,6 +47,20 @@ def test_a_process_that_dies() -> None:
         list(for_each(die, range(3), 0))
 
 
+def test_a_script_that_workers_can_not_import(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace('if __name__ == "__main__"', "if True"))
+    command = [sys.executable, script, tmp_path / "pids", Path(tasks.__file__).parents[2]]
+    done = subprocess.run(
+        command, env=child_environment(), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    *_, last = done.stderr.splitlines()
+    assert last.startswith(
+        "pydist.errors.UsageError: no worker process could begin: with workers=2"
+    )
+    assert '`if __name__ == "__main__":`' in last
+
+
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script, trace = tmp_path / "script.py", tmp_path / "pids"
     script.write_text(SCRIPT)
