@@ -43,12 +43,14 @@ def _check(config: Config, ranks: int, mpi: str) -> None:
     """Raises the errors that can be known before ranks start; they report the others."""
     from pydist.data.manifest import Manifest
     from pydist.launch import backend_named
+    from pydist.train.folder import refuse_data_folder
     from pydist.train.ranks import check_ranks
 
     check_ranks(config, ranks)
     backend_named(mpi)
     if ranks > 0:  # else the launcher says what is possible
         Manifest.load(config.data.path)
+        refuse_data_folder(config.output.folder, config.data.path)
 
 
 def launch_training(

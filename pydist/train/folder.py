@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pydist import owner
+from pydist.data.publish import real_path
 from pydist.errors import DiskError, UsageError
 from pydist.train import checkpoint, log, report
 from pydist.train.curves import CURVES_FILE
@@ -19,6 +20,20 @@ TUNING_FILE = "tuning.json"
 """The run's choices of kernels, for `train.tuning` of another run."""
 
 _RESULTS = (report.PREDICTIONS_FILE, DICE_FILE, report.PICTURE_FILE, CURVES_FILE)
+
+
+def refuse_data_folder(folder: Path, data: Path) -> None:
+    """Stops a run before it writes between the files of a data set.
+
+    Raises:
+        UsageError: its folder is that of the data set, or in it.
+    """
+    inner, outer = Path(real_path(folder)), Path(real_path(data))
+    if outer in (inner, *inner.parents):
+        raise UsageError(
+            f"output.folder = {str(folder)!r} is in the data set's folder, data.path = "
+            f"{str(data)!r}: choose one outside of it"
+        )
 
 
 def refuse_foreign(folder: Path) -> None:

@@ -38,6 +38,7 @@ from pydist.train.folder import (
     CONFIG_FILE,
     LOG_FILE,
     PICTURES,
+    refuse_data_folder,
     refuse_foreign,
     remove_unfinished,
 )
@@ -89,7 +90,7 @@ def train(
     (`predictions.csv`, for segmentation `dice.csv`) and, optionally, `result.png` to
     `config.output.folder`. It locks the folder meanwhile: a second run there is refused before it
     writes anything (see `pydist.data.lock`). So is a run in a folder with files of these names that
-    no run has written.
+    no run has written, and a run in the data set's folder.
 
     Args:
         config: see `pydist.train.config`; `ranks` were made from its table "mesh".
@@ -111,6 +112,7 @@ def train(
         lock = None
         with together(job.world):
             if job.writes:
+                refuse_data_folder(config.output.folder, config.data.path)
                 make_folder(config.output.folder)
                 lock = stack.enter_context(FolderLock(config.output.folder))
                 refuse_foreign(config.output.folder)
