@@ -19,7 +19,7 @@ from pydist.data.formats import Compression, Storage, StoredFile
 from pydist.data.index import fault_of
 from pydist.data.journal import Journal
 from pydist.data.lock import FolderLock
-from pydist.data.made import JOURNAL, checksum_of_file
+from pydist.data.made import JOURNAL, MadeFiles, checksum_of_file
 from pydist.data.manifest import FILE_NAME, DataFile, Manifest
 from pydist.data.open_files import OpenedFile, OpenFiles
 from pydist.data.publish import make_folder, need_space, real_path
@@ -127,8 +127,7 @@ def convert_dataset(
             and present.origin.get(RECIPE) != recipe
             and not names.isdisjoint(file.path for file in present.files)
         ):
-            # An interrupted run must not leave a manifest with files of two data sets.
-            (root / FILE_NAME).unlink()
+            MadeFiles(root, present).replace()
         made = _made(tasks, journal, present, recipe, progress, workers)
         converted = replace(
             manifest,
