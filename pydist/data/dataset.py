@@ -18,7 +18,7 @@ from pydist.data.formats import Driver, StoredArray
 from pydist.data.manifest import Manifest
 from pydist.data.normalize import Normalizer, staged_dtype
 from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
-from pydist.data.places import Place, place_of
+from pydist.data.places import BlockPlace, place_of
 from pydist.errors import DataError, DoesNotFit, UsageError, out_of_memory
 
 if TYPE_CHECKING:
@@ -326,11 +326,11 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         extents = sample.file.extents
         return self.sample_shape if extents is None else (self.sample_shape[0], *extents)
 
-    def _place(self, sample: Sample, box: Box | None) -> Place:
+    def _place(self, sample: Sample, box: Box | None) -> BlockPlace:
         return place_of(self.manifest.axes, self._shape(sample), sample.offset, box)
 
     def _read_samples(
-        self, index: int, sample: Sample, place: Place, out: npt.NDArray[Any] | None = None
+        self, index: int, sample: Sample, place: BlockPlace, out: npt.NDArray[Any] | None = None
     ) -> npt.NDArray[Any]:
         """Reads the stored values of a block as [C, D, H, W]; into `out`, if given."""
         axes = self.manifest.axes

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pydist.partition import Box
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where a block of a sample is.
 
     Attributes:
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 @lru_cache(maxsize=1024)  # samples have few shapes and offsets, and a rank has few blocks of them
 def place_of(
     axes: Axes, shape: tuple[int, ...], offset: tuple[int, int, int], box: Box | None
-) -> Place:
+) -> BlockPlace:
     """Returns where a block of a sample is.
 
     Args:
@@ -72,4 +72,4 @@ def place_of(
     order = label_file_order if len(shape) == len(offset) else file_order
     window = order(axes, of_volume)
     extents = tuple(b - a for a, b in zip(lo, hi, strict=True))
-    return Place(lo, extents, window, tuple(each.stop - each.start for each in window))
+    return BlockPlace(lo, extents, window, tuple(each.stop - each.start for each in window))

@@ -72,7 +72,7 @@ class NiftiHeader:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Extents [x, y, z] or [x, y, z, channel]."""
+        """The extents are [x, y, z], or [x, y, z, channel]."""
         return _extents(self.header, str(self.path))
 
 
