@@ -90,7 +90,9 @@ class WholeRun:
             module.__dict__["_pydist_path"] = path or type(net).__name__  # for error messages
         leaf = self.x.clone().requires_grad_()
         with Reference() as reference, _watching(net, keep):
-            loss = self._loss(net, leaf)
+            for loss in self._losses(net, leaf):
+                if isinstance(loss, Tensor) and loss.requires_grad:
+                    _run_backward(loss)
         self.casts = reference.casts
         if reference.draws:
             drawn = ", ".join(dict.fromkeys(reference.draws))
@@ -102,8 +104,6 @@ class WholeRun:
             raise UsageError("the network returns no tensor of real numbers: nothing to compare")
         if not loss.requires_grad:
             raise UsageError("the network's output has no gradient: it was detached on its way")
-        with reference:
-            _run_backward(loss)
         self._grads = _gradients(net, leaf)
         self._buffers = _buffers(net)
 
@@ -126,7 +126,8 @@ class WholeRun:
         net, found = copy.deepcopy(model), Differences()
         leaf = x.detach().clone().requires_grad_()
         with _watching(net, partial(self._compare, found)):
-            self._loss(net, leaf).backward()
+            for loss in self._losses(net, leaf):
+                loss.backward()
         self._finish(found, _gradients(net, leaf), net)
         return found
 
@@ -174,13 +175,12 @@ class WholeRun:
         """Returns NaN for each parameter whose gradient no stage has."""
         return {n: math.nan for n in self._grads if n != INPUT and n not in found.gradients}
 
-    def _loss(self, net: nn.Module, x: Tensor) -> Any:
-        """Returns the loss of all micro-batches, each weighted by its samples."""
+    def _losses(self, net: nn.Module, x: Tensor) -> Iterator[Any]:
+        """Yields the loss of each micro-batch, weighted by its samples, after its forward pass."""
         parts = self._micro_batches
-        if parts == 1:
-            return loss_of(net(x))
         cuts = [len(x) * i // parts for i in range(parts + 1)]
-        return sum(loss_of(net(x[a:b])) * ((b - a) / len(x)) for a, b in pairwise(cuts))
+        for a, b in pairwise(cuts):
+            yield loss_of(net(x[a:b])) * ((b - a) / len(x))
 
     def _compare(
         self, found: Differences, path: str, call: int, number: int, value: Tensor

@@ -153,6 +153,22 @@ def test_micro_batches_of_one_stage():
     assert report.ok, format_report(report)
 
 
+def test_micro_batches_of_a_network_that_changes_what_it_computes_with():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(2, 2, 1)
+            self.register_buffer("scale", torch.ones(2, 1, 1, 1))
+
+        def forward(self, x):
+            self.scale.mul_(0.9)
+            return self.last(self.first(x) * self.scale)
+
+    report = check(Net, (1, 6, 4, 4), (1, 1, 1), micro_batches=2)
+    assert report.ok, format_report(report)
+    assert "scale" in report.found.buffers
+
+
 def test_a_wrong_transfer_between_stages_is_found(monkeypatch):
     right = StageTransfer.receive_gradient
     monkeypatch.setattr(StageTransfer, "receive_gradient", lambda *given: right(*given) * 1.01)
