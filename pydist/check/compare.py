@@ -140,9 +140,7 @@ class WholeRun:
             mesh: the mesh that cuts them.
         """
         net, found = parallelize(copy.deepcopy(model), mesh), Differences()
-        layout = sample_layout(mesh, x.shape)
-        local = shard_of_plain(x.detach(), layout).clone().requires_grad_()
-        leaf = ShardedTensor.from_local(local, layout)
+        leaf = _sharded(x, mesh)
         with CallRecorder(mesh) as recorder, _watching(net, partial(self._compare, found)):
             loss = loss_of(net(leaf))
         with recorder.again():
@@ -153,7 +151,7 @@ class WholeRun:
     def staged_differences(self, model: nn.Module, x: Tensor, stages: Stages) -> StagedRun:
         """Computes the differences of a run in stages, of what this rank's stage has. Collective.
 
-        The input has no gradient.
+        The input's gradient is not compared.
 
         Args:
             model: the network; it is copied.
@@ -162,6 +160,8 @@ class WholeRun:
         """
         net, found = copy.deepcopy(model), Differences()
         made = pipeline(net, stages, x, micro_batches=self._micro_batches)
+        if not self._grads.keys() - {INPUT}:
+            x = _sharded(x, stages.mesh)  # the only tensor with a gradient, which a step needs
         with _watching(net, partial(self._compare, found)):
             made.step(x, None, lambda outputs, _: loss_of(outputs))
         grads = _gradients(net)
@@ -244,6 +244,13 @@ def difference(found: Tensor, expected: Tensor) -> float:
         return 0.0
     worst = float((found.detach().double() - expected).abs().max())
     return worst / (scale or 1.0)
+
+
+def _sharded(x: Tensor, mesh: Mesh) -> ShardedTensor:
+    """Returns this rank's block of a plain tensor, as a leaf with a gradient."""
+    layout = sample_layout(mesh, x.shape)
+    local = shard_of_plain(x.detach(), layout).clone().requires_grad_()
+    return ShardedTensor.from_local(local, layout)
 
 
 def _run_backward(loss: Tensor) -> None:

@@ -153,6 +153,18 @@ def test_micro_batches_of_one_stage():
     assert report.ok, format_report(report)
 
 
+@pytest.mark.parametrize(("stages", "dims"), [(1, 3), (2, 3), (2, 2)])
+def test_stages_and_micro_batches_of_a_network_that_trains_nothing(stages, dims):
+    pool = nn.AvgPool3d(2) if dims == 3 else nn.AvgPool2d(2)
+    spatial = (2, 1, 1)[:dims]
+    report = check(
+        lambda: nn.Sequential(nn.ReLU(), pool), (2, *[8] * dims), spatial, stages=stages,
+        micro_batches=2,
+    )  # fmt: skip
+    assert report.ok, format_report(report)
+    assert set(report.found.outputs) == {"", "0", "1"}
+
+
 def test_micro_batches_of_a_network_that_changes_what_it_computes_with():
     class Net(nn.Module):
         def __init__(self) -> None:
