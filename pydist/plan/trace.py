@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pydist.errors import NotSupported
+from pydist.arguments import mapped
+from pydist.errors import NotSupported, UsageError
 from pydist.ops.windows import Window, as_tuple, symmetric
 from pydist.stages.shapes import tensors_of
 
@@ -43,6 +45,8 @@ _EXPONENTIALS = frozenset(
     "softplus binary_cross_entropy binary_cross_entropy_with_logits".split()
 )
 """Names of calls that compute an exponential or logarithm of each element."""
+_INDEXING = {_T.Tensor.__getitem__, _T.Tensor.__setitem__, _T.tensor_split, _T.Tensor.tensor_split}
+"""Calls that read indices, which are constants."""
 _PRELUS = {F.prelu, torch.prelu}
 _OPTIONS: Mapping[str, Sequence[tuple[str, Any]]] = {
     "conv": (
@@ -138,7 +142,7 @@ def trace_network(
     model: nn.Module,
     sample: Sequence[int],
     criterion: Callable[[Any], Tensor] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> Trace:
     """Traces the training step of a network, without computing it.
 
@@ -146,11 +150,22 @@ def trace_network(
         model: the plain network; unchanged.
         sample: shape of a sample, channels first.
         criterion: computes the loss from the output on the meta device; by default the mean.
-        dtype: of the input.
+        dtype: of the input; by default that of the network's first real parameter, or float32.
 
     Raises:
         NotSupported: the network reads values, as in `if x.max() > 0`, which shapes do not tell.
+        UsageError: a parameter has no shape yet, or the network computes nothing from its input.
     """
+    kind = type(model).__name__
+    state = (*model.named_parameters(), *model.named_buffers())
+    if lazy := next((name for name, each in state if is_lazy(each)), None):
+        raise UsageError(
+            f"{lazy!r} of this {kind} has no shape yet (a lazy module): call the network once, on a"
+            " plain tensor, where it is made"
+        )
+    if dtype is None:
+        real = (p.dtype for p in model.parameters() if p.is_floating_point())
+        dtype = next(real, torch.float32)
     with torch.device("meta"):
         network = copy.deepcopy(model).to("meta").train()
         x = torch.empty(SAMPLES, *sample, dtype=dtype)
@@ -167,14 +182,17 @@ def trace_network(
                 out = network(x)
                 if criterion is not None:
                     criterion(out)
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, TypeError) as error:
         if "meta" not in str(error).lower():
             raise
         raise NotSupported(
-            f"{type(model).__name__} reads values of tensors in {recorder.module or 'its forward'},"
+            f"{kind} reads values of tensors in {recorder.module or 'its forward'},"
             f" so shapes do not tell what it computes: {error}"
         ) from error
-    return recorder.trace()
+    trace = recorder.trace()
+    if not trace.calls:
+        raise UsageError(f"{kind} computes nothing from its input: there is no step to plan")
+    return trace
 
 
 class _Recorder(TorchFunctionMode):
@@ -228,6 +246,9 @@ class _Recorder(TorchFunctionMode):
         before = self.count()
         self._saved = []
         operands = tensors_of((args, given))
+        if func not in _INDEXING and any(x.is_meta for x in operands):
+            args, given = mapped(_on_meta, (args, given))
+            operands = tensors_of((args, given))
         inputs = [x for x in operands if id(x) in self._numbers]
         versions = [x._version for x in operands]
         result = func(*args, **given)
@@ -346,6 +367,13 @@ class _Recorder(TorchFunctionMode):
     def trace(self) -> Trace:
         """Returns the trace."""
         return Trace(self._tensors, self._memories, self._calls, self._trained)
+
+
+def _on_meta(value: Any) -> Any:
+    """Returns the shape of a constant that is neither a parameter nor a buffer."""
+    if not isinstance(value, Tensor) or value.is_meta or not value.dim():
+        return value
+    return torch.empty_like(value, device="meta")
 
 
 def _kind_of(func: Any, args: Any, kwargs: Any) -> tuple[str, Window | None, Mapping[str, Any]]:

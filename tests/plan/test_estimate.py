@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from pydist.errors import NotSupported, UsageError
 from pydist.grid import Grid
 from pydist.hardware import PROFILES, Hardware, Interconnect
 from pydist.models import CosmoFlow
@@ -201,3 +204,54 @@ def test_a_tensor_that_is_written_into_is_followed() -> None:
     layers = [call for call in trace.calls if call.kind == "conv"]
     assert [call.parameters for call in layers] == [[0], [1]]
     assert trace.tensors[layers[1].inputs[0]].gradient is not None
+
+
+class Read(nn.Module):
+    """Network that is a function."""
+
+    def __init__(self, function: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> object:
+        return self.function(x)
+
+
+class Scaled(nn.Module):
+    """Computes with constants that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = conv(), torch.ones(2, 1, 1, 1)
+        self.cuts, self.wanted = torch.tensor([1]), torch.tensor([True, False])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x) * self.scale + torch.from_numpy(np.ones((2, 1, 1, 1), np.float32))
+        return torch.cat([x[:, self.wanted], *torch.tensor_split(x, self.cuts, 1)], 1)
+
+
+def test_a_plan_takes_constants() -> None:
+    calls = [call.name for call in trace_network(Scaled(), (1, 8, 8, 8)).calls]
+    assert calls == ["conv3d", "mul", "add", "__getitem__", "tensor_split", "cat"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_input_has_the_dtype_of_the_network(dtype: torch.dtype) -> None:
+    trace = trace_network(conv().to(dtype), (1, 8, 8, 8))
+    assert trace.tensors[0].nbytes == 2 * 8**3 * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("network", "error", "complaint"),
+    [
+        (nn.LazyConv3d(2, 3), UsageError, "'weight' of this LazyConv3d has no shape yet"),
+        (nn.Identity(), UsageError, "Identity computes nothing from its input"),
+        (Read(lambda x: x.numpy()), NotSupported, "Read reads values of tensors in its forward"),
+        (Read(lambda x: x if x.max() > 0 else -x), NotSupported, "Read reads values"),
+    ],
+)
+def test_a_network_that_has_no_plan_is_refused_with_a_reason(
+    network: nn.Module, error: type[Exception], complaint: str
+) -> None:
+    with pytest.raises(error, match=complaint):
+        trace_network(network, (1, 8, 8, 8))
