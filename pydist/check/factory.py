@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -15,6 +16,9 @@ from typing import Any
 from torch import nn
 
 from pydist.errors import DoesNotFit, UsageError, in_words, out_of_memory
+
+_LISTED = 10
+"""Most names of a module that an error lists."""
 
 
 def load_factory(name: str) -> Callable[..., nn.Module]:
@@ -50,7 +54,13 @@ def load_object(name: str) -> Any:
     found = getattr(module, attribute, None)
     if found is None:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise UsageError(f"{where} has no {attribute!r}; it has: {', '.join(names) or 'nothing'}")
+        if len(names) <= _LISTED:
+            hint = f"it has: {', '.join(names) or 'nothing'}"
+        elif close := difflib.get_close_matches(attribute, names):
+            hint = f"did you mean {' or '.join(close)}?"
+        else:
+            hint = f"it has {len(names)} other names, none like it"
+        raise UsageError(f"{where} has no {attribute!r}; {hint}")
     return found
 
 

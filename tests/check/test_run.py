@@ -246,6 +246,8 @@ def test_command(tmp_path, capsys):
     ("arguments", "complaint"),
     [
         (["{file}:nothing", "--sample", "1,6,4,4"], "has no 'nothing'; it has: "),
+        (["torch.nn:Con3d", "--sample", "1,6,4,4"], "'Con3d'; did you mean Conv3d or Conv"),
+        (["torch.nn:Nope", "--sample", "1,6,4,4"], " other names, none like it"),
         (["{file}:number", "--sample", "1,6,4,4"], "is no function: 3"),
         (["{file}:no_module", "--sample", "1,6,4,4"], "makes a int; expected a torch.nn.Module"),
         (["{file}", "--sample", "1,6,4,4"], "expected FILE.py:NAME or MODULE:NAME"),
