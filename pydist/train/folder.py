@@ -26,13 +26,12 @@ def refuse_data_folder(folder: Path, data: Path) -> None:
     """Stops a run before it writes between the files of a data set.
 
     Raises:
-        UsageError: its folder is that of the data set, or in it.
+        UsageError: its folder is that of the data set.
     """
-    inner, outer = Path(real_path(folder)), Path(real_path(data))
-    if outer in (inner, *inner.parents):
+    if real_path(folder) == real_path(data):
         raise UsageError(
-            f"output.folder = {str(folder)!r} is in the data set's folder, data.path = "
-            f"{str(data)!r}: choose one outside of it"
+            f"output.folder = {str(folder)!r} is the data set's folder, data.path = {str(data)!r}: "
+            "choose another one"
         )
 
 

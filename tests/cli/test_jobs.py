@@ -165,9 +165,9 @@ def test_an_error_of_all_ranks_is_printed_once_with_its_exit_code(place):
     assert said.count("nowhere: no such folder") == 1
     assert len(said.strip().splitlines()) == 1
     assert "\0" not in said
-    said = train("-n", "2", "--output.folder", "data/run", *SPLIT, code=2)
+    said = train("-n", "2", "--output.folder", "data", *SPLIT, code=2)
     assert len(said.strip().splitlines()) == 1
-    assert "output.folder = 'data/run' is in the data set's folder" in said
+    assert "output.folder = 'data' is the data set's folder" in said
     said = train("-n", "2", "--mesh.data", "3", code=2)
     assert said.count("(data 3) and 2 ranks: possible are 3") == 1
 

@@ -480,15 +480,12 @@ def test_a_checkpoint_that_can_not_be_written_stops_or_warns(config):
     assert "continuing without a checkpoint" in events(config, "notice")[0]["text"]
 
 
-@pytest.mark.parametrize("inner", ["", "runs/one"])
-def test_a_run_in_the_folder_of_its_data_is_refused(config, tmp_path, inner):
+def test_a_run_in_the_folder_of_its_data_is_refused(config, tmp_path):
     data = tmp_path / "link"
     data.symlink_to(config.data.path)
     before = sorted(config.data.path.rglob("*"))
-    config = change(config, output={"folder": data / inner})
-    with pytest.raises(
-        UsageError, match=r"output\.folder = .* is in the data set's folder, data\."
-    ):
+    config = change(config, output={"folder": data})
+    with pytest.raises(UsageError, match=r"output\.folder = .* is the data set's folder, data\."):
         run_local(job, 1, config)
     assert sorted(config.data.path.rglob("*")) == before
 
