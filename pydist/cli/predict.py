@@ -96,7 +96,7 @@ def _check(options: _Arguments) -> None:
         DataError: an image does not exist.
         DiskError: there is no folder for the output, or its links form a cycle.
     """
-    from pydist.data.medical.nifti import require_suffix
+    from pydist.data.medical.nifti_header import require_suffix
     from pydist.data.publish import real_path, refuse_overwriting
 
     if options.overlap is not None and options.sliding is None:
@@ -201,7 +201,7 @@ def _check_truth(options: _Arguments, truth: Path, outputs: Sequence[Path]) -> N
 
 def _truth_of(options: _Arguments, output: Path) -> Path:
     """Returns the file of a case's true labels."""
-    from pydist.data.medical.nifti import SUFFIXES, stem
+    from pydist.data.medical.nifti_header import SUFFIXES, stem
 
     assert options.truth is not None
     if not options.truth.is_dir():
@@ -217,7 +217,7 @@ def _truth_of(options: _Arguments, output: Path) -> Path:
 
 def _probabilities_of(output: Path) -> Path:
     """Returns the file of a case's probabilities, beside that of its labels."""
-    from pydist.data.medical.nifti import stem
+    from pydist.data.medical.nifti_header import stem
 
     name = stem(output)
     return output.with_name(f"{name}_probabilities{output.name.removeprefix(name)}")

@@ -17,7 +17,8 @@ from pydist.comm.consensus import together
 from pydist.data import Manifest
 from pydist.data.medical.case import grid_options
 from pydist.data.medical.grid import GridOptions
-from pydist.data.medical.nifti import without_private, written_nifti
+from pydist.data.medical.nifti_header import without_private
+from pydist.data.medical.nifti_writing import written_nifti
 from pydist.data.publish import refuse_overwriting
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.inference.distributed import BoxedVolume

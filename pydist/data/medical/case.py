@@ -16,14 +16,9 @@ from pydist.data.medical.collection import LabelledVolume
 from pydist.data.medical.dicom import read_dicom
 from pydist.data.medical.grid import GridOptions, VoxelGrid
 from pydist.data.medical.layouts import Case
-from pydist.data.medical.nifti import (
-    Nifti,
-    NiftiHeader,
-    OpenNifti,
-    read_nifti,
-    without_private,
-    write_nifti,
-)
+from pydist.data.medical.nifti import Nifti, OpenNifti, read_nifti
+from pydist.data.medical.nifti_header import NiftiHeader, without_private
+from pydist.data.medical.nifti_writing import write_nifti
 from pydist.data.safe_open import SafeFile
 from pydist.errors import DataError, UsageError
 from pydist.parsing import parse_json

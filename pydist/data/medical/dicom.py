@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.hdf5_rules import Limits
-from pydist.data.medical.nifti import MISSING_LIBRARY, Nifti, Outline
+from pydist.data.medical.nifti import Nifti, Outline
+from pydist.data.medical.nifti_header import MISSING_LIBRARY
 from pydist.data.regular import require_regular
 from pydist.errors import DataError, UsageError
 

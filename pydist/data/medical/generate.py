@@ -22,7 +22,8 @@ from pydist.data.medical.collection import (
     write_set,
 )
 from pydist.data.medical.ct import CLASS_NAMES, CTOptions, make_volume
-from pydist.data.medical.nifti import MISSING_LIBRARY, write_nifti
+from pydist.data.medical.nifti_header import MISSING_LIBRARY
+from pydist.data.medical.nifti_writing import write_nifti
 from pydist.data.publish import make_folder, publish, require_room
 from pydist.errors import UsageError
 from pydist.owner import remove_temporaries

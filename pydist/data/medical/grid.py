@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.medical.nifti import affine_of, header_of
+from pydist.data.medical.nifti_header import affine_of, header_of
 from pydist.errors import DataError, UsageError
 from pydist.partition import Box
 

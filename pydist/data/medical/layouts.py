@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pydist.data.medical.dicom import is_series
-from pydist.data.medical.nifti import is_nifti, stem
+from pydist.data.medical.nifti_header import is_nifti, stem
 from pydist.errors import DataError, UsageError
 from pydist.parsing import parse_json
 

@@ -1,4 +1,4 @@
-"""Reads and writes NIfTI files, including every voxel and header field.
+"""Reads NIfTI files, including every voxel, at once or plane by plane.
 
 Files are untrusted: sizes are checked before memory is allocated, a gzip file is read to its end
 so that its checksum is compared, and errors are reported in one line.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import logging
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,58 +20,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.publish import GZIP_RATIO, publishing
+from pydist.data.medical.nifti_header import NiftiHeader, header_of, scaling_of
+from pydist.data.publish import GZIP_RATIO
 from pydist.data.regular import require_regular
-from pydist.errors import DataError, UsageError
+from pydist.errors import DataError
 
 if TYPE_CHECKING:
     from nibabel.nifti1 import Nifti1Header
-
-SUFFIXES = (".nii", ".nii.gz")
-
-MISSING_LIBRARY = "NIfTI files need nibabel: pip install 'pydist[medical]'"
 
 _HEADER = 540
 """Bytes of the longer of the two headers."""
 _GZIP = b"\x1f\x8b"
 _SLACK = 1 << 20
 """Bytes that may follow the voxels, as some programs pad."""
-_SPACINGS = (1e-6, 1e6)
-"""mm between voxels."""
 _LARGEST = float(np.finfo(np.float32).max) / 2
 """Largest magnitude of a value: the difference of two, which interpolation forms, fits float32."""
-_QUIET = logging.Logger("nibabel's remarks on headers that it can fix")
-_QUIET.addHandler(logging.NullHandler())
-_PRIVATE = (
-    "descrip", "aux_file", "intent_name", "data_type", "db_name", "unused_str", "extents",
-    "session_error",
-)  # fmt: skip
-"""Free text in a header, which may name a patient, and fields that NIfTI leaves unused."""
-
-
-@dataclass(frozen=True)
-class NiftiHeader:
-    """Where a NIfTI file came from, and its header.
-
-    Attributes:
-        path: where it came from.
-        header: its header as parsed by nibabel.
-        block: its header as stored in the file: 348 or 540 bytes.
-    """
-
-    path: Path
-    header: Nifti1Header
-    block: bytes
-
-    @property
-    def affine(self) -> npt.NDArray[np.float64]:
-        """Affine matrix [4, 4] that maps voxel indices (x, y, z) to mm."""
-        return affine_of(self.header, str(self.path))
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The extents are [x, y, z], or [x, y, z, channel]."""
-        return _extents(self.header, str(self.path))
 
 
 @dataclass(frozen=True)
@@ -193,7 +154,7 @@ class OpenNifti:
 
     def _fill(self, planes: npt.NDArray[Any], first: int) -> None:
         """Reads adjacent planes from the file."""
-        view = memoryview(planes.reshape(-1, order="F").view(np.uint8))  # type: ignore[arg-type]  # numpy says so from Python 3.12 on
+        view = planes.reshape(-1, order="F").view(np.uint8).data
         begin = first * math.prod(self.about.shape[:2]) * self.dtype.itemsize
         if self._at != begin:
             self._file.seek(self._offset + begin)
@@ -231,7 +192,7 @@ def _scaled(
         where: names the file in errors.
         first: index of the first voxel, for errors.
     """
-    slope, intercept = _scaling(header, where)
+    slope, intercept = scaling_of(header, where)
     values = stored.astype(stored.dtype.newbyteorder("="), copy=False)
     if (slope, intercept) != (1, 0):
         whole = all(n.is_integer() and abs(n) < 1 << 31 for n in (slope, intercept))
@@ -259,22 +220,6 @@ def _require_float32(values: npt.NDArray[Any], where: str, first: Sequence[int])
             f"{where}: values from {low:g} to {high:g} do not fit float32: magnitudes up to"
             f" {_LARGEST:g} are possible"
         )
-
-
-def is_nifti(path: Path) -> bool:
-    """Returns whether a name belongs to a NIfTI file, and not to a hidden file of macOS."""
-    return path.name.endswith(SUFFIXES) and not path.name.startswith(".")
-
-
-def require_suffix(path: Path) -> None:
-    """Raises `UsageError` if a file's name is not the name of a NIfTI file."""
-    if not path.name.endswith(SUFFIXES):
-        raise UsageError(f"{path}: the name of a NIfTI file ends in {' or '.join(SUFFIXES)}")
-
-
-def stem(path: Path) -> str:
-    """Returns a file's name without .nii or .nii.gz."""
-    return path.name.removesuffix(".gz").removesuffix(".nii")
 
 
 def read_nifti(path: str | Path) -> Nifti:
@@ -307,184 +252,8 @@ def outline_of(path: Path) -> Outline:
         UsageError: nibabel is not installed.
     """
     with closing(OpenNifti(path)) as file:
-        whole = all(number.is_integer() for number in _scaling(file.about.header, str(path)))
+        whole = all(number.is_integer() for number in scaling_of(file.about.header, str(path)))
         return Outline(math.prod(file.about.shape[3:]), file.dtype.kind in "iu" and whole)
-
-
-def header_of(block: bytes, where: str) -> Nifti1Header:
-    """Parses the header in the first bytes of a file.
-
-    Args:
-        block: at least 540 bytes, or the 348 of NIfTI-1.
-        where: names the file in errors.
-
-    Raises:
-        DataError: these are not the bytes of a NIfTI header.
-        UsageError: nibabel is not installed.
-    """
-    try:
-        import nibabel as nib
-    except ImportError:
-        raise UsageError(MISSING_LIBRARY) from None
-    kinds = {348: nib.Nifti1Header, 540: nib.Nifti2Header}
-    sizes = (int.from_bytes(block[:4], "little"), int.from_bytes(block[:4], "big"))
-    size = next((size for size in sizes if size in kinds), None)
-    if size is None or len(block) < size:
-        raise DataError(f"{where}: not a NIfTI file")
-    try:
-        header: Nifti1Header = kinds[size](binaryblock=block[:size], check=False)
-        header.check_fix(logger=_QUIET)
-        magic = bytes(header["magic"])
-    except (nib.spatialimages.HeaderDataError, ValueError, KeyError) as error:
-        raise DataError(f"{where}: damaged header: {_line(error)}") from error
-    if not magic.startswith((b"n+1", b"n+2")):
-        raise DataError(f"{where}: not NIfTI in one file (magic {magic!r}): convert it to .nii")
-    return header
-
-
-def affine_of(header: Nifti1Header, where: str) -> npt.NDArray[np.float64]:
-    """Returns the map from voxel indices to mm: sform if it is set, else qform, else the spacing.
-
-    Raises:
-        DataError: it is not finite, or flattens a dimension.
-    """
-    from nibabel.spatialimages import HeaderDataError
-
-    try:
-        affine = np.asarray(header.get_best_affine(), dtype=np.float64)
-    except (HeaderDataError, ValueError) as error:
-        raise DataError(f"{where}: damaged header: {_line(error)}") from error
-    directions = affine[:3, :3]
-    lengths = np.abs(directions).max(0)
-    if not np.isfinite(affine).all() or lengths.min() == 0:
-        raise DataError(f"{where}: its affine {directions.tolist()} is not invertible")
-    if not _SPACINGS[0] < lengths.min() <= lengths.max() < _SPACINGS[1]:
-        raise DataError(f"{where}: voxels lie {lengths.tolist()} mm apart")
-    if abs(np.linalg.det(directions / lengths)) < 1e-6:
-        raise DataError(f"{where}: its affine {directions.tolist()} is not invertible")
-    return affine
-
-
-def _scaling(header: Nifti1Header, where: str) -> tuple[float, float]:
-    """Returns slope and intercept of the stored values; in the standard a slope of 0 means none.
-
-    Raises:
-        DataError: one is NaN or infinite, which other programs ignore in different ways.
-    """
-    slope, intercept = float(header["scl_slope"]), float(header["scl_inter"])
-    if slope == 0:
-        return 1.0, 0.0
-    for name, value in (("scl_slope", slope), ("scl_inter", intercept)):
-        if not math.isfinite(value):
-            raise DataError(
-                f"{where}: {name} is {value}: a finite number is needed, or scl_slope 0 for values "
-                "as they are stored"
-            )
-    return slope, intercept
-
-
-def without_private(block: bytes) -> bytes:
-    """Returns a header with its free text and its unused fields emptied."""
-    header = header_of(block, "header")
-    fields = header.structarr.dtype.fields
-    assert fields is not None
-    clean = bytearray(block)
-    for name in _PRIVATE:
-        if name in fields:
-            kind, start = fields[name][:2]
-            clean[start : start + kind.itemsize] = bytes(kind.itemsize)
-    return bytes(clean)
-
-
-def write_nifti(
-    path: str | Path, stored: npt.NDArray[Any], block: bytes, dtype: npt.DTypeLike | None = None
-) -> None:
-    """Writes voxels with the header of another file, atomically.
-
-    Args:
-        path: ends in .nii or .nii.gz.
-        stored: the voxels as stored, [x, y, z] or [x, y, z, channel].
-        block: the header. All its bits are kept unless `dtype` is given; affine, codes, spacing
-            and units always are.
-        dtype: the stored type, instead of the header's; this resets slope, range and the dims that
-            `stored` does not have.
-
-    Raises:
-        UsageError: another suffix, or voxels that do not match the header.
-        DiskError: the disk is full, or the folder can't be written.
-    """
-    with written_nifti(path, stored.shape, block, dtype) as write:
-        write(stored)
-
-
-@contextmanager
-def written_nifti(
-    path: str | Path, shape: Sequence[int], block: bytes, dtype: npt.DTypeLike | None = None
-) -> Iterator[Callable[[npt.NDArray[Any]], None]]:
-    """Writes a NIfTI file in parts; it appears when the `with` block has ended without an error.
-
-    Args:
-        path: ends in .nii or .nii.gz.
-        shape: of all voxels, [x, y, z] or [x, y, z, channel].
-        block: the header, as in `write_nifti`.
-        dtype: as in `write_nifti`.
-
-    Yields:
-        A function that writes the next voxels, in the file's order: x fastest.
-
-    Raises:
-        UsageError: another suffix, or voxels that do not match the header.
-        DiskError: the disk is full, or the folder can't be written.
-    """
-    name = Path(path)
-    require_suffix(name)
-    header = header_of(block, str(name))
-    if dtype is not None:
-        header.set_data_dtype(np.dtype(dtype))
-        header["dim"][0] = len(shape)
-        header["dim"][1 : 1 + len(shape)] = shape
-        header["dim"][1 + len(shape) :] = 1
-        header["scl_slope"], header["scl_inter"] = 1, 0
-        header["cal_max"] = header["cal_min"] = 0
-        block = header.binaryblock
-    kind = header.get_data_dtype()
-    if tuple(shape) != _extents(header, str(name)):
-        raise UsageError(
-            f"{name}: voxels {tuple(shape)} do not fit the header's {header.get_data_shape()}"
-        )
-    offset = len(block) + 4  # four zeros: no extensions follow
-    fixed = header_of(block, str(name))
-    if int(fixed["vox_offset"]) != offset:
-        fixed["vox_offset"] = offset
-        block = fixed.binaryblock
-    packed = name.name.endswith(".gz")
-    size = offset + math.prod(shape) * kind.itemsize
-    with publishing(name, size // GZIP_RATIO if packed else size) as file, ExitStack() as stack:
-        into: Any = file
-        if packed:
-            gz = gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0)
-            into = stack.enter_context(gz)
-        into.write(block + bytes(4))
-
-        def write(stored: npt.NDArray[Any]) -> None:
-            converted = stored.astype(kind, copy=False)
-            if not np.array_equal(converted, stored):
-                low, high = stored.min(), stored.max()
-                raise UsageError(f"{name}: values from {low} to {high} do not fit {kind}")
-            into.write(converted.tobytes(order="F"))
-
-        yield write
-
-
-def _extents(header: Nifti1Header, where: str) -> tuple[int, ...]:
-    """Returns [x, y, z] or [x, y, z, channel]; further dims of one element are dropped."""
-    dim = [int(n) for n in header["dim"]]
-    extents = dim[1 : 1 + max(0, dim[0])]
-    while len(extents) > 3 and extents[-1] == 1:
-        extents.pop()
-    if not 1 <= dim[0] <= 7 or len(extents) not in (3, 4) or min(extents) < 1:
-        raise DataError(f"{where}: {extents} voxels: 3 dims are needed, or 4 with channels")
-    return tuple(extents)
 
 
 @contextmanager
@@ -495,10 +264,7 @@ def _errors(path: Path) -> Iterator[None]:
     except EOFError:
         raise DataError(f"{path}: cut short: the gzip data end early") from None
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: damaged gzip data: {_line(error)}") from error
+        what = " ".join(str(error).split())
+        raise DataError(f"{path}: damaged gzip data: {what}") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -15,13 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pydist.data.medical.grid import resized
-from pydist.data.medical.nifti import (
-    OpenNifti,
-    outline_of,
-    read_nifti,
-    without_private,
-    write_nifti,
-)
+from pydist.data.medical.nifti import OpenNifti, outline_of, read_nifti
+from pydist.data.medical.nifti_header import without_private
+from pydist.data.medical.nifti_writing import write_nifti
 from pydist.errors import DataError, DiskError, UsageError
 
 
