@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from pydist.comm import LocalTransport
 from pydist.mesh import Mesh
@@ -17,11 +18,23 @@ PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's deprecations
 
 
+def on_this_processor(written: str) -> str:
+    """Returns the page without what torch itself lacks here: bf16 of an LSTM without AVX-512."""
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return written
+    lines = written.split("\n")
+    (number,) = (i for i, line in enumerate(lines) if line.startswith("| `torch.lstm("))
+    call, *cells = lines[number].removesuffix(" |").split(" | ")
+    cells[2] = cells[5] = "·"
+    lines[number] = f"{' | '.join([call, *cells])} |"
+    return "\n".join(lines)
+
+
 def test_the_page_is_what_is_found():
     written = PAGE.read_text()
     if TORCH not in written:
         pytest.skip(f"docs/operators.md was made with another version than {TORCH}")
-    assert page() == written, (
+    assert page() == on_this_processor(written), (
         "docs/operators.md is out of date: regenerate it with "
         "PYTHONPATH=tests/lib python -m support.operators.table > docs/operators.md"
     )
