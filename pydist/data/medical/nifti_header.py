@@ -1,4 +1,4 @@
-"""Headers of NIfTI files, and the names of such files."""
+"""Parses the headers of NIfTI files, and knows the names of such files."""
 
 from __future__ import annotations
 
