@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,11 @@ if TYPE_CHECKING:
 
 _REPORT = "PYDIST_TEST_REPORT"
 """Variable, set within a job: the file to which rank 0 appends the outcome of each test."""
+
+_DEADLINE = "PYDIST_TEST_DEADLINE"
+"""Variable: the time in seconds since 1970 from which no further test begins; CI sets it."""
+
+_LATE = f"no time left ({_DEADLINE})"
 
 _JOB_SECONDS = 120
 
@@ -110,23 +116,29 @@ class _Job:
 _jobs: dict[Path, list[_Job]] = {}
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # A job has its own limit. That of pytest-timeout would end the worker, outside of any test.
+    if item.get_closest_marker("ranks") is not None and _REPORT not in os.environ:
+        item.add_marker(pytest.mark.timeout(0))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    # Ranks of a job would not agree on the time.
+    if _REPORT not in os.environ and _is_late():
+        pytest.skip(_LATE)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     mark = item.get_closest_marker("ranks")
     if mark is None or _REPORT in os.environ:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    if item.path not in _jobs:
-        nodeids = [
-            each.nodeid
-            for each in item.session.items
-            if each.path == item.path and each.get_closest_marker("ranks") is not None
-        ]
-        _jobs[item.path] = [
-            _run_job(item, nodeids, mpi, mark.args[0], mark.kwargs.get("seconds", _JOB_SECONDS))
-            for mpi in _launchers(mark.kwargs.get("mpi", "auto"))
-        ]
-    outcome, text = _verdict(item.nodeid, _jobs[item.path])
+    if item.path not in _jobs and _is_late():
+        outcome, text = "skipped", (item.nodeid, 0, f"Skipped: {_LATE}")
+    else:
+        outcome, text = _outcome_in_jobs(item, mark)
     for when in ("setup", "call", "teardown"):
         item.ihook.pytest_runtest_logreport(
             report=pytest.TestReport(
@@ -142,6 +154,25 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.session._setupstate.teardown_exact(nextitem)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def _is_late() -> bool:
+    return time.time() >= float(os.environ.get(_DEADLINE, "inf"))
+
+
+def _outcome_in_jobs(item: pytest.Item, mark: pytest.Mark) -> tuple[str, object]:
+    """Returns the outcome of a test and its text; the first test of a module runs the jobs."""
+    if item.path not in _jobs:
+        nodeids = [
+            each.nodeid
+            for each in item.session.items
+            if each.path == item.path and each.get_closest_marker("ranks") is not None
+        ]
+        _jobs[item.path] = [
+            _run_job(item, nodeids, mpi, mark.args[0], mark.kwargs.get("seconds", _JOB_SECONDS))
+            for mpi in _launchers(mark.kwargs.get("mpi", "auto"))
+        ]
+    return _verdict(item.nodeid, _jobs[item.path])
 
 
 def _launchers(wanted: str | Sequence[str]) -> list[str]:

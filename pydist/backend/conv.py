@@ -78,6 +78,9 @@ def transposed(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None) -
     Returns:
         A tensor of shape `p.input`.
     """
+    if p.is_narrow and not p.onednn:
+        bias = None if bias is None else bias.float()
+        return transposed(p.wide, x.float(), weight.float(), bias).to(p.dtype)
     if not p.onednn:
         return torch.convolution(
             x, weight, bias, p.stride, p.padding, p.dilation, True, p.rest, p.groups
@@ -124,24 +127,21 @@ def _wgrad_padded(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Te
 
 def _forward_widened(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolves in float32, and rounds the result once."""
-    wide = replace(p, dtype=torch.float32)
-    kernel = FORWARD[candidates(wide, False)[0][0]]
+    kernel = FORWARD[candidates(p.wide, False)[0][0]]
     bias = None if bias is None else bias.float()
-    return kernel(wide, x.float(), weight.float(), bias).to(p.dtype)
+    return kernel(p.wide, x.float(), weight.float(), bias).to(p.dtype)
 
 
 def _dgrad_widened(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     """Computes dL/dx in float32, and rounds it once."""
-    wide = replace(p, dtype=torch.float32)
-    kernel = DGRAD[candidates(wide, False)[1][0]]
-    return kernel(wide, x.float(), grad.float(), weight.float()).to(p.dtype)
+    kernel = DGRAD[candidates(p.wide, False)[1][0]]
+    return kernel(p.wide, x.float(), grad.float(), weight.float()).to(p.dtype)
 
 
 def _wgrad_widened(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     """Computes dL/dweight in float32, and rounds it once."""
-    wide = replace(p, dtype=torch.float32)
-    kernel = WGRAD[candidates(wide, False)[2][0]]
-    return kernel(wide, x.float(), grad.float(), weight.float()).to(p.dtype)
+    kernel = WGRAD[candidates(p.wide, False)[2][0]]
+    return kernel(p.wide, x.float(), grad.float(), weight.float()).to(p.dtype)
 
 
 def _wgrad_folded(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
@@ -247,14 +247,15 @@ def formats(problem: ConvProblem) -> list[bool]:
 
 def candidates(problem: ConvProblem, channels_last: bool) -> tuple[list[str], list[str], list[str]]:
     """Returns names of possible forward, dgrad and wgrad kernels, the best guess first."""
+    if problem.is_narrow and not (problem.onednn and problem.is_ordinary):
+        # oneDNN's bf16 wgrad accesses memory out of bounds. On CPUs with AMX, its bf16 forward gave
+        # wrong numbers and crashed, also where torch itself calls it. Without oneDNN, torch's own
+        # kernels take 3 to 20 times as long as float32, and sum a window's gradients in 16 bits.
+        return ["widened"], ["widened"], ["widened"]
     if not problem.onednn:
         return ["torch"], ["torch"], ["torch"]
     # Observed in torch 2.13: with complete windows in the padding, oneDNN crashes.
     forward, dgrad = (["padded"], ["padded"]) if problem.is_overpadded else (["onednn"], ["onednn"])
-    if problem.dtype == torch.bfloat16 and not problem.is_ordinary:
-        # oneDNN's bf16 wgrad accesses memory out of bounds. On CPUs with AMX, its bf16 forward gave
-        # wrong numbers and crashed, also where torch itself calls it.
-        return ["widened"], ["widened"], ["widened"]
     if not problem.padding_is_modest:
         # Its fp32 wgrad does the same, where strides are wide as well.
         return forward, dgrad, ["padded"]

@@ -81,6 +81,16 @@ class ConvProblem:
         )
 
     @cached_property
+    def is_narrow(self) -> bool:
+        """Whether a CPU computes it with numbers of 16 bits."""
+        return self.device == "cpu" and self.dtype in (torch.bfloat16, torch.float16)
+
+    @cached_property
+    def wide(self) -> ConvProblem:
+        """The problem that computes the same in float32."""
+        return replace(self, dtype=torch.float32, has_onednn=True)
+
+    @cached_property
     def torch_is_slow(self) -> bool:
         """Whether torch's own convolution would avoid oneDNN."""
         if not self.onednn or self.dtype != torch.float32:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -26,6 +27,9 @@ class Function(torch.autograd.Function):
     torch's nodes pass `None`, and optimizers skip a parameter without a gradient. These functions
     pass `None` too, but exchange zeros: another rank may have a gradient of zeros, for a hook that
     only this rank has.
+
+    Autocast is off in `backward`, whatever the program's pass runs in: its operations have the
+    dtypes that those of `forward` had.
 
     Where a subclass with one result sets `boxed_grads_call`, its `backward` gets the gradient in a
     list, from which it may take and free it. Torch before 2.13 holds it until `backward` returns.
@@ -65,7 +69,8 @@ class Function(torch.autograd.Function):
             del grads
             ctx.has_gradient = box[0] is not None
             box[0] = _zeros_of(ctx) if box[0] is None else in_memory(box[0])
-            found = backward(ctx, box)
+            with without_autocast(ctx._input_metadata[0].device):
+                found = backward(ctx, box)
             return found if ctx.has_gradient else (None,) * len(found)
 
         return boxed if cls.boxed_grads_call else with_memory
@@ -79,10 +84,18 @@ def _called(
     if rest:
         ctx.has_gradient |= any(g is not None for g in rest)
         rest = tuple(None if g is None else in_memory(g) for g in rest)
-    if grad is not None:
-        return backward(ctx, *first, in_memory(grad), *rest)
-    found = backward(ctx, *first, _zeros_of(ctx), *rest)
+    with without_autocast(ctx._input_metadata[0].device):
+        if grad is not None:
+            return backward(ctx, *first, in_memory(grad), *rest)
+        found = backward(ctx, *first, _zeros_of(ctx), *rest)
     return found if ctx.has_gradient else (None,) * len(found)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Returns a context manager that turns autocast off."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()  # takes a tenth of the time to enter
 
 
 def _zeros_of(ctx: Any) -> Tensor:

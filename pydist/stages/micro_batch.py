@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pydist.arguments import leaves, mapped
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.function import without_autocast
 from pydist.exchange.left_weights import Left, root_of
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.ops.fusion.handover import hook_on_saved
@@ -329,7 +330,8 @@ class MicroBatch(Calls):
             NotSupported: a later micro-batch has changed what this one has saved.
         """
         try:
-            self.boundary.run_backward(self.loss, self.number)
+            with without_autocast(self.device):  # in which the program may run a step
+                self.boundary.run_backward(self.loss, self.number)
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -342,7 +344,8 @@ class MicroBatch(Calls):
     def finish_weights(self) -> None:
         """Computes the gradients of weights that the backward pass has left."""
         if self.left:
-            self.of_batch(root_of(self.left)).backward()
+            with without_autocast(self.device):
+                self.of_batch(root_of(self.left)).backward()
 
 
 def _is_factor(x: Tensor) -> bool:

@@ -33,7 +33,7 @@ def run(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
         env=child_environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

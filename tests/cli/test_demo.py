@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from pydist.train import checkpoint, log, report
 
 
@@ -26,6 +28,7 @@ def test_the_demo_shows_that_split_and_whole_training_agree(tmp_path):
     assert checkpoint.read((folder / "ckpt" / "last").resolve())["step"] == 10
 
 
+@pytest.mark.timeout(700)
 def test_the_demo_learns_parameters_of_unseen_universes(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-m", "pydist", "demo", "--folder", "a demo"],

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import pydist
 from pydist import Mesh, run_local
 from pydist.exchange.exchanger import Exchanger
-from pydist.exchange.function import ExchangeFunction
+from pydist.exchange.function import ExchangeFunction, Function
 from support.attention import forced
+from support.equivalence import randn
 
 
 class _Sum(ExchangeFunction):
@@ -178,3 +179,22 @@ def test_a_function_that_names_no_part_is_refused():
 
         class _Untimed(ExchangeFunction):
             pass
+
+
+def test_backward_is_outside_of_autocast():
+    class Product(Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(weight)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            (weight,) = ctx.saved_tensors
+            return grad @ weight, None
+
+    x, weight = randn(3, 4).float().requires_grad_(), randn(4, 4, seed=1).float()
+    y = Product.apply(x, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(3, 4) @ weight)

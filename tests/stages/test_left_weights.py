@@ -176,3 +176,38 @@ def test_mixed_precision():
         assert one.keys() == other.keys()
         for name, grad in one.items():
             torch.testing.assert_close(grad, other[name], rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_backward_is_outside_of_autocast(schedule):
+    """A step within autocast has the gradients of a loss whose backward pass runs outside."""
+
+    class Precise(nn.Module):
+        """A linear layer in float32."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return self.linear(x.float())
+
+    network = nn.Sequential(nn.Linear(4, 4), Precise(), Precise())
+    task = Task(network, randn(8, 4).float(), randn(8, 4).float(), F.mse_loss)
+    whole = copy.deepcopy(network)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.mse_loss(whole(task.x), task.target)
+    loss.backward()
+
+    def body(stages):
+        model = copy.deepcopy(network)
+        with torch.autocast("cpu", torch.bfloat16):
+            step_of(task._replace(model=model), stages, micro_batches=2, schedule=schedule,
+                    cuts=["1"])  # fmt: skip
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    for found in on_stages([ONE] * 2, body):
+        for name in found.keys() & {"1.linear.weight", "2.linear.weight"}:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)

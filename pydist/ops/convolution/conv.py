@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
+from pydist.exchange.function import without_autocast
 from pydist.layout import Layout
 from pydist.ops.channels import on_plain
 from pydist.ops.coarsening import coarsen_if_faster, conv_workload
@@ -20,7 +21,6 @@ from pydist.ops.convolution.local_conv import (
     local_conv,
     onednn_on_all,
     unpadded_conv,
-    without_autocast,
 )
 from pydist.ops.convolution.split_channels import (
     add_parts,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
 from pydist.errors import UsageError
+from pydist.exchange.function import without_autocast
 from pydist.exchange.redistribution import BoxGatherer
 from pydist.layout import Layout, Split
 from pydist.ops.channels import on_plain
@@ -25,7 +26,6 @@ from pydist.ops.convolution.local_conv import (
     ConvChooser,
     in_autocast_type,
     onednn_on_all,
-    without_autocast,
 )
 from pydist.ops.convolution.local_transposed import local_transposed, transposed_by_torch
 from pydist.ops.convolution.split_channels import (

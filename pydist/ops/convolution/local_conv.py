@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -145,13 +144,6 @@ def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(given.device.type)
     return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Returns a context manager that turns autocast off."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()  # takes a tenth of the time to enter
 
 
 def shard_gradients(
