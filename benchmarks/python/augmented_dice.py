@@ -44,7 +44,7 @@ def dice_of(folder: Path, data: Path, augment: AugmentOptions, seed: int, epochs
     )
     train(config, Mesh(LocalTransport(), seed=seed))
     last = [event for event in read(folder / "log.jsonl") if event["event"] == "validation"][-1]
-    return {name: last["dice"][name] or 0.0 for name in ("liver", "tumour")}
+    return {name: last["dice"][name] or 0.0 for name in ("liver", "tumor")}
 
 
 def main() -> None:
@@ -68,11 +68,11 @@ def main() -> None:
     means = [
         (name, *(
             statistics.mean(row[each] for row in rows if row["augment"] == name)
-            for each in ("liver", "tumour")
+            for each in ("liver", "tumor")
         ))
         for name in FORMS
     ]  # fmt: skip
-    common.show(("augment", "liver", "tumour"), means)
+    common.show(("augment", "liver", "tumor"), means)
     setting = {name: getattr(options, name) for name in ("volumes", "width", "epochs")}
     common.write({"machine": common.machine(), **setting, "rows": rows}, "augmented_dice", options)
 

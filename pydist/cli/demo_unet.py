@@ -39,7 +39,7 @@ RANKS = 2
 _MULTIPLE = 8
 """Divisor of the voxels along a side: the network halves them three times."""
 
-GOALS = {"liver": 0.90, "tumour": 0.60}
+GOALS = {"liver": 0.90, "tumor": 0.60}
 """Mean Dice over unseen volumes that the demo must reach."""
 
 

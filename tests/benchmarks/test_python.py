@@ -333,4 +333,4 @@ def test_augmentation(tmp_path):
 def test_augmented_dice(tmp_path):
     rows = run("augmented_dice", tmp_path)["rows"]
     assert [(row["augment"], row["seed"]) for row in rows] == [("none", 0), ("nnunet", 0)]
-    assert all(0 <= row[name] <= 1 for row in rows for name in ("liver", "tumour"))
+    assert all(0 <= row[name] <= 1 for row in rows for name in ("liver", "tumor"))

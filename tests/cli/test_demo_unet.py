@@ -26,7 +26,7 @@ def pydist(*arguments: str, cwd: Path) -> str:
 def test_the_demo_trains_and_draws_and_its_network_predicts(tmp_path):
     small = ("--volumes", "4", "--width", "16", "--epochs", "1")
     shown = pydist("demo", "unet", "--folder", "a demo", *small, cwd=tmp_path)
-    assert re.search(r"Dice on 1 unseen volumes: liver [\d.n]+, tumour [\d.n]+", shown)
+    assert re.search(r"Dice on 1 unseen volumes: liver [\d.n]+, tumor [\d.n]+", shown)
     assert "2 ranks: depth 2" in shown
     folder = tmp_path / "a demo"
     assert (folder / "result.png").read_bytes().startswith(b"\x89PNG")

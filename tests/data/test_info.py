@@ -28,7 +28,7 @@ def test_what_the_manifest_says(volumes: Path, universes: Path) -> None:
     found = outline(volumes)
     assert found["samples"] == {"train": 2, "val": 1}
     assert found["shapes"] == {"8 × 9 × 10": 3}
-    assert found["classes"] == ["background", "liver", "tumour"]
+    assert found["classes"] == ["background", "liver", "tumor"]
     assert found["normalizations"] == ["none", "log1p", "window", "mean", "ct"]
     assert found["bytes"] == sum(p.stat().st_size for p in volumes.glob("*.hdf5"))
     assert outline(universes)["normalizations"][-1] == "standardize"

@@ -43,8 +43,8 @@ struct Case {
   std::vector<T> values, coefficients;
   std::vector<double> sums;
 
-  // Values are centre + [-2, 2].
-  static Case make(unsigned seed, double centre, const NormShape* given = nullptr) {
+  // Values are center + [-2, 2].
+  static Case make(unsigned seed, double center, const NormShape* given = nullptr) {
     Random random(seed);
     Case test;
     // Vectors need channels or positions in multiples of their length, and aligned memory.
@@ -67,10 +67,10 @@ struct Case {
             static_cast<ops::accumulator_t<Element>>(middle + random.value())));
       }
     };
-    fill(test.x, test.begin + test.shape.elements(), centre);
+    fill(test.x, test.begin + test.shape.elements(), center);
     fill(test.grad, test.begin + test.shape.elements(), 0);
     test.out.resize(test.x.size());
-    fill(test.values, test.shape.rows(), centre);
+    fill(test.values, test.shape.rows(), center);
     fill(test.values, 2 * test.shape.rows(), 0);
     if (test.learned) fill(test.values, test.shape.rows(), 0);
     fill(test.coefficients, 3 * test.shape.rows(), 0);

@@ -17,9 +17,9 @@ using ops::NormParts;
 using ops::NormRows;
 using testing::Random;
 
-std::vector<double> random_numbers(Random& random, index_t count, double centre = 0) {
+std::vector<double> random_numbers(Random& random, index_t count, double center = 0) {
   std::vector<double> numbers;
-  for (index_t i = 0; i < count; ++i) numbers.push_back(centre + random.value());
+  for (index_t i = 0; i < count; ++i) numbers.push_back(center + random.value());
   return numbers;
 }
 
@@ -41,7 +41,7 @@ struct Case {
   index_t rows() const { return samples * channels; }
   index_t statistics() const { return rows() / members; }
 
-  static Case make(unsigned seed, double centre) {
+  static Case make(unsigned seed, double center) {
     Random random(seed);
     Case test;
     test.members = random.chance(0.5) ? 1 : random.between(2, 4);
@@ -52,7 +52,7 @@ struct Case {
     test.has_shift = random.chance(0.7);
     const index_t groups = test.statistics();
     test.moments.assign(at(groups), random.chance(0.2) ? 0 : 12);
-    for (const double mean : random_numbers(random, groups, centre)) test.moments.push_back(mean);
+    for (const double mean : random_numbers(random, groups, center)) test.moments.push_back(mean);
     for (const double m2 : random_numbers(random, groups, 2)) test.moments.push_back(m2);
     test.scale = as<T>(random_numbers(random, test.channels));
     test.shift = as<T>(random_numbers(random, test.channels));
@@ -132,11 +132,11 @@ void run(Kernel kernel, const NormRows& norm, int backend) {
 
 // `rounding`: relative rounding of T.
 template <class T>
-void check(unsigned seed, double centre, double rounding) {
+void check(unsigned seed, double center, double rounding) {
   for (int backend = 0; backend < 4; ++backend) {
     const std::string place =
         "seed " + std::to_string(seed) + ", backend " + std::to_string(backend);
-    Case<T> test = Case<T>::make(seed, centre);
+    Case<T> test = Case<T>::make(seed, center);
     const auto near = [&](T found, double wanted, double size) {
       ASSERT_NEAR(static_cast<double>(found), wanted, rounding * size) << place;
     };

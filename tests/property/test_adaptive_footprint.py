@@ -34,14 +34,14 @@ def test_needs_and_feeds_are_the_windows(n, m, data):
 
 
 @given(EXTENTS, EXTENTS, st.integers(1, 5), st.data())
-def test_outputs_go_to_the_part_that_holds_their_centre(n, m, parts, data):
+def test_outputs_go_to_the_part_that_holds_their_center(n, m, parts, data):
     partition = Partition(data.draw(points(n, parts), "points"))
     split = Footprint.adaptive(n, m).output_partition(partition)
     assert split.extent == m
     for o in range(m):
         inputs = window(n, m, o)
-        centre = (inputs.start + inputs.stop - 1) // 2
-        assert split.owner(o) == partition.owner(centre)
+        center = (inputs.start + inputs.stop - 1) // 2
+        assert split.owner(o) == partition.owner(center)
 
 
 def test_is_a_value_of_its_own_kind():

@@ -156,19 +156,19 @@ def test_output_extent_is_that_of_torch(footprint, extent):
 
 
 @given(footprints(), partitions())
-def test_outputs_belong_to_the_owner_of_their_centre(footprint, partition):
+def test_outputs_belong_to_the_owner_of_their_center(footprint, partition):
     outputs = footprint.output_partition(partition)
     assert outputs.parts == partition.parts
     assert outputs.extent == footprint.output_extent(partition.extent)
     if partition.extent == 0:
         return
     for output in range(outputs.extent):
-        centre = (
+        center = (
             output * footprint.stride
             + ((footprint.kernel - 1) * footprint.dilation) // 2
             - footprint.padding_lo
         )
-        clamped = min(max(centre, 0), partition.extent - 1)
+        clamped = min(max(center, 0), partition.extent - 1)
         assert outputs.owner(output) == partition.owner(clamped)
 
 

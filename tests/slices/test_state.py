@@ -167,7 +167,7 @@ def test_loading_compares_and_refuses():
     on("channel 2", body)
 
 
-def test_initialisation_is_that_of_rank_0():
+def test_initialization_is_that_of_rank_0():
     """Each rank has drawn other weights."""
 
     def body(mesh):

@@ -81,9 +81,9 @@ def test_confusion_counts_every_voxel_once(spatial):
 
 def test_dice_of_counts():
     counts = torch.tensor([[50, 0, 0, 0], [1, 6, 3, 0], [0, 2, 0, 0], [0, 0, 0, 0]])
-    liver, tumour, absent = dice_scores(counts).tolist()
+    liver, tumor, absent = dice_scores(counts).tolist()
     assert liver == pytest.approx(2 * 6 / (10 + 8))
-    assert tumour == 0
+    assert tumor == 0
     assert math.isnan(absent)
 
 

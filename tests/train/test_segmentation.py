@@ -148,9 +148,9 @@ def test_groups_without_samples_enter_no_statistics(segmentation, tmp_path, loss
 
 def test_an_ignored_class_has_no_dice(segmentation):
     result = alone(change(segmentation, train={"ignore_label": 1, "steps": 1})).validation
-    assert list(result.figures()["dice"]) == ["tumour"]
+    assert list(result.figures()["dice"]) == ["tumor"]
     header = (segmentation.output.folder / "dice.csv").read_text().splitlines()[0]
-    assert header == "file,tumour"
+    assert header == "file,tumor"
 
 
 def test_the_log_and_the_table_tell_the_dice_of_each_class(segmentation):
@@ -158,11 +158,11 @@ def test_the_log_and_the_table_tell_the_dice_of_each_class(segmentation):
     folder = segmentation.output.folder
     event = [e for e in log.read(folder / "log.jsonl") if e["event"] == "validation"][-1]
     assert event["samples"] == 3
-    assert list(event["dice"]) == ["liver", "tumour"]
+    assert list(event["dice"]) == ["liver", "tumor"]
     assert list(event["pooled_dice"].values()) == pytest.approx(result.pooled.tolist(), nan_ok=True)
     with (folder / "dice.csv").open() as file:
         header, *rows = csv.reader(file)
-    assert header == ["file", "liver", "tumour"]
+    assert header == ["file", "liver", "tumor"]
     assert [row[0] for row in rows] == ["ct_0004.hdf5", "ct_0005.hdf5", "ct_0006.hdf5"]
     found = [[float(cell or "nan") for cell in row[1:]] for row in rows]
     torch.testing.assert_close(
@@ -225,7 +225,7 @@ def test_a_checkpoint_says_what_its_network_is(segmentation, tmp_path):
         assert metadata.config.model == segmentation.model
         assert metadata.config.data.normalize == "ct"
         assert str(tmp_path) not in "".join(metadata.dump().values())
-        assert metadata.manifest.class_names == ("background", "liver", "tumour")
+        assert metadata.manifest.class_names == ("background", "liver", "tumor")
         metadata.task().network(metadata.manifest).load_state_dict(weights)
     with pytest.raises(CheckpointError, match="no checkpoint here, nor in its folder ckpt"):
         load_trained(tmp_path)

@@ -17,22 +17,22 @@ import numpy.typing as npt
 
 from pydist.errors import UsageError
 
-CLASS_NAMES = ("background", "liver", "tumour")
+CLASS_NAMES = ("background", "liver", "tumor")
 LEVELS = (-100.0, 110.0, 60.0)
 """Hounsfield units of the classes."""
 
-MOST_TUMOURS = 10
+MOST_TUMORS = 10
 
 Floats = npt.NDArray[np.floating[Any]]
 
 # Lengths are fractions of half the volume's extent: a seed means the same anatomy on every grid.
-_CENTRE = 0.12
+_CENTER = 0.12
 _SEMI_AXES = (0.45, 0.7)
 _ROUGHNESS = 0.16
 _PERIOD = 2.6
 _HIGHEST_MODE = 3
-_TUMOUR_RADIUS = (0.08, 0.18)
-_TUMOUR_DEPTH = 0.8
+_TUMOR_RADIUS = (0.08, 0.18)
+_TUMOR_DEPTH = 0.8
 
 
 @dataclass(frozen=True)
@@ -121,41 +121,41 @@ def make_volume(
 
 
 def _label(draw: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    centre = draw.uniform(-_CENTRE, _CENTRE, 3)
+    center = draw.uniform(-_CENTER, _CENTER, 3)
     axes = draw.uniform(*_SEMI_AXES, 3)
     rotation = np.linalg.qr(draw.standard_normal((3, 3)))[0]
     roughness = _smooth_field(draw, shape)
     grid = [((np.arange(n) + 0.5) * (2 / n) - 1).astype(np.float32) for n in shape]
     level = np.full(shape, -1, dtype=np.float32)
     for direction, length in zip(rotation, axes, strict=True):
-        level += (_plane(grid, centre, direction) / np.float32(length)) ** 2
+        level += (_plane(grid, center, direction) / np.float32(length)) ** 2
     liver = level < np.float32(_ROUGHNESS) * roughness
     label = liver.astype(np.uint8)
-    for _ in range(int(draw.integers(0, MOST_TUMOURS + 1))):
+    for _ in range(int(draw.integers(0, MOST_TUMORS + 1))):
         towards = draw.standard_normal(3)
-        towards *= _TUMOUR_DEPTH * draw.uniform() ** (1 / 3) / np.linalg.norm(towards)
-        _add_ball(label, grid, centre + (towards * axes) @ rotation, draw.uniform(*_TUMOUR_RADIUS))
+        towards *= _TUMOR_DEPTH * draw.uniform() ** (1 / 3) / np.linalg.norm(towards)
+        _add_ball(label, grid, center + (towards * axes) @ rotation, draw.uniform(*_TUMOR_RADIUS))
     return label
 
 
-def _plane(grid: list[Floats], centre: Floats, direction: Floats) -> Floats:
-    """Computes the distance of each voxel from `centre` along a direction."""
+def _plane(grid: list[Floats], center: Floats, direction: Floats) -> Floats:
+    """Computes the distance of each voxel from `center` along a direction."""
     parts = [
         (axis - np.float32(c)) * np.float32(d)
-        for axis, c, d in zip(grid, centre, direction, strict=True)
+        for axis, c, d in zip(grid, center, direction, strict=True)
     ]
     return parts[0][:, None, None] + parts[1][:, None] + parts[2]
 
 
 def _add_ball(
-    label: npt.NDArray[np.uint8], grid: list[Floats], centre: Floats, radius: float
+    label: npt.NDArray[np.uint8], grid: list[Floats], center: Floats, radius: float
 ) -> None:
     """Changes liver to tumor within a ball."""
-    near = [np.flatnonzero(np.abs(axis - c) < radius) for axis, c in zip(grid, centre, strict=True)]
+    near = [np.flatnonzero(np.abs(axis - c) < radius) for axis, c in zip(grid, center, strict=True)]
     if not all(len(indices) for indices in near):
         return
     box = tuple(slice(indices[0], indices[-1] + 1) for indices in near)
-    z, y, x = ((axis[cut] - c) ** 2 for axis, cut, c in zip(grid, box, centre, strict=True))
+    z, y, x = ((axis[cut] - c) ** 2 for axis, cut, c in zip(grid, box, center, strict=True))
     inside = z[:, None, None] + y[:, None] + x < radius**2
     part = label[box]
     part[inside & (part == 1)] = 2

@@ -76,7 +76,7 @@ def generate_ct(
         class_names=CLASS_NAMES,
         channel_names=("CT",),
         origin={
-            "kind": "synthetic CT: ellipsoids with tumours",
+            "kind": "synthetic CT: ellipsoids with tumors",
             "options": recipe,
             RECIPE: recipe_hash([recipe, options.count, options.validation]),
         },

@@ -225,7 +225,7 @@ def _manifest(options: UniverseOptions, made: list[_Made]) -> Manifest:
             "kind": "synthetic universes: 2LPT, not an N-body simulation",
             "parameter_box": {
                 "names": TARGET_NAMES,
-                "centre_and_half_width": PARAMETER_BOXES[options.parameters],
+                "center_and_half_width": PARAMETER_BOXES[options.parameters],
                 "choice": "this project's own, not that of the public set"
                 if options.parameters == "wide"
                 else "that of the first CosmoFlow runs (2018)",

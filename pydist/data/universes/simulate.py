@@ -44,9 +44,9 @@ def draw_parameters(options: UniverseOptions, index: int) -> UniverseParameters:
     sequence = _sequence(options, index, stream=0)
     generator = np.random.Generator(np.random.Philox(sequence))
     unit = generator.uniform(-1, 1, size=4).astype(np.float32)
-    centre, half = np.array(PARAMETER_BOXES[options.parameters]).T
+    center, half = np.array(PARAMETER_BOXES[options.parameters]).T
     seed9 = 10**8 + int(sequence.generate_state(1, np.uint64)[0]) % (9 * 10**8)
-    return UniverseParameters(index, seed9, unit, (centre + half * unit).astype(np.float32))
+    return UniverseParameters(index, seed9, unit, (center + half * unit).astype(np.float32))
 
 
 def simulate(options: UniverseOptions, index: int) -> npt.NDArray[np.int16 | np.float32]:

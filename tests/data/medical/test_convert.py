@@ -272,7 +272,7 @@ def test_statistics_are_those_of_nnunet(pairs, tmp_path):
     np.testing.assert_allclose(window.read_block(0), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_wrong_normalisations(pairs, tmp_path, universes):
+def test_wrong_normalizations(pairs, tmp_path, universes):
     convert(pairs, tmp_path / "out")
     for options, message in (
         ({"normalize": "window"}, "needs a window"),

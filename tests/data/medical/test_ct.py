@@ -43,11 +43,11 @@ def test_a_seed_means_one_anatomy_on_every_grid():
     assert all((other != small).mean() > 0.01 for other in others)
 
 
-def test_up_to_ten_tumours_and_sometimes_none():
+def test_up_to_ten_tumors_and_sometimes_none():
     options = CTOptions(shape=(24,) * 3, noise=0)
-    tumours = [(make_volume(options, i)[1] == 2).sum() for i in range(30)]
-    assert 0 in tumours
-    assert max(tumours) > 50
+    tumors = [(make_volume(options, i)[1] == 2).sum() for i in range(30)]
+    assert 0 in tumors
+    assert max(tumors) > 50
 
 
 @pytest.mark.parametrize("complete", [True, False], ids=["complete", "interrupted"])

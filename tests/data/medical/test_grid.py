@@ -27,8 +27,8 @@ def test_interpolation_is_torch_s(before, after):
     np.testing.assert_allclose(resized(values, after), expected, atol=2e-6)
     expected = F.interpolate(whole, after, mode="nearest-exact")[0, 0]
     # Halfway between two voxels torch's rounding decides; elsewhere the two agree.
-    centres = [(np.arange(n) + 0.5) * m / n for n, m in zip(after, before, strict=True)]
-    clear = [np.abs(c - np.rint(c)) > 1e-6 for c in centres]
+    centers = [(np.arange(n) + 0.5) * m / n for n, m in zip(after, before, strict=True)]
+    clear = [np.abs(c - np.rint(c)) > 1e-6 for c in centers]
     np.testing.assert_array_equal(
         nearest(values, after)[np.ix_(*clear)], expected.numpy()[np.ix_(*clear)]
     )

@@ -30,7 +30,7 @@ def describe(root: Path, **record) -> Path:
 
 NNUNET = {
     "channel_names": {"0": "CT", "1": "PET"},
-    "labels": {"background": 0, "tumour": 2, "liver": 1},
+    "labels": {"background": 0, "tumor": 2, "liver": 1},
     "file_ending": ".nii.gz",
 }
 
@@ -42,12 +42,12 @@ def test_nnunet_with_two_channels(tmp_path):
     found = find_cases(root)
     assert [case.name for case in found.cases] == ["a_1", "b"]
     assert [p.name for p in found.cases[1].images] == ["b_0000.nii.gz", "b_0001.nii.gz"]
-    assert found.class_names == ("background", "liver", "tumour")
+    assert found.class_names == ("background", "liver", "tumor")
     assert found.channel_names == ("CT", "PET")
     assert found.ignore_label is None
     describe(tmp_path, **{**NNUNET, "labels": {**NNUNET["labels"], "ignore": 3}})
     found = find_cases(root)
-    assert found.class_names == ("background", "liver", "tumour")
+    assert found.class_names == ("background", "liver", "tumor")
     assert found.ignore_label == 3
 
 

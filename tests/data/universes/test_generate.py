@@ -60,8 +60,8 @@ def test_public_layout(public_universes: Path) -> None:
         assert int(file["full"][...].sum(dtype=int)) == 4 * 16**3
         np.testing.assert_array_equal(file["redshifts"], np.float32([0, 0.5, 1.5, 3]))
         assert [n.decode() for n in file["namePar"]] == list(TARGET_NAMES)
-        centre, half = np.array(PARAMETER_BOXES["wide"]).T
-        np.testing.assert_allclose(file["physPar"], centre + half * file["unitPar"][:], rtol=1e-6)
+        center, half = np.array(PARAMETER_BOXES["wide"]).T
+        np.testing.assert_allclose(file["physPar"], center + half * file["unitPar"][:], rtol=1e-6)
         assert {"dataset_tag", "seed9", "universe_tag"} <= set(file.attrs)
         assert 10**8 <= file.attrs["seed9"] < 10**9
 
