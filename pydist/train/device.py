@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pydist._loader import native
+from pydist.backend.problem import onednn_has
 from pydist.comm.transports.nccl.device_assignment import present
 from pydist.errors import UsageError
 from pydist.runtime import why_no_devices
@@ -74,6 +75,13 @@ def facts_of_run(
         "precision": PRECISIONS[amp],
         "unused_device": "" if device.type == "cuda" else unused,
     }
+
+
+def slow_precision(device: torch.device, amp: str) -> str:
+    """Returns that mixed precision slows a run on this rank's CPU down; "" if it may not."""
+    if device.type != "cpu" or amp == "off" or onednn_has(AMP_DTYPES[amp]):
+        return ""
+    return f'this processor has no instructions for convolutions in {amp}: amp = "off" is faster'
 
 
 def why_unused(wanted: str, world: Transport, option: str = "train.device") -> str:

@@ -32,6 +32,7 @@ from pydist.train.device import (
     in_format,
     memory_format,
     own_stream,
+    slow_precision,
 )
 from pydist.train.folder import (
     CHECKPOINTS,
@@ -227,7 +228,8 @@ def _run_on(
             pictures=folder / PICTURES if config.output.plot else None,
         )
         _announce(log, config, trainer)
-        for text in state.network.notices:
+        slow = slow_precision(loader.device, config.train.amp)
+        for text in (*([slow] if slow else []), *state.network.notices):
             log.emit("notice", text=text)
         with together(job.world):  # not before: a refused resume leaves the file unchanged
             if job.writes:

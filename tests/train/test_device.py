@@ -102,3 +102,14 @@ def test_a_run_begins_with_device_transport_and_precision(config, monkeypatch) -
     told = [start[name] for name in ("device", "transport", "precision", "unused_device")]
     assert told[:3] == ["cpu", "local", "fp32"]
     assert told[3].startswith(f"torch {torch.__version__} finds no CUDA device")
+
+
+@pytest.mark.parametrize(("amp", "known"), [("off", False), ("bf16", True), ("bf16", False)])
+def test_a_run_says_that_mixed_precision_slows_it_down(config, monkeypatch, amp, known) -> None:
+    monkeypatch.setattr(device, "onednn_has", lambda dtype: known)
+    train = replace(config.train, steps=1, validate_every=0, device="cpu", amp=amp)
+    job(LocalTransport(), replace(config, train=train))
+    events = log.read(config.output.folder / "log.jsonl")
+    notices = [event["text"] for event in events if event["event"] == "notice"]
+    slow = 'no instructions for convolutions in bf16: amp = "off" is faster'
+    assert any(slow in text for text in notices) == (amp == "bf16" and not known)
