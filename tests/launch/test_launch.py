@@ -137,7 +137,11 @@ def test_an_error_of_all_ranks_is_printed_once(folder: Path, backend: str) -> No
 
 
 def test_lines_come_whole_and_at_once(folder: Path) -> None:
-    source = "print('a line', 'of rank', who.rank)\nos._exit(0)\n"  # nothing is flushed at the end
+    source = (
+        "print('a line', 'of rank', who.rank)\nopen(f'{who.rank}.done', 'w').close()\n"
+        "while not all(os.path.exists(f'{r}.done') for r in range(4)): time.sleep(0.01)\n"
+        "os._exit(0)\n"  # nothing is flushed at the end; the first end of this kind ends all ranks
+    )
     result = run(folder, source, n=4, mpi="gloo")
     assert sorted(result.stdout.splitlines()) == [f"a line of rank {rank}" for rank in range(4)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -71,15 +72,21 @@ def test_random_numbers_are_the_same_when_computed_again():
 def test_activations_that_are_computed_again_are_freed(monkeypatch):
     """Of the micro-batches in flight no graph is alive when the backward passes begin."""
     graphs: list[int] = []
-    left = MicroBatch.backward
+    made: list[weakref.ref[MicroBatch]] = []
+    make, left = MicroBatch.__init__, MicroBatch.backward
+
+    def note(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        made.append(weakref.ref(self))
 
     def leave(self):
         if self._stages.index == 0:
             gc.collect()
-            nodes = [x for x in gc.get_objects() if isinstance(x, MicroBatch) and x.boundary.sent]
-            graphs.append(len([x for x in nodes if x._stages is self._stages]))
+            alive = [x for x in (each() for each in list(made)) if x is not None]
+            graphs.append(sum(x._stages is self._stages for x in alive if x.boundary.sent))
         left(self)
 
+    monkeypatch.setattr(MicroBatch, "__init__", note)
     monkeypatch.setattr(MicroBatch, "backward", leave)
     for recompute, most in ((False, 6), (True, 1)):
         graphs.clear()
