@@ -47,7 +47,7 @@ def on_stages(
     """Runs `body(stages)` on every rank-thread; returns the results in rank order."""
     with on_one_core():
         return run_local(
-            lambda world: body(Stages(world, meshes, seed, order)), ranks_of(meshes), timeout=120
+            lambda world: body(Stages(world, meshes, seed, order)), ranks_of(meshes), timeout=240
         )
 
 

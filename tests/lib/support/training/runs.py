@@ -65,7 +65,7 @@ def staged_job(world: Transport, config: Config, listeners: Sequence[Listener] =
 def in_stages(config: Config, listeners: Sequence[Listener] = ()) -> list[Result]:
     """Runs training on the ranks that its stages need; returns the results in rank order."""
     ranks = ranks_a_sample(config.mesh) * (config.mesh.data or 1)
-    return run_local(staged_job, ranks, config, listeners, timeout=120)
+    return run_local(staged_job, ranks, config, listeners, timeout=240)
 
 
 def last_state(config: Config) -> dict[str, Any]:
