@@ -229,7 +229,7 @@ def _run_on(
         )
         _announce(log, config, trainer)
         slow = slow_precision(loader.device, config.train.amp)
-        for text in (*([slow] if slow else []), *state.network.notices):
+        for text in filter(None, (slow, *state.network.notices)):
             log.emit("notice", text=text)
         with together(job.world):  # not before: a refused resume leaves the file unchanged
             if job.writes:

@@ -16,7 +16,7 @@ from pydist.gradients.forms.levels import Levels
 from pydist.gradients.registration import reducer_of
 from support.training.forms import Parameters, random_gradients
 
-pytestmark = pytest.mark.ranks(4, mpi=("openmpi", "gloo"))
+pytestmark = pytest.mark.ranks(4, mpi=("openmpi", "mpich", "gloo"))
 
 SHAPES = ((7, 5), (300, 250), (250, 300), (90000,), (31, 9))
 """Backward starts three buckets of one parameter, then one of the others."""

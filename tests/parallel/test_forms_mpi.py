@@ -18,7 +18,7 @@ from support.equivalence import error, randn
 from support.networks.small import loss_of, small
 from support.training.forms import SHAPES, Parameters, group_means, random_gradients, reduce_given
 
-pytestmark = pytest.mark.ranks(4, mpi=("mpich", "gloo"))
+pytestmark = pytest.mark.ranks(4, mpi=("openmpi", "mpich", "gloo"))
 
 GRIDS = [(2, (2, 1, 1)), (4, (1, 1, 1))]
 

@@ -157,57 +157,50 @@ def test_hooks_of_parameters_see_one_gradient_of_each_micro_batch():
     assert all(len(each) == 4 for each in seen.values()), {k: len(v) for k, v in seen.items()}
 
 
+def gradients_in_autocast(task: Task, cut: str, schedule: str) -> list[dict[str, Tensor]]:
+    """Returns the gradients that each of two stages has after a step within autocast."""
+
+    def body(stages):
+        model = copy.deepcopy(task.model)
+        with torch.autocast("cpu", torch.bfloat16):
+            step_of(task._replace(model=model), stages, micro_batches=4, schedule=schedule,
+                    cuts=[cut])  # fmt: skip
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    return on_stages([ONE] * 2, body)
+
+
 def test_mixed_precision():
     """Weights that autocast converts are left too, and their gradients are those of 1F1B."""
-    network = Layers(2).float()
-    task = Task(network, randn(8, 2, 6, 4).float(), randn(8, 4).float(), F.mse_loss)
-
-    def gradients(schedule: str) -> list[dict[str, Tensor]]:
-        def body(stages):
-            model = copy.deepcopy(network)
-            with torch.autocast("cpu", torch.bfloat16):
-                step_of(task._replace(model=model), stages, micro_batches=4, schedule=schedule,
-                        cuts=["up"])  # fmt: skip
-            return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-        return on_stages([ONE] * 2, body)
-
-    for one, other in zip(gradients("zero-bubble"), gradients("1f1b"), strict=True):
+    task = Task(Layers(2).float(), randn(8, 2, 6, 4).float(), randn(8, 4).float(), F.mse_loss)
+    found = (gradients_in_autocast(task, "up", each) for each in ("zero-bubble", "1f1b"))
+    for one, other in zip(*found, strict=True):
         assert one.keys() == other.keys()
         for name, grad in one.items():
             torch.testing.assert_close(grad, other[name], rtol=2e-2, atol=2e-3)
 
 
+class Precise(nn.Module):
+    """A linear layer in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.linear(x.float())
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_backward_is_outside_of_autocast(schedule):
     """A step within autocast has the gradients of a loss whose backward pass runs outside."""
-
-    class Precise(nn.Module):
-        """A linear layer in float32."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", enabled=False):
-                return self.linear(x.float())
-
     network = nn.Sequential(nn.Linear(4, 4), Precise(), Precise())
     task = Task(network, randn(8, 4).float(), randn(8, 4).float(), F.mse_loss)
-    whole = copy.deepcopy(network)
+    _, found = gradients_in_autocast(task, "1", schedule)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = F.mse_loss(whole(task.x), task.target)
+        loss = F.mse_loss(network(task.x), task.target)
     loss.backward()
-
-    def body(stages):
-        model = copy.deepcopy(network)
-        with torch.autocast("cpu", torch.bfloat16):
-            step_of(task._replace(model=model), stages, micro_batches=2, schedule=schedule,
-                    cuts=["1"])  # fmt: skip
-        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-    expected = {name: p.grad for name, p in whole.named_parameters()}
-    for found in on_stages([ONE] * 2, body):
-        for name in found.keys() & {"1.linear.weight", "2.linear.weight"}:
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+    for name in ("1.linear.weight", "2.linear.weight"):
+        expected = network.get_parameter(name).grad
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
