@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -199,7 +199,10 @@ def latest(folder: str | Path) -> Path | None:
 
 def _chosen(path: Path, world: Transport, writer: int) -> Path | None:
     """Returns the checkpoint that one rank sees. Collective."""
-    found = path if checkpoint.is_checkpoint(path) else latest(path)
+    with together(world, "looking for a checkpoint"):
+        found = path if checkpoint.is_checkpoint(path) else latest(path)
+        if found is None and world.rank == writer and checkpoint.is_named(path):
+            raise CheckpointError(f"checkpoint {path} is missing or incomplete")
     message = b"" if found is None else str(found.resolve()).encode()
     chosen = world.broadcast_bytes(message, writer).decode()
     return Path(chosen) if chosen else None
@@ -215,12 +218,20 @@ def _refuse_other_run(folder: Path, step: int, model: object) -> None:
         there, here = (
             nested_state.flatten_state(each)[1] for each in (checkpoint.read(last)["model"], model)
         )
-        if there.keys() == here.keys() and all(torch.equal(there[k], here[k]) for k in here):
+        if there.keys() == here.keys() and all(_same_bits(there[k], here[k]) for k in here):
             return
     raise UsageError(
         f"{folder} has a checkpoint of step {number} of another run, and this one is at step "
         f"{step}: load it before training, delete it, or choose another folder"
     )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors are equal, also where they are NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    mine, theirs = (each.contiguous().flatten().view(torch.uint8) for each in (one, other))
+    return torch.equal(mine, theirs)
 
 
 def _pack(state: object) -> bytes:

@@ -66,6 +66,17 @@ class Grid:
             self._sizes[axes] = found
         return found
 
+    def batch_dims(self, dims: int) -> int:
+        """Returns the number of dims of the plain batches that the grid cuts.
+
+        These are the network's own, as in [N, C, H, W], if an axis divides them; else volumes.
+
+        Args:
+            dims: number of spatial dims of the network.
+        """
+        divides = any(self.size((axis,)) > 1 for axis in axes_by_dim(dims).values())
+        return 2 + (dims if divides else len(SPATIAL_AXES))
+
     def split(self, axes: Sequence[str] = AXES) -> tuple[str, ...]:
         """Returns the axes among `axes` with several ranks, in the order of `AXES`."""
         return tuple(a for a in AXES if a in axes and self.size((a,)) > 1)

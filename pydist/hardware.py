@@ -95,6 +95,14 @@ class Hardware:
     threads: int = 1
     machine: str = field(default="")
 
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Returns the flops per second of a dtype.
+
+        Unknown ones are half of those of float32 for float64, and the same for others.
+        """
+        name, known = str(dtype).removeprefix("torch."), self.flops["float32"]
+        return self.flops.get(name, known / 2 if name == "float64" else known)
+
     def crowded(self, rate: str, ranks: int) -> float:
         """Returns the time of work on a node, relative to that while all of its ranks work.
 
@@ -127,7 +135,7 @@ CPU = Hardware(
     memory=8 * _GIB,
     reserved=450 << 20,
     slack=1.3,  # with `pydist.memory.keep_freed_memory`, see the table there
-    flops={"float32": 80e9, "bfloat16": 80e9},
+    flops={"float32": 80e9, "bfloat16": 80e9, "float64": 40e9},
     bandwidth=8e9,
     optimizing=16e9,
     call=150e-6,
@@ -147,13 +155,14 @@ _PUBLIC = (
     Hardware(
         name="v100",
         source="Lassen: 4 V100 16 GB per node, NVLink2, EDR InfiniBand (NVIDIA V100 data sheet: "
-        "15.7 Tflop/s fp32, 125 fp16, 900 GB/s); alpha and beta of DiHydrogen's perfmodel.py. "
-        "Attainable: 0.6 of fp32, 0.27 of fp16 as on the H100, 0.8 of the memory's bandwidth",
+        "15.7 Tflop/s fp32, 7.8 fp64, 125 fp16, 900 GB/s); alpha and beta of DiHydrogen's "
+        "perfmodel.py. Attainable: 0.6 of fp32, 0.27 of fp16 as on the H100, 0.8 of the memory's "
+        "bandwidth",
         ranks_per_node=4,
         memory=16 * _GIB,
         reserved=800 << 20,
         slack=1.1,
-        flops={"float32": 9.4e12, "float16": 34e12},
+        flops={"float32": 9.4e12, "float16": 34e12, "float64": 4.7e12},
         bandwidth=720e9,
         optimizing=720e9,
         call=300e-6,
@@ -167,13 +176,13 @@ _PUBLIC = (
     Hardware(
         name="a100",
         source="Selene: 8 A100 80 GB per node, NVLink3, 8 HDR InfiniBand (NVIDIA A100 data sheet: "
-        "19.5 Tflop/s fp32, 312 bf16, 2039 GB/s, 600 GB/s NVLink in both directions). "
+        "19.5 Tflop/s fp32, 9.7 fp64, 312 bf16, 2039 GB/s, 600 GB/s NVLink in both directions). "
         "Attainable: 0.3 of fp32 and 0.27 of bf16 as on the H100, 0.8 of all bandwidths",
         ranks_per_node=8,
         memory=80 * _GIB,
         reserved=800 << 20,
         slack=1.1,
-        flops={"float32": 5.9e12, "bfloat16": 85e12, "float16": 85e12},
+        flops={"float32": 5.9e12, "bfloat16": 85e12, "float16": 85e12, "float64": 2.9e12},
         bandwidth=1.63e12,
         optimizing=1.63e12,
         call=300e-6,
@@ -187,13 +196,14 @@ _PUBLIC = (
     Hardware(
         name="h100",
         source="Eos: 8 H100 80 GB per node, NVLink4, 8 NDR InfiniBand (NVIDIA H100 data sheet: "
-        "3.35 TB/s, 900 GB/s NVLink in both directions). Attainable, of one H100: "
-        "docs/performance.md (CosmoFlow fp32, the paper's U-Net bf16); 0.8 of all bandwidths",
+        "67 Tflop/s fp32, 34 fp64, 3.35 TB/s, 900 GB/s NVLink in both directions). Attainable, of "
+        "one H100: docs/performance.md (CosmoFlow fp32, the paper's U-Net bf16); 0.8 of all "
+        "bandwidths",
         ranks_per_node=8,
         memory=80 * _GIB,
         reserved=800 << 20,
         slack=1.1,
-        flops={"float32": 20e12, "bfloat16": 270e12, "float16": 270e12},
+        flops={"float32": 20e12, "bfloat16": 270e12, "float16": 270e12, "float64": 10e12},
         bandwidth=2.68e12,
         optimizing=2.68e12,
         call=300e-6,

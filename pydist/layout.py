@@ -172,10 +172,25 @@ def split_along(mesh: Mesh, extent: int, axis: str) -> Split | None:
     Returns:
         The split; `None` if the axis has one rank.
     """
-    parts = mesh.grid.size((axis,))
+    return split_jointly(mesh, extent, (axis,))
+
+
+def split_jointly(mesh: Mesh, extent: int, axes: tuple[str, ...]) -> Split | None:
+    """Returns the split of an extent along several mesh axes, even, or by an only axis' shares.
+
+    Args:
+        mesh: the mesh.
+        extent: number of elements.
+        axes: names of the mesh axes, the last one fastest.
+
+    Returns:
+        The split; `None` if the axes have one rank.
+    """
+    parts = mesh.grid.size(axes)
     if parts == 1:
         return None
-    return Split((axis,), split_extent(extent, parts, mesh.shares.get(axis)))
+    shares = mesh.shares.get(axes[0]) if len(axes) == 1 else None
+    return Split(axes, split_extent(extent, parts, shares))
 
 
 def layout_for_sample(

@@ -29,11 +29,10 @@ from pydist.gradients.forms.settings import Dense, Gradients, check_groups, sett
 from pydist.gradients.lane import Lane
 from pydist.gradients.reducer import Reducer
 from pydist.gradients.registration import reducer_of
-from pydist.grid import axes_by_dim
 from pydist.group_sizes import GroupSizes
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
-from pydist.ops.normalization.batch_norm import STATISTICS
+from pydist.ops.norm.batch_norm import STATISTICS
 from pydist.ops.pointwise.keyed import draws_of
 from pydist.slices.cut import shard_weights
 from pydist.structure import facts_of
@@ -41,6 +40,7 @@ from pydist.tensor import Origin, ShardedTensor, local_of
 from pydist.tensor.aliasing import view_at
 from pydist.tensor.distribute import distribute_tensor
 from pydist.tensor.refusals import refuse_compiled
+from pydist.watchdog import MODULE_PATH
 
 _ENTRY = "_pydist_entry"
 
@@ -143,7 +143,7 @@ def parallelize(
         del model.__dict__[_ENTRY]
         raise
     for path, module in model.named_modules():
-        module.__dict__["_pydist_path"] = path or type(model).__name__
+        module.__dict__[MODULE_PATH] = path or type(model).__name__
     entry.adopt(model, sharded_weights=sharded_weights, gradients=form)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     if mesh.data_size > 1:
@@ -179,7 +179,7 @@ def _check(model: nn.Module, mesh: Mesh, batch_norm: str, group_weight: str) -> 
     if group_weight not in GROUP_WEIGHTS:
         raise UsageError(f"group_weight={group_weight!r}; possible are {', '.join(GROUP_WEIGHTS)}")
     for path, module in model.named_modules():
-        if "_pydist_path" in module.__dict__:
+        if MODULE_PATH in module.__dict__:
             part = f"its part {path!r}" if path else f"this {type(model).__name__}"
             raise UsageError(f"{part} is parallelized already; parallelize the whole, once")
     refuse_kinds(model)
@@ -189,7 +189,7 @@ def _check(model: nn.Module, mesh: Mesh, batch_norm: str, group_weight: str) -> 
                 raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
 
 
-def _dims_of(model: nn.Module) -> int:
+def dims_of_network(model: nn.Module) -> int:
     """Returns the number of spatial dims of a network, the most of its convolutions; 3 without."""
     found = {len(m.kernel_size) for m in model.modules() if isinstance(m, _ConvNd)}
     return max(found, default=3)
@@ -216,8 +216,8 @@ class EntryHook:
         self.mesh, self.statistics = mesh, statistics
         self.batches = Batches(mesh, group_weight == "samples")
         self._lanes: list[Lane] = []
-        self._dims = 5
-        """Dims of plain tensors that are cut on entry."""
+        self.dims = mesh.grid.batch_dims(3)
+        """Number of dims of plain tensors that are cut on entry."""
         self.gradients: Gradients = Dense()
         self.continues = False
         """Whether the next batch is a further part of the last one: it draws no new numbers."""
@@ -229,7 +229,7 @@ class EntryHook:
         # parameters become members of the reducer if they are ever trained.
         copy = memo[id(self)] = EntryHook(self.mesh, self.statistics, "samples")
         copy.batches = deepcopy(self.batches, memo)
-        copy._dims = self._dims
+        copy.dims = self.dims
         return copy
 
     __reduce_ex__ = refuse_pickling
@@ -264,9 +264,7 @@ class EntryHook:
             gradients: how gradients are averaged; by default by a dense all-reduce.
         """
         self.gradients = gradients or Dense()
-        dims = _dims_of(module)
-        if any(self.mesh.grid.size((axis,)) > 1 for axis in axes_by_dim(dims).values()):
-            self._dims = 2 + dims
+        self.dims = self.mesh.grid.batch_dims(dims_of_network(module))
         if self.mesh.size > 1:
             broadcast_state(module, self.mesh.world)
             _ = self.reducer  # installs its checks before the hooks of sharded weights
@@ -349,7 +347,7 @@ class EntryHook:
         if isinstance(x, ShardedTensor) or not is_array(x):
             return x
         whole = as_tensor(x)
-        return distribute_tensor(whole, self.mesh) if whole.dim() == self._dims else x
+        return distribute_tensor(whole, self.mesh) if whole.dim() == self.dims else x
 
     def _cut_nested(self, x: Any) -> Any:
         # Kernels are 5-D too, and passed in lists: tensors that require gradients are not cut, and

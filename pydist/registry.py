@@ -82,23 +82,23 @@ FORMATS = Registry(
 MODELS = Registry(
     "model",
     {
-        "cosmoflow": "pydist.train.config:CosmoFlowConfig",
-        "unet3d": "pydist.train.config:UNet3dConfig",
-        "factory": "pydist.train.config:FactoryConfig",
+        "cosmoflow": "pydist.train.config.model:CosmoFlowConfig",
+        "unet3d": "pydist.train.config.model:UNet3dConfig",
+        "factory": "pydist.train.config.model:FactoryConfig",
     },
 )
-"""Tables "model" of a configuration: subclasses of `pydist.train.config.ModelConfig`."""
+"""Tables "model" of a configuration: subclasses of `pydist.train.config.model.ModelConfig`."""
 
 OPTIMIZERS = Registry(
     "optimizer",
     {
-        "adam": "pydist.train.config:AdamConfig",
-        "sgd": "pydist.train.config:SgdConfig",
-        "lars": "pydist.train.config:LarsConfig",
-        "lamb": "pydist.train.config:LambConfig",
+        "adam": "pydist.train.config.optimizers:AdamConfig",
+        "sgd": "pydist.train.config.optimizers:SgdConfig",
+        "lars": "pydist.train.config.optimizers:LarsConfig",
+        "lamb": "pydist.train.config.optimizers:LambConfig",
     },
 )
-"""Tables "optimizer": subclasses of `pydist.train.config.OptimizerConfig`."""
+"""Tables "optimizer": subclasses of `pydist.train.config.optimizers.OptimizerConfig`."""
 
 TRANSPORTS = Registry(
     "transport",

@@ -24,6 +24,8 @@ class Session:
         """All plans, by key; see `plan`."""
         self.at_backward: list[Callable[[], None]] = []
         """Functions that the backward of each exchange calls, as a backward pass is running."""
+        self.at_form: Callable[[str], None] | None = None
+        """Function that is called with the form in which a call exchanges, if it has several."""
         self._services: dict[type, Any] = {}
         self._forwards = 0
 

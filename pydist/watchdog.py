@@ -26,6 +26,9 @@ WORK: int = native.PHASE_WORK
 END: int = native.PHASE_END
 """The rank's program has ended; it sends nothing more, and waits for the others to end."""
 
+MODULE_PATH = "_pydist_path"
+"""Attribute of modules: their path in the whole model, for reports and comparisons of calls."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -7,7 +7,8 @@
 
 Plain `pytest` starts one job for all tests of the module and reads each test's result from it.
 A failure on any rank ends all ranks of the job, since others may be waiting for it; later tests
-are reported as not run. `PYDIST_TEST_MPI=mpich pytest ...` selects the launcher.
+are reported as not run, as after the mark's `seconds` without the end of another test.
+`PYDIST_TEST_MPI=mpich pytest ...` selects the launcher.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
-from pydist.launch import available
+from pydist.launch.backends import available
 from support.jobs.children import child_environment
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ _DEADLINE = "PYDIST_TEST_DEADLINE"
 
 _LATE = f"no time left ({_DEADLINE})"
 
-_JOB_SECONDS = 120
+_TEST_SECONDS = 120
+"""Within which a job of ranks reports the end of another test."""
 
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
 # The same examples in every run; `dev` draws new ones each time, `nightly` draws many.
@@ -169,7 +171,7 @@ def _outcome_in_jobs(item: pytest.Item, mark: pytest.Mark) -> tuple[str, object]
             if each.path == item.path and each.get_closest_marker("ranks") is not None
         ]
         _jobs[item.path] = [
-            _run_job(item, nodeids, mpi, mark.args[0], mark.kwargs.get("seconds", _JOB_SECONDS))
+            _run_job(item, nodeids, mpi, mark.args[0], mark.kwargs.get("seconds", _TEST_SECONDS))
             for mpi in _launchers(mark.kwargs.get("mpi", "auto"))
         ]
     return _verdict(item.nodeid, _jobs[item.path])
@@ -213,10 +215,10 @@ def _run_job(
             stderr=subprocess.STDOUT,
         )
         try:
-            code = process.wait(seconds)
+            code = _wait(process, report, seconds)
             job.output = f"the job ended with code {code}\n"
         except subprocess.TimeoutExpired:
-            job.output = f"the job was ended after {seconds} s\n"
+            job.output = f"the job was ended: no test ended within {seconds} s\n"
         finally:
             _end(process)
     job.output += log.read_text(errors="replace")
@@ -224,6 +226,17 @@ def _run_job(
         outcome = json.loads(line)
         job.outcomes[outcome["nodeid"]] = outcome
     return job
+
+
+def _wait(process: subprocess.Popen[bytes], report: Path, seconds: float) -> int:
+    """Returns the exit code; raises `TimeoutExpired` if no test ends for so many seconds."""
+    while True:
+        known = report.stat().st_size
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            if report.stat().st_size == known:
+                raise
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

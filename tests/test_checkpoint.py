@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from pydist import Mesh, checkpoint, parallelize, pipeline, run_local
 from pydist.comm import LocalTransport
-from pydist.errors import CheckpointError, UsageError
+from pydist.errors import CheckpointError, DiskError, UsageError
 from pydist.optim import sharded
 from pydist.stages import Stages
+from pydist.train import checkpoint as files
 from pydist.train.checkpoint import read
 from support.equivalence import on_ranks
 from support.training.accumulated import Samples, network
@@ -54,7 +56,7 @@ def trained(
     **options: Any,
 ) -> tuple[list[float], dict[str, Any]]:
     """Trains to a number of steps, from the last checkpoint; returns all losses, and the state."""
-    model = parallelize(network(labelled=False, **options), mesh)
+    model = parallelize(network(labeled=False, **options), mesh)
     optimizer: Any = torch.optim.Adam(model.parameters(), 0.01)
     if partitioned:
         optimizer = sharded(optimizer, model, "always")
@@ -120,6 +122,134 @@ def test_a_resumed_loop_has_the_same_bits(tmp_path, shuffled_by):
     assert_equal_bits(found, expected)
 
 
+def test_a_loop_that_saves_between_epochs_goes_on_with_the_next_order(tmp_path):
+    """The states of the loader's generators are those after the epoch, not at its beginning."""
+    model = parallelize(network(labeled=False), Mesh(LocalTransport()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def orders(epochs: int) -> list[list[int]]:
+        indices = list(range(9))
+        sampler = torch.utils.data.RandomSampler(
+            indices, generator=torch.Generator().manual_seed(6)
+        )
+        loader = checkpoint.Resumable(DataLoader(indices, 2, sampler=sampler))
+        state: Any = {"model": model, "optimizer": optimizer, "loader": loader}
+        checkpoint.load(tmp_path, **state)
+        found = []
+        for _ in range(epochs):
+            found.append(torch.cat(list(loader)).tolist())
+            checkpoint.save(tmp_path, loader.epoch, **state)
+        return found
+
+    resumed = [*orders(1), *orders(2), *orders(1)]
+    for folder in tmp_path.iterdir():
+        folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
+    assert resumed == orders(4)
+    assert len(set(map(tuple, resumed))) == 4
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Samples with random numbers that worker processes draw."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.stack([torch.tensor(float(index)), torch.rand(())])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_goes_on_within_an_epoch_with_what_its_workers_draw(tmp_path, workers):
+    model = parallelize(network(labeled=False), Mesh(LocalTransport()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def batches(stop: int) -> list[list[list[float]]]:
+        """Returns the batches up to one of them, from the latest checkpoint on."""
+        torch.manual_seed(7)
+        options = {"multiprocessing_context": "fork"} if workers else {}
+        loader = checkpoint.Resumable(
+            DataLoader(Drawn(), 2, shuffle=True, num_workers=workers, **options)
+        )
+        state: Any = {"model": model, "optimizer": optimizer, "loader": loader}
+        before = checkpoint.load(tmp_path, **state)
+        step, found = before.step if before else 0, []
+        while step < stop:
+            for batch in loader:
+                found.append(batch.tolist())
+                step += 1
+                if step == stop:
+                    checkpoint.save(tmp_path, step, **state)
+                    break
+        return found
+
+    resumed = [*batches(2), *batches(9), *batches(15)]
+    for folder in tmp_path.iterdir():
+        folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
+    assert resumed == batches(15)
+    numbers = [number for batch in resumed for _, number in batch]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_a_step_that_is_saved_again_replaces_its_checkpoint(tmp_path):
+    model = parallelize(network(labeled=False), Mesh(LocalTransport()))
+    state: Any = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    for bad in (False, True):
+        if bad:  # a training that diverged is saved, too
+            torch.nn.init.constant_(next(model.parameters()), torch.nan)
+        for best in (0.1, 0.2, 0.2):
+            checkpoint.save(tmp_path, 3 + bad, extra={"best": best}, **state)
+            found = checkpoint.load(tmp_path, **state)
+            assert found is not None
+            assert (found.step, found.extra) == (3 + bad, {"best": best})
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step-000003", "step-000004", "last"}
+
+
+@pytest.mark.parametrize("is_atomic", [True, False])
+def test_a_step_that_is_written_again_is_there_at_any_time(tmp_path, monkeypatch, is_atomic):
+    """Or its old content is, if the new one can't get its place."""
+    if not is_atomic:
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda name: None)
+    first, second = ({"part": {"x": torch.full((3,), value)}} for value in (1.0, 2.0))
+    path = files.write(tmp_path, 3, first, keep=1)
+    rename = Path.rename
+
+    def fails(self, target):
+        assert not is_atomic  # at no instant it has another name
+        if ".tmp-" in self.name and target == path:
+            monkeypatch.setattr(Path, "rename", rename)
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    if is_atomic:
+        files.write(tmp_path, 3, second, keep=1)
+    else:
+        with pytest.raises(DiskError):
+            files.write(tmp_path, 3, second, keep=1)
+    assert files.read(path)["part"]["x"][0] == (2 if is_atomic else 1)
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, "last"}
+    (path / "part.safetensors").write_bytes(b"damaged")
+    monkeypatch.undo()
+    files.write(tmp_path, 3, second, keep=1)
+    assert files.read(path)["part"]["x"][0] == 2
+
+
+def test_a_checkpoint_that_is_named_and_missing_is_no_new_start(tmp_path):
+    model = parallelize(network(labeled=False), Mesh(LocalTransport()))
+    state: Any = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    assert checkpoint.load(tmp_path / "ckpt", **state) is None
+    saved = checkpoint.save(tmp_path / "ckpt", 3, **state)
+    (saved / "manifest.json").unlink()
+    for named in (saved, saved.with_name("last"), saved.with_name("step-000120")):
+        with pytest.raises(CheckpointError, match=f"checkpoint {named} is missing or incomplete"):
+            checkpoint.load(named, **state)
+    shutil.rmtree(saved)
+    with pytest.raises(CheckpointError, match="last is missing or incomplete"):
+        checkpoint.load(saved.with_name("last"), **state)
+    assert checkpoint.load(tmp_path / "ckpt", **state) is None
+
+
 @pytest.mark.parametrize("partitioned", [False, True])
 def test_a_loop_goes_on_on_other_ranks(tmp_path, partitioned):
     def run(mesh: Mesh, folder: str, steps: int) -> Any:
@@ -158,7 +288,7 @@ def test_ranks_with_random_numbers_of_their_own_keep_them(tmp_path):
             self.value = state["value"]
 
     def body(mesh: Mesh, value: int, saves: bool) -> int:
-        model = parallelize(network(labelled=False), mesh)
+        model = parallelize(network(labeled=False), mesh)
         loader = Position(value)
         if saves:
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -179,7 +309,7 @@ def test_a_loop_in_stages_goes_on_alone(tmp_path):
         optimizer.step()
 
     def staged(world: Any) -> None:
-        model, stages = network(labelled=False), Stages(world, [{}, {}])
+        model, stages = network(labeled=False), Stages(world, [{}, {}])
         pipe = pipeline(model, stages, SAMPLES.inputs[:1], micro_batches=2)
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
         step(model, optimizer, lambda: pipe.step(SAMPLES.inputs, SAMPLES.values, F.mse_loss))
@@ -191,7 +321,7 @@ def test_a_loop_in_stages_goes_on_alone(tmp_path):
         run = F.mse_loss(model(SAMPLES.inputs), SAMPLES.values).backward
         step(model, optimizer, run)
 
-    whole, resumed = network(labelled=False), network(labelled=False)
+    whole, resumed = network(labeled=False), network(labeled=False)
     parallelize(resumed, Mesh(LocalTransport()))
     optimizers = [torch.optim.Adam(m.parameters(), 0.01) for m in (whole, resumed)]
     found = checkpoint.load(tmp_path, model=resumed, optimizer=optimizers[1])
@@ -203,7 +333,7 @@ def test_a_loop_in_stages_goes_on_alone(tmp_path):
 
 
 def test_mistakes_are_one_line(tmp_path):
-    model = network(labelled=False)
+    model = network(labeled=False)
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
     states: Any = {"model": model, "optimizer": optimizer}
     with pytest.raises(UsageError, match="not parallelized"):
@@ -220,7 +350,7 @@ def test_mistakes_are_one_line(tmp_path):
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     with pytest.raises(CheckpointError, match="step-000003 has no state of a scheduler"):
         checkpoint.load(tmp_path, scheduler=scheduler, **states)
-    other = parallelize(network(labelled=True), Mesh(LocalTransport()))
+    other = parallelize(network(labeled=True), Mesh(LocalTransport()))
     with pytest.raises(CheckpointError, match="does not match this model and optimizer"):
         checkpoint.load(path, model=other)
     with torch.no_grad():

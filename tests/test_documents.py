@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import pydist
+
 ROOT = Path(__file__).parents[1]
 DECISIONS = sorted((ROOT / "docs/adr").glob("0*.md"))
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -29,6 +31,16 @@ def test_paths_in_the_text_exist(page: Path) -> None:
     named = re.findall(r"`([\w./-]+/[\w./-]+)`", page.read_text())
     paths = [path for path in named if path.split("/")[0] in TOP]
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    shown = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    homes = {name: pydist._HOMES.get(name, "pydist") for name in pydist.__all__}
+    places = {
+        name: {f"pydist.{name}", home, home.rpartition(".")[0]} for name, home in homes.items()
+    }
+    assert [name for name, any_of in places.items() if not shown & any_of] == []
 
 
 def test_the_recipe_for_a_kernel_names_all_files_of_its_example() -> None:

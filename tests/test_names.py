@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -43,10 +44,17 @@ FUNCTIONS = {
     "register_hook": "torch's function",
     "seconds_of": "measures a call",
     "serve": "the command calls the function",
+    "stage": "the command calls the function",
     "train": "the command calls the function",
     "verify": "the command calls the function",
 }
 """Names of public functions of several modules, with their one meaning."""
+
+
+NATIVE_TYPES = {
+    "Device": "a device: of a view, and as DLPack's C interface has it",
+}
+"""Names of several types in public C++ headers that mean one thing."""
 
 
 def found_in(source: str, file: str) -> tuple[set[str], set[str]]:
@@ -113,3 +121,17 @@ def test_a_second_plan_is_found() -> None:
         {"Plan": ["_native.pyi", "stages/plan.py"], "Layout": ["layout.py", "stages/plan.py"]},
         {"plan": ["partition.py", "stages/plan.py"]},
     )
+
+
+def test_native_types_have_different_names() -> None:
+    csrc = Path(__file__).parents[1] / "csrc"
+    head = r"^(?:class|struct|enum class) (\w+)(?: final)?(?: :[^{;]*)? \{"
+    defined = re.compile(head, re.MULTILINE)
+    files = defaultdict[str, list[str]](list)
+    for path in sorted([*csrc.rglob("*.hpp"), *csrc.rglob("*.cuh")]):
+        for name in set(defined.findall(path.read_text())):
+            files[name].append(str(path.relative_to(csrc)))
+    assert len(files) > 200
+    several_files = {name: where for name, where in files.items() if len(where) > 1}
+    assert {n: w for n, w in several_files.items() if n not in NATIVE_TYPES} == {}
+    assert set(NATIVE_TYPES) <= set(several_files)

@@ -124,11 +124,13 @@ def ended(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     )
     runs = {
         "one": ("", "transport = 'local'"),
+        "auto": ("", 'time = 2\nspatial = "auto"'),
         "two": ('store = "memory"', "time = 2\nshares = {time = [2, 1]}"),
     }
     for name, (more, mesh) in runs.items():
         (folder / f"{name}.toml").write_text(CONFIG.format(more=more, mesh=mesh, folder=name))
-    commands = ["train two.toml --mesh.time 2", "check nets.py:network --sample 1,4,4 --time 2"]
+    commands = ["train two.toml --mesh.time 2", "train auto.toml"]
+    commands += ["check nets.py:network --sample 1,4,4 --time 2"]
     (folder / "nets.py").write_text(
         "from torch import nn\ndef network():\n    return nn.Conv2d(1, 2, 3)\n"
     )
@@ -143,7 +145,7 @@ def ended(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             check=False,
         )
 
@@ -154,6 +156,7 @@ def ended(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
 def test_an_axis_of_one_line_is_an_argument_everywhere(ended) -> None:
     assert ended[1].returncode == 0, ended[1].stderr
     assert "split time 2, 2×1" in ended[1].stdout
+    assert 'mesh.spatial = "auto": time 2, predicted' in ended[1].stdout
 
 
 def test_replicas_along_a_new_axis_train_as_one_device(ended) -> None:

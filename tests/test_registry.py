@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 import subprocess
@@ -14,13 +15,16 @@ import numpy as np
 import pytest
 
 from pydist import runtime
+from pydist.comm import run_local
 from pydist.data import Manifest
 from pydist.data.manifest import DataFile
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.errors import UsageError
 from pydist.registry import JOINS, TRANSPORTS, Registry, transport_names
 from pydist.train import log
 from support.jobs.children import child_environment
+from support.transports.contract import CHECKS, Check
 
 TRANSPORT = """
 from pydist.comm.transports.routed import RoutedTransport
@@ -100,8 +104,52 @@ class RmspropConfig(OptimizerConfig):
         return RMSprop(parameters, self.lr, self.alpha)
 
 @dataclass(frozen=True)
+class SignedConfig(OptimizerConfig):
+    name: Literal["signed"] = "signed"
+
+    def optimizer(self, parameters):
+        from my_optimizers import Signed
+        return Signed(parameters, {"lr": self.lr})
+
+@dataclass(frozen=True)
 class NormedConfig(LayerwiseConfig):
     name: Literal["normed"] = "normed"
+
+    def optimizer(self, parameters):
+        from my_optimizers import Normed
+        return Normed(parameters, {"lr": self.lr}, None)
+"""
+
+OPTIMIZERS = """
+import torch
+from pydist.optim.layerwise import LayerwiseOptimizer
+
+class Signed(torch.optim.Optimizer):
+    "Moves each element by the sign of its gradients' average."
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    mean = state.setdefault("mean", torch.zeros_like(p))
+                    mean.mul_(0.9).add_(p.grad)
+                    p.sub_(group["lr"] * mean.sign())
+
+class Normed(LayerwiseOptimizer):
+    "Moves each parameter by a part of its norm, along its gradient."
+
+    def _directions(self, group, parameters):
+        return [p.grad for p in parameters]
+
+    def _ratio(self, group, weights, lengths):
+        return weights / lengths
+
+    def _move(self, group, parameters, directions, ratios):
+        for i, (p, direction) in enumerate(zip(parameters, directions)):
+            p.sub_(group["lr"] * (1 if ratios is None else ratios[i]) * direction)
 """
 
 NETWORKS = """
@@ -144,6 +192,7 @@ lost = my_missing:Config
 
 [pydist.optimizers]
 rmsprop = my_tables:RmspropConfig
+signed = my_tables:SignedConfig
 normed = my_tables:NormedConfig
 
 [pydist.formats]
@@ -187,6 +236,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "my_transports.py").write_text(TRANSPORT)
     (root / "my_tables.py").write_text(TABLES)
     (root / "my_networks.py").write_text(NETWORKS)
+    (root / "my_optimizers.py").write_text(OPTIMIZERS)
     (root / "my_formats.py").write_text(FORMATS)
     (root / "my_torn.py").write_text("class Format(:\n")
     about = root / "my_package-1.0.dist-info"
@@ -206,7 +256,7 @@ def run(package: Path, folder: Path, *arguments: str) -> subprocess.CompletedPro
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
@@ -216,6 +266,13 @@ def test_a_transport_of_another_package_trains(package, tmp_path):
     ended = run(package, tmp_path, "run", "-n", "2", "script.py")
     assert ended.returncode == 0, ended.stderr
     assert "depth 2, rank 0 of 2, counting" in ended.stdout
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_contract_runs_on_a_transport_of_another_package(check: Check, package, monkeypatch):
+    monkeypatch.syspath_prepend(package)
+    transport = importlib.import_module("my_transports").Counting
+    run_local(lambda world: check(transport.over(world, 0)), 2)
 
 
 def make_numbers(root: Path) -> Manifest:
@@ -256,9 +313,15 @@ def trained(package, tmp_path_factory) -> tuple[Path, str]:
     train = "train flat.toml --data.path {0} --output.folder of-{0}"
     commands = [train.format("data"), f"predict of-data {scan} -o labels.nii.gz"]
     commands += [train.format("numbers"), train.format("same")]
+    commands += [
+        f"train signed.toml --data.path data --optimizer.name {name} --optimizer.sharded {sharded} "
+        f"--output.folder {name}-{sharded}"
+        for name in ("signed", "normed") for sharded in ("always", "never")
+    ]  # fmt: skip
     (folder / "commands").write_text("\n".join(commands))
     (folder / "commands.py").write_text(COMMANDS)
     (folder / "flat.toml").write_text(CONFIG)
+    (folder / "signed.toml").write_text(CONFIG.replace("alpha = 0.9\n", ""))
     ended = run(package, folder, "run", "-n", "2", "commands.py")
     assert ended.returncode == 0, ended.stderr
     return folder, ended.stdout
@@ -273,9 +336,21 @@ def test_a_network_and_an_optimizer_of_another_package_train_and_predict(package
     assert "width = 3" in text
     last = (folder / "of-data" / "log.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["status"] == "done"
+    assert "next       pydist predict of-data case.nii.gz" in shown
     assert (folder / "labels.nii.gz").exists()
     ended = run(package, folder, "export", "of-data", "weights.safetensors")
     assert "my_networks.Flat(channels=1, classes=3, width=3)" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("name", ["signed", "normed"])
+def test_optimizers_of_another_package_step_parts_as_they_step_all(trained, name):
+    parts, whole = (
+        list(log.losses(trained[0] / f"{name}-{sharded}" / "log.jsonl").values())
+        for sharded in ("always", "never")
+    )
+    assert len(parts) == 6
+    assert len(set(parts)) == 6
+    assert parts == pytest.approx(whole, rel=1e-5)
 
 
 def test_a_file_format_of_another_package_is_trained_from_as_hdf5_is(trained):
@@ -322,7 +397,7 @@ def test_damage_in_a_file_format_of_another_package_is_one_line(
         ),
         (
             "--optimizer.name=none",
-            "--optimizer.name none: possible are adam, sgd, lars, lamb, normed, rmsprop",
+            "--optimizer.name none: possible are adam, sgd, lars, lamb, normed, rmsprop, signed",
         ),
         (
             "--optimizer.name normed --train.gradients dgc",

@@ -12,7 +12,7 @@ import pytest
 import pydist
 from pydist.comm.transports.nccl import device_assignment as nccl_place
 from pydist.errors import NotSupported, UsageError
-from pydist.launch import available
+from pydist.launch.backends import available
 from pydist.runtime import connect
 from support.jobs.children import child_environment
 

@@ -1,4 +1,4 @@
-"""Summary of tools/gpu_check.sh: counts the outcomes in its logs, prints a table, writes JSON.
+"""Counts the outcomes in the logs of tools/gpu_check.sh, prints a table, and writes JSON.
 
     python tools/gpu_summary.py LOGS RESULT.json
 

@@ -25,11 +25,11 @@ const std::vector<std::byte>& sample_index() {
   static const std::vector<std::byte> bytes = [] {
     IndexWriter index(0755, 0);
     for (std::uint32_t folder = 0; folder < kFolders; ++folder) {
-      index.add(0, name_of("n%08u", folder), Kind::kDirectory, 0755, 0);
+      index.add(0, name_of("n%08u", folder), EntryKind::kDirectory, 0755, 0);
     }
     for (std::uint32_t folder = 0; folder < kFolders; ++folder) {
       for (std::uint32_t file = 0; file < kFiles; ++file) {
-        index.add(1 + folder, name_of("n_%08u.JPEG", file), Kind::kFile, 0644, 0);
+        index.add(1 + folder, name_of("n_%08u.JPEG", file), EntryKind::kFile, 0644, 0);
       }
     }
     return index.bytes({}, {sizeof(PartitionHeader)}, "{}");

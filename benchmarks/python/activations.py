@@ -1,4 +1,4 @@
-"""Activation memory per rank of a U-Net's training step, compared with that of one rank.
+"""Measures the activation memory per rank of a U-Net's training step, relative to one rank.
 
 Shown is the peak of torch's allocator in a forward and a backward, minus its start: activations,
 their gradients and buffers. Gradients of parameters exist before, and do not count; nor does memory

@@ -1,4 +1,4 @@
-"""Step time of attention between voxels on two ranks, in each form of exchange.
+"""Measures the step time of attention between voxels on two ranks, in each form of exchange.
 
 Each rank has one thread. In each round every contestant takes a step, forward and backward, of
 `scaled_dot_product_attention` with 64 channels in 4 heads:

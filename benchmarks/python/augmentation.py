@@ -1,4 +1,4 @@
-"""Training steps on CT volumes with augmentation in the background thread, against none.
+"""Compares training steps on CT volumes with augmentation in the background thread and without.
 
 An epoch of steps of the network of `pydist demo unet` on one rank, with nnU-Net's default changes
 and with none; and the seconds that the steps waited for data. The loaders read ahead from the next

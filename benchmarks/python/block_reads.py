@@ -1,4 +1,4 @@
-"""Reads of a rank's block from a contiguous HDF5 file: by pydist, and by `pread` of the same bytes.
+"""Compares reads of a rank's block from a contiguous HDF5 file by pydist and by `pread`.
 
 A sample with 4 channels of int16 counts is cut over 2 and 4 ranks. Each row is one rank's block,
 into a given buffer, from the page cache:

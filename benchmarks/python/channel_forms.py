@@ -1,4 +1,4 @@
-"""Step time of layers along the channel axis in each form of exchange, and in the chosen one.
+"""Measures steps of layers along the channel axis in each form of exchange and in the chosen one.
 
 Two ranks train four convolutions, each with an instance norm and a ReLU, whose channels are cut
 (`channel = 2`). In each round every form takes a step: "sum", "scatter" and "gather" in all layers
@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace) -> None:
     import pydist
     from pydist.mesh import Mesh
     from pydist.ops.channel_forms import channel_form
-    from pydist.ops.convolution import split_channels
+    from pydist.ops.conv import split_channels
 
     choose = channel_form
     chosen: list[str] = []

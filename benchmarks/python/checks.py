@@ -1,4 +1,4 @@
-"""Cost of the checks between ranks: ledger, checksums, hashes of numbers, and watchdog.
+"""Measures the cost of the checks between ranks: ledger, checksums, hashes of numbers, watchdog.
 
 Two ranks train a MONAI UNet on 32^3. In each round every variant takes a step: all checks on, each
 of them off, and all off. A check is disabled by replacing its functions with empty ones; nothing

@@ -1,4 +1,4 @@
-"""All calls of a transport, by size, over all transports: one table.
+"""Measures all calls of a transport, by size, over all transports, in one table.
 
 Each transport has its own ranks: threads of one process for `local`, processes for `mpi` under
 Open MPI and MPICH and for `c10d` over gloo; missing ones are listed. They take turns, and every
@@ -46,7 +46,7 @@ def main() -> None:
     if options.worker:
         work(**json.loads(options.worker))
         return
-    from pydist.launch import available
+    from pydist.launch.backends import available
 
     sizes, rounds = (SIZES[:2], 2) if options.quick else (SIZES, options.rounds)
     at_hand = ["local", *(backend.name for backend in available())]
@@ -142,7 +142,7 @@ _TASKS: dict[str, Callable[..., Any]] = {"check": _check, "run": _seconds}
 
 @dataclass
 class _Call:
-    """One call of a transport with its buffers; every rank contributes the values `rank + 1`."""
+    """Call of a transport that is timed, with its buffers; each rank contributes `rank + 1`."""
 
     world: Transport
     call: str
@@ -163,7 +163,7 @@ class _Call:
 
     @cached_property
     def channel(self) -> Channel:
-        """Returns the channel from this rank to the next; the first run makes it."""
+        """Channel that goes from this rank to the next; the first run makes it."""
         sends, recvs = [(self.next, self.mine)], [(self.before, self.like)]
         return self.world.channel(sends, recvs, tag=7)
 

@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: machine description, summaries of times, tables, JSON."""
+"""Describes the machine, summarizes times, and writes tables and JSON, for all benchmarks."""
 
 from __future__ import annotations
 

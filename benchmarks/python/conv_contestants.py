@@ -1,4 +1,4 @@
-"""Implementations of a stack of four 3×3×3 convolutions with ReLU, compared by `conv_stack.py`.
+"""Defines the implementations of four 3×3×3 convolutions with ReLU that `conv_stack.py` compares.
 
 Each gets this rank's part of the input, `[1, 4, D, H, W]`, contiguous as from a loader, and returns
 its part of the output; then it gets dL/dy and returns the gradients of all parameters, summed over
@@ -60,7 +60,7 @@ def summed(grads: Sequence[Tensor], reduce: Callable[[Tensor], object]) -> list[
 
 
 class Contestant(ABC):
-    """One implementation of the stack on this rank."""
+    """Base of the implementations that run the stack on this rank."""
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor: ...
@@ -70,7 +70,7 @@ class Contestant(ABC):
 
 
 class Plain(Contestant):
-    """Plain torch on the full sample."""
+    """Contestant that runs plain torch on the full sample."""
 
     def __init__(self, threads: int, inplace: bool = False) -> None:
         self._threads, self._model = threads, network(inplace)
@@ -89,7 +89,7 @@ class Plain(Contestant):
 
 
 class Layered(Contestant):
-    """The stack, convolution by convolution, with a given function."""
+    """Contestant that runs the stack convolution by convolution, with a given function."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Layered(Contestant):
 
 
 class Blocked(Contestant):
-    """The stack without exchanges, with activations in oneDNN's blocked layout between layers."""
+    """Contestant that exchanges nothing and keeps activations in oneDNN's blocked layout."""
 
     def __init__(self) -> None:
         self._parameters = [p.detach() for p in network().parameters()]
@@ -149,7 +149,7 @@ class Blocked(Contestant):
 
 
 class Pydist(Contestant):
-    """pydist, as a user calls it on a loader's shards."""
+    """Contestant that runs pydist, as a user calls it on a loader's shards."""
 
     def __init__(self, world: Transport, inplace: bool = False, quiet: bool = False) -> None:
         transport = SilencedTransport(world)
@@ -184,7 +184,7 @@ def by_hand(rank: int, size: int, exchange: Exchange, convolve: Any) -> Any:
 
 
 class _Halo(Function):
-    """Concatenation with a plane of depth from each neighbor, and zeros at the ends."""
+    """Function that concatenates a plane of depth from each neighbor, and zeros at the ends."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int, size: int, exchange: Exchange) -> Tensor:
@@ -217,7 +217,7 @@ def _neighbors(rank: int, size: int, lower: Tensor, upper: Tensor) -> dict[int, 
 
 
 def exchange_gloo(sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
-    """Exchanges with `batch_isend_irecv` of torch.distributed."""
+    """Exchanges tensors by `batch_isend_irecv` of torch.distributed."""
     operations = [dist.P2POp(dist.irecv, each, peer) for peer, each in recvs.items()]
     operations += [dist.P2POp(dist.isend, each, peer) for peer, each in sends.items()]
     for work in dist.batch_isend_irecv(operations):
@@ -225,7 +225,7 @@ def exchange_gloo(sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
 
 
 def exchange_mpi(sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
-    """Exchanges with Isend and Irecv of mpi4py."""
+    """Exchanges tensors by Isend and Irecv of mpi4py."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -322,7 +322,7 @@ def _convolution_backward(
 
 
 class ShardTensorRival(Contestant):
-    """`ShardTensor` of NVIDIA's physicsnemo."""
+    """Contestant that uses `ShardTensor` of NVIDIA's physicsnemo."""
 
     def __init__(self) -> None:
         from physicsnemo.domain_parallel import ShardTensor
@@ -352,7 +352,7 @@ class ShardTensorRival(Contestant):
 
 
 class DistConvRival(Contestant):
-    """`DCTensor` of LBANN's DistConv, with gradients all-reduced over gloo."""
+    """Contestant that uses `DCTensor` of LBANN's DistConv, and all-reduces gradients over gloo."""
 
     def __init__(self) -> None:
         from distconv import DCTensor, ParallelStrategy

@@ -1,4 +1,4 @@
-"""Four 3×3×3 convolutions with ReLU, split over 2 ranks, compared with other implementations.
+"""Compares implementations of four 3×3×3 convolutions with ReLU, split over 2 ranks.
 
 4→16→16→16→16 channels, padding 1, batch 1, forward and backward on fresh data, dL/dy in the layout
 of y; 2 ranks with one thread each, split over depth, and plain torch on one process. Two sets of
@@ -36,7 +36,7 @@ FACTOR, FLOOR = 4, 1e-4
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant: the name of its job, and of its way to run the stack."""
+    """Contestant that a job runs, with the name of its way to run the stack."""
 
     job: str
     way: str

@@ -1,4 +1,4 @@
-"""The contestants of `cosmoflow_step.py` and `memory.py`: training steps of CosmoFlow."""
+"""Runs training steps of CosmoFlow in the ways that `cosmoflow_step.py` and `memory.py` compare."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Plain:
-    """Plain torch on the full samples.
+    """Contestant that trains in plain torch on the full samples.
 
     Attributes:
         exposed_seconds: over all steps so far, the time from the end of backward to the end of the
@@ -90,7 +90,7 @@ class Plain:
 
 
 class Pydist(Plain):
-    """pydist, on shards as from a loader; with silent transports, its bound."""
+    """Contestant that trains with pydist on shards; with silent transports, it gives the bound."""
 
     def __init__(
         self,

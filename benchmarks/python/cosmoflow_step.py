@@ -1,4 +1,4 @@
-"""A training step of CosmoFlow (forward, backward, Adam) on 1 rank and split over several.
+"""Measures a training step of CosmoFlow (forward, backward, Adam) on 1 rank and split over more.
 
 The references are plain torch, and the no-exchange bound: the same shards, kernels and optimizer on
 all ranks, with silent transports. Runs with all, some and none of the messages, in the same rounds,
@@ -61,7 +61,7 @@ EXPOSED = ", bare all-reduce of what stays exposed"
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant: the name of its job, and its options."""
+    """Contestant that a job runs, with its options."""
 
     job: str
     title: str

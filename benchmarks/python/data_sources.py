@@ -1,4 +1,4 @@
-"""Reads of a rank's block from each file format: by pydist, and by the format's reader alone.
+"""Compares reads of a rank's block by pydist and by the reader of each file format alone.
 
 One sample with 4 channels of int16 counts is stored in HDF5, in Zarr (one file a chunk, or shards)
 and as NumPy files. A rank's block for several cuts is read
@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from pydist.data import ShardDataset, UniverseOptions, generate_universes
-from pydist.data.convert import ConvertOptions, convert_dataset
+from pydist.data.convert import convert_dataset
+from pydist.data.options import ConvertOptions
 from pydist.partition import Box
 
 CUTS = {"depth 2": (2, 1, 1), "depth 2 × height 2": (2, 2, 1), "width 2": (1, 1, 2)}

@@ -1,4 +1,4 @@
-"""Training steps on one device with plain torch and with pydist, with or without a CUDA graph."""
+"""Runs training steps on one device in plain torch and in pydist, with or without a CUDA graph."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Plain:
-    """Training step of plain torch. Batches are copied into place, as each has its own memory.
+    """Training step in plain torch, which copies batches into place, as each has its own memory.
 
     Args:
         model: a model on the device, in the memory format of `inputs`.
@@ -105,7 +105,7 @@ class Plain:
 
 
 class Task:
-    """The training task, with its loss."""
+    """Training task that has the mean squared error as its loss."""
 
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the mean squared error."""
@@ -113,7 +113,7 @@ class Task:
 
 
 class Split:
-    """Training step of pydist on one shard: the full sample, or a rank's part of it.
+    """Training step that pydist runs on one shard: the full sample, or a rank's part of it.
 
     Attributes:
         model: the model, after `parallelize`.

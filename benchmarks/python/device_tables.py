@@ -1,4 +1,4 @@
-"""The part of docs/performance.md on one GPU."""
+"""Makes the part of docs/performance.md that is about one GPU."""
 
 from __future__ import annotations
 

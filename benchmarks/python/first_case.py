@@ -1,4 +1,4 @@
-"""Time from a folder of NIfTI files to a predicted case with its Dice, command by command.
+"""Measures the time of each command from a folder of NIfTI files to a predicted case's Dice.
 
 The commands are those of docs/prediction.md, with a MONAI UNet on synthetic CT volumes, or on a
 folder of your own in the layout of the Medical Segmentation Decathlon. Times include the start of

@@ -1,4 +1,4 @@
-"""Results in benchmarks/results, and their numbers in tables of Markdown."""
+"""Reads results in benchmarks/results, and formats their numbers in tables of Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Savings of each fusion in a training step: time, and peak memory of torch's allocator.
+"""Measures the savings of each fusion in a training step: time, and peak of torch's allocator.
 
 CosmoFlow (convolution, leaky ReLU in place, average pool), CosmoFlow with batch norm (convolution,
 norm, leaky ReLU in place, average pool) and MONAI's UNet (convolution, instance norm, PReLU) are
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measures on one rank."""
+    """Measures the steps of each network with and without fusions; rank 0 writes the results."""
     import pydist
 
     world = pydist.init().world
@@ -124,7 +124,7 @@ def switches() -> dict[str, list[common.Patch]]:
     """Returns the patches that disable each fusion."""
     from pydist.ops import activations
     from pydist.ops.fusion.norm import DeferredNorm
-    from pydist.ops.pooling import pool
+    from pydist.ops.pool import pool
 
     def none(*_: Any, **__: Any) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Shared code of the gpu_*.py benchmarks: the device, times by its events, results.
+"""Chooses the device, times calls by its events, and reports results of gpu_*.py benchmarks.
 
 On one H200, each of them takes less than a minute. With `--device cpu` they run at tiny sizes as a
 self-test: such times mean nothing and are only written to the file of `--json`.
@@ -176,7 +176,7 @@ class Stopwatch:
 
 
 class Budget:
-    """The time limit of a script.
+    """Time limit of a script, after which measurements are left out.
 
     Attributes:
         left_out: measurements without time.
@@ -190,7 +190,7 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Remaining seconds."""
+        """Seconds that remain."""
         return self._ends - time.monotonic()
 
     def allows(self, what: str) -> bool:

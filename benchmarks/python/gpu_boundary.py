@@ -1,4 +1,4 @@
-"""Kernels for a halo slab's contribution: the fastest one, and the gain by autotuning.
+"""Compares kernels for a halo slab's contribution, and measures the gain by autotuning.
 
 For layers of CosmoFlow and of the 3D U-Net, forward, dgrad and wgrad: cuDNN on the slab and an
 addition ("library"), the tiled kernel ("plain"), the tensor-core kernels ("mma", "tf32"), and the

@@ -1,4 +1,4 @@
-"""Conversion of stored counts to normalized inputs on a CUDA device, compared with a copy.
+"""Compares converting stored counts to normalized inputs on a CUDA device with a copy.
 
 int16 to float32: GB/s of bytes read and written, and the fraction of the rate of a copy within the
 device of the same number of elements; the data is several times the L2 cache. Every result is

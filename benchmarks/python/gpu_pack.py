@@ -1,4 +1,4 @@
-"""Packing, unpacking and adding faces of a cube, compared with a contiguous copy and with torch.
+"""Compares packing, unpacking and adding faces of a cube with a contiguous copy and with torch.
 
 Faces of more than 8 MB, as ranks exchange them: different planes, which come from memory ("memory":
 together more than twice the L2 cache), and the same plane repeatedly ("cache": as after the
@@ -77,7 +77,7 @@ def check(x: Tensor, dim: int, regions: native.Regions, at: int) -> None:
 
 
 def calls(x: Tensor, dim: int, count: int) -> dict[tuple[str, str], list[gpu.Call]]:
-    """Returns, by kernel and library, a call for every plane, each with its own buffer."""
+    """Returns calls by kernel and library: one for every plane, each with its own buffer."""
     regions = planes(x, dim, count)
     step = max(1, x.shape[dim] // count)
     check(x, dim, regions[-1], (len(regions) - 1) * step)

@@ -1,4 +1,4 @@
-"""Shards of a 512³ sample on one device: step time and memory per rank of 8, 16 and 32.
+"""Measures shards of a 512³ sample on one device: step time and memory per rank of 8, 16 and 32.
 
 The paper's CosmoFlow, split over depth. One rank of the group runs on the device by itself, without
 its neighbors' messages (`lone_rank.py`): times include packing, boundary kernels and all

@@ -1,4 +1,4 @@
-"""Overhead of the ability to split: one-rank training steps with pydist and with plain torch.
+"""Measures the overhead of the ability to split: one-rank steps with pydist and plain torch.
 
 CosmoFlow as in MLPerf HPC and as in the paper, at 128³, in the same precision and memory format,
 with the same fused optimizer; each directly and as one CUDA graph, which is also made without the

@@ -1,4 +1,4 @@
-"""Exchanges between two ranks on CUDA devices: own NCCL binding, copies (ipc), and torch's NCCL.
+"""Compares exchanges between two ranks on CUDA devices: own NCCL, copies (ipc), and torch's NCCL.
 
 A halo exchange of one face of 16 channels each way, packed and received in place, and all-reduces
 of gradient buckets. Contestants: pydist's transports "nccl" and "ipc", and torch's process group
@@ -81,7 +81,7 @@ def exchange_by_torch(group: Any, x: Tensor) -> tuple[Callable[[], None], Tensor
 
 
 def work(options: argparse.Namespace) -> None:
-    """Measures on one of the two ranks."""
+    """Measures all exchanges on one of the two ranks; rank 0 writes the results."""
     device = gpu.device_of(options)
     on_device = device.type == "cuda"
     worlds: dict[str, Transport] = {}

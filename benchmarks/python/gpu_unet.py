@@ -1,4 +1,4 @@
-"""3D U-Nets of 128³ on one GPU: plain torch, torch compiled, and pydist on a mesh of one rank.
+"""Compares 3D U-Nets of 128³ on one GPU: plain torch, torch compiled, and pydist on one rank.
 
 The U-Net of the paper and MONAI's UNet (residual units, instance norm, PReLU), batch 1, three
 classes, cross-entropy, fused Adam, in bf16 (autocast, channels-last) and in tf32. All contestants
@@ -36,7 +36,7 @@ COMPILED = "torch, compiled"
 
 
 class Loop:
-    """A training loop on one batch.
+    """Training loop that repeats one batch.
 
     Args:
         kind: "torch", `COMPILED` or "pydist".

@@ -1,4 +1,4 @@
-"""A halo exchange, compared with bare MPI messages of the same size.
+"""Compares a halo exchange with bare MPI messages of the same size.
 
 Two ranks send each other one face of a tensor of 16 channels. pydist packs and sends it; bare MPI
 copies the same number of bytes from a contiguous buffer to its send buffer (a message already in
@@ -32,7 +32,8 @@ def main() -> None:
     parser = common.parser(__doc__, rounds=200)
     parser.add_argument("--mpi", default="auto", help="openmpi, mpich or auto")
     options = parser.parse_args()
-    from pydist.launch import launch, launcher_env
+    from pydist.launch import launcher_env
+    from pydist.launch.supervisor import launch
 
     if launcher_env.detect() is None:
         sys.exit(launch(2, [str(Path(__file__).resolve()), *sys.argv[1:]], options.mpi))

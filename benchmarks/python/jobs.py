@@ -31,7 +31,7 @@ _PATIENCE = 300.0
 
 
 class Job:
-    """A set of ranks, seen from the driver.
+    """Set of ranks that the driver starts, and that run the driver's tasks.
 
     Args:
         script: the script of each rank, which calls `serve`.
@@ -181,7 +181,7 @@ def serve(rank: int, answer: Callable[..., Any]) -> None:
 
 
 class Meter:
-    """Meter of time and resource usage of a rank's tasks; the usage explains the time.
+    """Meter that measures time and resource usage of a rank's tasks; usage explains the time.
 
     Args:
         of_thread: measure the calling thread, if a rank is one; else the process.

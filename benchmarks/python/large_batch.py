@@ -1,4 +1,4 @@
-"""Accuracy at a large batch: a batch of 4 and of 64, by recipe and without.
+"""Compares validation errors of training at batches of 4 and 64, by recipe and without.
 
 Two cases on synthetic universes. "small": samples of 16³ voxels of 8 Mpc/h that are added up to 8³;
 three convolutions of 8, 16 and 32 channels, each with average pooling, and two linear layers;

@@ -1,4 +1,4 @@
-"""An emulated slow network between hosts, for ranks of one machine.
+"""Emulates a slow network between hosts, for ranks of one machine.
 
 `SlowTransport` forwards each call to a real transport. A collective between ranks on different
 emulated hosts is complete when its real messages have arrived, and not before the emulated network
@@ -42,7 +42,7 @@ _POLL_SECONDS = 50e-6
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of the network between hosts.
+    """Bandwidth and latency that the network between hosts has.
 
     Attributes:
         bandwidth: bits per second, each way.
@@ -58,7 +58,7 @@ class Speed:
 
 
 class Network:
-    """The connections of all hosts, as one rank sees them.
+    """Connections of all hosts, whose state the ranks share in a mapped file.
 
     Attributes:
         hosts: the host of each rank of the job.
@@ -175,15 +175,15 @@ class SlowTransport(RoutedTransport):
         self._base._barrier()
 
     def abort(self, reason: str, exit_code: int) -> None:
-        """See `Transport.abort`."""
+        """Ends the entire job by the real transport."""
         self._base.abort(reason, exit_code)
 
     def progress(self) -> None:
-        """See `Transport.progress`."""
+        """Lets the real transport's operations in flight advance."""
         self._base.progress()
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """Releases the real transport's resources."""
         self._base.close()
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
@@ -245,7 +245,7 @@ class _Slow(Work):
         self._flight: tuple[Any, ...] | None = flight
 
     def done(self) -> bool:
-        """See `Work.done`."""
+        """Returns whether the result is in place and the emulated network has brought it."""
         if self._flight is not None:
             network, group, number = self._flight
             if not network.has_arrived(group, number):
@@ -253,7 +253,7 @@ class _Slow(Work):
         return self._work.done()
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Returns when the result is in place and the emulated network has brought it."""
         self._work.wait()
         if self._flight is not None:
             (network, group, number), self._flight = self._flight, None

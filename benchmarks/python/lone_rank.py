@@ -55,7 +55,7 @@ def _choose(
 
 
 class LoneRank(Transport):
-    """Transport of one rank in a group without other ranks, split along one axis of the mesh.
+    """Transport that runs one rank of a group alone, split along one axis of the mesh.
 
     Args:
         rank: this rank.
@@ -160,7 +160,7 @@ class _Nothing(Channel):
         self._owner, self._received = owner, received
 
     def start(self) -> None:
-        """Only stamps the buffers; sends nothing."""
+        """Stamps the buffers; sends nothing."""
         stamp(self._owner.ledger, self._received)
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Loading a data set's description: version 2 (a mapped table) against version 1 (JSON objects).
+"""Compares loading of a data set's description in versions 2 (mapped table) and 1 (JSON objects).
 
 A description of `--samples` files with one sample each is written in both versions. Processes load
 it and make a `ShardDataset`, as each rank does:

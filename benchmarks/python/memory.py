@@ -1,4 +1,4 @@
-"""Memory per rank of a training step of CosmoFlow on 1, 2 and 4 ranks.
+"""Measures the memory per rank of a training step of CosmoFlow on 1, 2 and 4 ranks.
 
 Shown is the memory of a step beyond the model: the peak of resident memory over some steps, minus
 resident memory after creation of model and optimizer. Adam creates its state in the first step, so

@@ -12,6 +12,8 @@ per rank, and with --state they count too. Memory of oneDNN and MPI does not cou
 - model-aware: stages of equal memory, as planned; skips go directly.
 - spatial: the image is cut over all ranks.
 - composed: two stages of equal memory, and each cuts the image over half of the ranks.
+- composed, levels: three quarters of the ranks cut the image in the levels with most pixels, on the
+  way down and up, and the others in the levels between; of equal memory.
 
 Plans are made on an image of 64², as images near the limit fit no single rank.
 
@@ -36,9 +38,13 @@ import jobs
 
 NETWORKS: Sequence[tuple[int, int]] = ((16, 3), (16, 4), (32, 3), (32, 4))
 """Channels of the first level, and levels."""
-SPATIAL: Mapping[int, Sequence[int]] = {1: (1, 1, 1), 2: (1, 2, 1), 4: (1, 2, 2), 8: (1, 4, 2)}
+RANKS = (1, 2, 4, 8)
+SPATIAL: Mapping[int, Sequence[int]] = {
+    1: (1, 1, 1), 2: (1, 2, 1), 3: (1, 3, 1), 4: (1, 2, 2), 6: (1, 3, 2), 8: (1, 4, 2)
+}  # fmt: skip
 PLAIN, ONE = "plain torch", "one rank"
-NAIVE, AWARE, IN_SPACE, COMPOSED = "naive", "model-aware", "spatial", "composed"
+NAIVE, AWARE, IN_SPACE = "naive", "model-aware", "spatial"
+COMPOSED, BY_LEVELS = "composed", "composed, levels"
 STEP = 16
 """Between edges: images of 4 levels have multiples of 16."""
 SAMPLE = 64
@@ -52,7 +58,7 @@ def main() -> None:
     """Searches the edges, measures times, or runs a rank."""
     parser = common.parser(__doc__, rounds=7)
     parser.add_argument("--limit", type=float, default=64.0, help="MiB per rank (64)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], choices=SPATIAL)
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, choices=RANKS)
     parser.add_argument("--state", action="store_true", help="count weights and Adam's state, too")
     parser.add_argument("--overhead", action="store_true", help="measure times instead")
     parser.add_argument("--mpi", default="auto", help="openmpi, mpich or auto")
@@ -110,7 +116,7 @@ def divisions(ranks: int) -> Sequence[str]:
     """Returns the divisions of a network over a number of ranks."""
     if ranks == 1:
         return PLAIN, ONE
-    return (NAIVE, AWARE, IN_SPACE, *[COMPOSED] * (ranks > 2))
+    return (NAIVE, AWARE, IN_SPACE, *((COMPOSED, BY_LEVELS) if ranks > 2 else ()))
 
 
 def search(job: jobs.Job, limit: float, held: Sequence[float]) -> dict[str, Any]:
@@ -177,19 +183,18 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     for aware in rows:
         if aware["division"] != AWARE:
             continue
-        naive, spatial, composed = (
-            found(rows, aware, division=name) for name in (NAIVE, IN_SPACE, COMPOSED)
-        )
+        naive, spatial = (found(rows, aware, division=name) for name in (NAIVE, IN_SPACE))
         if naive is None or spatial is None:
             continue
+        composed = [found(rows, aware, division=name) for name in (COMPOSED, BY_LEVELS)]
         where = aware["features"], aware["levels"], aware["ranks"]
-        least = 4 / 3 if aware["ranks"] == max(SPATIAL) else 1.0
+        least = 4 / 3 if aware["ranks"] == max(RANKS) else 1.0
         ratio = aware["edge"] / naive["edge"]
         lines.append((f"model-aware / naive >= {least:.2f}", *where, ratio, ratio >= least))
         ratio = spatial["edge"] / aware["edge"]
         lines.append(("spatial / model-aware >= 1", *where, ratio, ratio >= 1))
-        if composed is not None:
-            ratio = composed["edge"] / max(each["edge"] for each in (aware, spatial, naive))
+        if edges := [each["edge"] for each in composed if each is not None]:
+            ratio = max(edges) / max(each["edge"] for each in (aware, spatial, naive))
             lines.append(("composed / best other >= 1", *where, ratio, ratio >= 1))
     return lines
 
@@ -271,7 +276,7 @@ def batch(edge: int) -> tuple[Any, Any]:
 
 
 class Contestant:
-    """A network divided over ranks.
+    """Network that is divided over ranks in a given way.
 
     Args:
         world: the ranks.
@@ -295,8 +300,8 @@ class Contestant:
             self.mesh = pydist.Mesh(world, 1, tuple(SPATIAL[world.size]))
             pydist.parallelize(self.model, self.mesh)
         elif division != PLAIN:
-            half = {"spatial": tuple(SPATIAL[world.size // 2])}
-            stages = Stages(world, [half] * 2 if division == COMPOSED else [{}] * world.size)
+            meshes, order = meshes_of(division, world.size)
+            stages = Stages(world, meshes, order=order)
             naive = equal_layers(self.model, sample, world.size)
             how: dict[str, Any] = {"balance": "memory"}
             if division == NAIVE:
@@ -335,6 +340,16 @@ class Contestant:
         gc.collect()
         self.world.barrier()
         return common.peak(lambda: self.step(x, target)) / 2**20
+
+
+def meshes_of(division: str, ranks: int) -> tuple[list[Any], Sequence[int] | None]:
+    """Returns the meshes of stages, and the mesh of each stage if one has several."""
+    if division == COMPOSED:
+        return [{"spatial": tuple(SPATIAL[ranks // 2])}] * 2, None
+    if division == BY_LEVELS:
+        parts = ranks - ranks // 4, ranks // 4
+        return [{"spatial": tuple(SPATIAL[n])} for n in parts], (0, 1, 0)
+    return [{}] * ranks, None
 
 
 def equal_layers(model: Any, sample: Any, stages: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reads of whole files from a pack by 1, 2 and 4 processes, for the sizes of FanStore's figures.
+"""Measures reads of files from a pack by 1, 2 and 4 processes, for the sizes of FanStore's figures.
 
 Files of 128 KB, 512 KB, 2 MB and 8 MB are read in a random order by `PackFiles`: stored raw, and
 compressed (zstd; half of each file is random, half of it zeros, so that it shrinks by two). Each

@@ -1,4 +1,4 @@
-"""A step of a 3D U-Net in two stages: pydist's pipelines, torch's, and one rank alone.
+"""Compares a step of a 3D U-Net in two stages: pydist's pipelines, torch's, and one rank alone.
 
 Two ranks of one thread each train on a batch of micro-batches, cut at the same module by pydist and
 by torch.distributed.pipelining over gloo; by pydist where its plan cuts; and by pydist in four

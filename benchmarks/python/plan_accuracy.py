@@ -1,4 +1,4 @@
-"""Predicted and measured time and memory of training steps, on meshes of 1 and 2 ranks.
+"""Compares predicted and measured time and memory of training steps, on meshes of 1 and 2 ranks.
 
 The hardware is measured first, as by `pydist env --bench`. Then every mesh trains each network for
 some steps, in turns, and the plan's numbers are compared with the medians. Times are of forward,
@@ -7,6 +7,12 @@ without parameters and the optimizer's state. Accuracy is ParaDL's: 1 - |predict
 measured.
 
     python benchmarks/python/plan_accuracy.py
+
+Two fits of a machine, in other states of it, are compared by what they predict:
+
+    pydist env --bench calm.json -n 2      # and later
+    pydist env --bench busy.json -n 2
+    python benchmarks/python/plan_accuracy.py --profiles calm.json busy.json
 """
 
 from __future__ import annotations
@@ -38,16 +44,21 @@ MESHES: dict[str, dict[str, int]] = {
 BATCH = 2
 _CHOOSING = 15
 """First steps, which are not measured: the autotuner spreads its measurements over ten of them."""
+_MANY = 1 << 30
+"""Ranks for which no convolution is measured here."""
 HEAD = ("network", "mesh", "predicted, s", "measured, s", "ratio", "MB predicted", "counted", "/")
 COUNTED = ("gradients", "activations", "transient", "halos", "copies", "buckets")
 """Parts of a predicted peak that are allocated in a step."""
 
 
 def main() -> None:
-    """Measures, or runs a rank."""
+    """Starts the ranks and shows predictions with measurements, or runs one of the ranks."""
     parser = common.parser(__doc__, rounds=7)
     parser.add_argument("--mpi", default="auto", help="openmpi, mpich or auto")
     parser.add_argument("--network", type=int, nargs="+", help="numbers of networks, from 0 on")
+    parser.add_argument(
+        "--profiles", nargs=2, metavar="FILE", help="compare the predictions of two profiles"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -58,6 +69,9 @@ def main() -> None:
     networks = {names[number]: NETWORKS[names[number]] for number in chosen}
     if options.quick:
         networks, options.rounds = {"CosmoFlow, 32³": ("cosmoflow", 32)}, 1
+    if options.profiles is not None:
+        compare(networks, options)
+        return
 
     def start(ranks: int) -> Callable[[], jobs.Job]:
         return lambda: jobs.Job(__file__, ranks, ["--worker"], options.mpi)
@@ -108,14 +122,48 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"{name}: predicted best {chosen['mesh']}, {ratio:.2f} × the time of {best['mesh']}")
 
 
-def predicted(kind: str, width: int, mesh: str, hardware: dict[str, Any]) -> dict[str, Any]:
-    """Returns the plan's seconds and bytes of a mesh."""
+def compare(networks: dict[str, tuple[str, int]], options: argparse.Namespace) -> None:
+    """Prints the steps that two profiles predict, and how far apart they are."""
+    from dataclasses import asdict
+
+    from pydist.hardware import load_hardware
+
+    profiles = [asdict(load_hardware(path)) for path in options.profiles]
+    rows = []
+    for name, (kind, width) in networks.items():
+        for mesh in MESHES:
+            first, second = (
+                predicted(kind, width, mesh, each, measures=False)["step"] for each in profiles
+            )
+            rows.append((name, mesh, first, second, second / first))
+    common.show(("network", "mesh", *options.profiles, "ratio"), rows)
+    apart = [max(row[-1], 1 / row[-1]) - 1 for row in rows]
+    print(
+        f"predictions differ by {sum(apart) / len(apart):.1%} on average, {max(apart):.1%} at most"
+    )
+    result = {"machine": common.machine(), "profiles": profiles, "batch": BATCH, "rows": rows}
+    common.write(result, "plan_profiles", options)
+
+
+def predicted(
+    kind: str, width: int, mesh: str, hardware: dict[str, Any], *, measures: bool = True
+) -> dict[str, Any]:
+    """Returns the plan's seconds and bytes of a mesh.
+
+    Args:
+        kind: of the network.
+        width: of its samples.
+        mesh: name of the mesh.
+        hardware: the profile.
+        measures: whether to measure convolutions whose times are not known.
+    """
     from pydist.grid import Grid
     from pydist.hardware import hardware_of
     from pydist.plan import Training, estimate_step
     from pydist.plan.choosing import step_model
 
-    model = step_model(traced(kind, width), Training(batch=BATCH), hardware_of(hardware), ranks=1)
+    ranks = 1 if measures else _MANY
+    model = step_model(traced(kind, width), Training(batch=BATCH), hardware_of(hardware), ranks)
     found = estimate_step(model, Grid.of(MESHES[mesh]))
     return {"step": found.step, "seconds": dict(found.seconds), "memory": dict(found.memory)}
 
@@ -199,7 +247,7 @@ def work() -> None:
 
 
 class Contestant:
-    """A network on a mesh, with its batch.
+    """Network that is trained on a mesh, with its batch.
 
     Args:
         world: the ranks.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import common
 
-from pydist.launch import available
+from pydist.launch.backends import available
 
 ELEMENTS = 1 << 20
 SECONDS = 0.1
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measures on one rank every way and number of calls per round, in the same order on all."""
+    """Measures all ways and numbers of calls per round on one rank; the order is equal on all."""
     import torch  # the parent process does not need it
 
     import pydist

@@ -28,7 +28,8 @@ import slow_files
 import torch
 
 from pydist.data import ShardDataset, UniverseOptions, generate_universes
-from pydist.data.convert import ConvertOptions, convert_dataset
+from pydist.data.convert import convert_dataset
+from pydist.data.options import ConvertOptions
 from pydist.partition import Box
 
 THREADS = (1, 2, 4)
@@ -111,7 +112,7 @@ def times(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def by_threads(folder: Path, count: int, reads: int) -> float:
-    """Reads by threads; returns the seconds from their start to the last end."""
+    """Reads blocks by threads; returns the seconds from their start to the last end."""
     barrier = threading.Barrier(count + 1, timeout=60)
     threads = [
         threading.Thread(target=read, args=(folder, number, count, reads, barrier))

@@ -1,4 +1,4 @@
-"""The calls of FanStore's ResNet-50 run, scaled down, on a loose folder and on its pack.
+"""Makes the calls of FanStore's ResNet-50 run, scaled down, on a loose folder and on its pack.
 
 That run (64 processes, 90 epochs, 1.3 million files of 108 KB in 2,002 folders) made 128 thousand
 stat and readdir (each process lists all folders at its start), 117 million stat, open and close (a

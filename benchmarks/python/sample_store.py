@@ -1,4 +1,4 @@
-"""Training input from files, from the sample store, and without any cost, on 2 ranks.
+"""Compares training input from files, from the sample store, and without any cost, on 2 ranks.
 
 CosmoFlow-like samples, 4 channels of int16 counts, one file each, either divided over 2 sample
 groups or cut in 2 along the depth. The contestants make the same batches:
@@ -299,9 +299,9 @@ def training_step(mesh: Any, width: int) -> Callable[[Any], None]:
 
 
 class Block:
-    """Source of two samples in memory, each as large as one message."""
+    """Source that makes two samples, each as large as one message."""
 
-    num_targets, labelled = 1, False
+    num_targets, labeled = 1, False
 
     def __init__(self, nbytes: int) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""Latency of `pydist serve`: on one rank against several, for one client and for concurrent ones.
+"""Measures the latency of `pydist serve` on one and several ranks, for one and several clients.
 
 A U-Net segments synthetic CT volumes by sliding windows, dealt out to the ranks. Each client
 sends its next request when it has the answer to the last one, over loopback. Latency is that of a
@@ -71,7 +71,8 @@ def main() -> None:
 def trained(folder: Path, edge: int) -> bytes:
     """Trains a small U-Net for a step; returns a volume as .npy."""
     from pydist.data import ShardDataset
-    from pydist.data.medical import CTOptions, generate_ct
+    from pydist.data.medical.generate import generate_ct
+    from pydist.data.medical.options import CTOptions
     from pydist.setup import init
     from pydist.train.config import Config, DataConfig, OutputConfig, TrainConfig, UNet3dConfig
     from pydist.train.run import train

@@ -1,4 +1,4 @@
-"""Memory per rank of a prediction by sliding windows, on 1, 2 and 4 ranks.
+"""Measures the memory per rank of a prediction by sliding windows, on 1, 2 and 4 ranks.
 
 A synthetic volume is written as NIfTI, and a small 3D U-Net with random weights segments it, from
 reading to writing. Counted are the bytes of arrays beyond the idle predictor's: the peak of torch's
@@ -68,7 +68,8 @@ def make(folder: Path, shape: list[int]) -> None:
     import torch
 
     from pydist.data import Manifest
-    from pydist.data.medical import CTOptions, generate_ct
+    from pydist.data.medical.generate import generate_ct
+    from pydist.data.medical.options import CTOptions
     from pydist.models import UNet3d
     from pydist.train import checkpoint
     from pydist.train.config import Config, DataConfig, UNet3dConfig

@@ -1,4 +1,4 @@
-"""A training step with each form of gradient reduction, over an emulated slow link between hosts.
+"""Measures a training step with each form of gradient reduction, over an emulated slow link.
 
 Ranks of this machine train CosmoFlow; `links.SlowTransport` delays what they send to ranks on other
 emulated hosts, as messages on a connection of some bandwidth and latency would be. Each round has a
@@ -134,7 +134,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 class Contestant:
-    """CosmoFlow with a form of gradient reduction, on one rank."""
+    """CosmoFlow that one rank trains with a form of gradient reduction."""
 
     def __init__(self, form: str, mesh: Any, quick: bool) -> None:
         """Makes the network, with the same weights for each form."""

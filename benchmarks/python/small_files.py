@@ -1,4 +1,4 @@
-"""Many small files: a loose folder, tar and zip against a pack, warm and on a shared file system.
+"""Compares a pack of many small files with a folder, tar and zip, warm and on a shared file system.
 
 Files of 1 to 128 kB (uniform in the logarithm) in 100 folders are read in a random order,
 

@@ -10,7 +10,7 @@ import jobs
 
 
 class StepRanks(ABC):
-    """One rank with its contestants.
+    """Rank that makes contestants and measures their steps.
 
     Args:
         world: the transport over the job's ranks.

@@ -1,4 +1,4 @@
-"""Generator of docs/performance.md: the results in benchmarks/results as tables.
+"""Writes docs/performance.md: the results in benchmarks/results as tables.
 
 python benchmarks/python/tables.py > docs/performance.md
 """

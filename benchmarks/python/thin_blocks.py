@@ -1,4 +1,4 @@
-"""Gain from redistributing thin blocks onto fewer ranks.
+"""Measures the gain from redistributing thin blocks onto fewer ranks.
 
 Trains CosmoFlow for some steps with `coarsen_if_faster` and, interleaved, without it, on ranks
 under MPI, and prints the median time of a step. Run as

@@ -1,4 +1,4 @@
-"""Correction of kernel choices made on a busy machine, and the cost of autotuning.
+"""Measures how kernel choices of a busy machine are corrected, and the cost of autotuning.
 
 Correction: two ranks train a stack of four convolutions with ReLU on 64³. A run on a quiet machine
 fills one cache; a run beside two foreign processes that compute all the time fills another. Ten

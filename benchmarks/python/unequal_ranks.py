@@ -1,4 +1,4 @@
-"""Training steps on ranks of unequal speed, with even parts and with those of `pydist balance`.
+"""Compares steps on ranks of unequal speed with even parts and with those of `pydist balance`.
 
 Two ranks: each has a core of its own; that of rank 1 also runs another process that never waits, so
 that the rank gets half of the core. CosmoFlow 128^3 is cut along its depth, and by channels.

@@ -1,4 +1,4 @@
-"""A training step of a 3D U-Net (forward, backward, Adam) on 1 rank and split over 2.
+"""Measures a training step of a 3D U-Net (forward, backward, Adam) on 1 rank and split over 2.
 
 MONAI's UNet (residual units, instance norm, PReLU, transposed convolutions of stride 2), the U-Net
 of the paper, or MONAI's SwinUNETR or UNETR (split over depth), all unmodified. The references are
@@ -34,7 +34,7 @@ TRANSFORMERS = ("swin_unetr", "unetr")
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant: the name of its job, and its options."""
+    """Contestant that a job runs, with its options."""
 
     job: str
     title: str

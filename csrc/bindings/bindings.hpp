@@ -1,5 +1,5 @@
-// The functions by which each binding file adds to the module; module.cpp calls them in this order,
-// and then bind_<family> of each folder in csrc/ops.
+// The functions by which each binding file adds to the module. module.cpp calls them once, when the
+// module is imported, and then bind_<family> of each folder in csrc/ops.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,8 @@ namespace pydist::bindings {
 
 namespace py = pybind11;
 
-// The class pydist.errors.<name>: that file lists all errors.
+// The class pydist.errors.<name>: that file lists all errors. For the translators of C++
+// exceptions. Call with the GIL held.
 inline py::object error_type(const char* name) {
   return py::module_::import("pydist.errors").attr(name);
 }

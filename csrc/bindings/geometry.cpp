@@ -173,7 +173,7 @@ Args:
     owned: what each rank holds. Equal boxes are replicas, others must be disjoint; empty ones are
         allowed. Among replicas a receiver takes its own, else the one of rank
         ``holders[receiver % len(holders)]``.
-    needed: the boxes (slots) that each rank wants, by rank. Parts that nobody owns are padding.
+    needed: the boxes (slots) that each rank wants, by rank. Parts that no rank owns are padding.
     rank: whose plan to make.
     shape: extents of the domain; required if a dim is periodic.
     periodic: by dim, whether the domain repeats.

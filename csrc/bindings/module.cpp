@@ -1,7 +1,8 @@
 // The Python module pydist._native. It links neither torch nor MPI nor a shared CUDA library.
 //
-// Errors: UsageError becomes pydist.errors.UsageError; the bindings of comm translate their own,
-// and other exceptions of the standard library become RuntimeError.
+// Errors: UsageError becomes pydist.errors.UsageError; the bindings of comm and packs translate
+// their own. For others the rules of pybind11 hold: InternalError becomes RuntimeError,
+// std::bad_alloc MemoryError, and std::invalid_argument ValueError.
 #include <exception>
 #include <utility>
 

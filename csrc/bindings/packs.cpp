@@ -27,9 +27,9 @@ namespace {
 using namespace py::literals;
 using packs::Codec;
 using packs::Entry;
+using packs::EntryKind;
 using packs::Folder;
 using packs::IndexWriter;
-using packs::Kind;
 using packs::PackId;
 using packs::PartitionWriter;
 using packs::Stored;
@@ -173,7 +173,7 @@ void bind_pack_reading(py::module_& module) {
       .def_property_readonly("name", [](const PackEntry& entry) { return py::bytes(entry.name); })
       .def_property_readonly(
           "is_directory",
-          [](const PackEntry& entry) { return entry.fields.kind == Kind::kDirectory; })
+          [](const PackEntry& entry) { return entry.fields.kind == EntryKind::kDirectory; })
       .def_property_readonly(
           "size", [](const PackEntry& entry) { return entry.fields.raw_size; },
           "Bytes of a file; 0 for a directory.")
@@ -276,7 +276,7 @@ void bind_pack_writing(py::module_& module) {
           "add",
           [](IndexWriter& writer, std::uint32_t parent, const std::string& name, bool directory,
              std::uint16_t mode, std::int64_t mtime_ns) {
-            const Kind kind = directory ? Kind::kDirectory : Kind::kFile;
+            const EntryKind kind = directory ? EntryKind::kDirectory : EntryKind::kFile;
             return writer.add(parent, name, kind, mode, mtime_ns);
           },
           "parent"_a, "name"_a, "directory"_a, "mode"_a, "mtime_ns"_a)

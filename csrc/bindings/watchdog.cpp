@@ -20,7 +20,7 @@ PyObject* enter_phase(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     return nullptr;
   }
-  watchdog::enter({name, static_cast<std::size_t>(length)}, static_cast<watchdog::Kind>(kind));
+  watchdog::enter({name, static_cast<std::size_t>(length)}, static_cast<watchdog::PhaseKind>(kind));
   Py_RETURN_NONE;
 }
 
@@ -42,11 +42,11 @@ PyMethodDef functions[] = {
 void bind_watchdog(py::module_& module) {
   using namespace py::literals;
   if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-  module.attr("PHASE_SPAN") = static_cast<int>(watchdog::Kind::kSpan);
-  module.attr("PHASE_END") = static_cast<int>(watchdog::Kind::kEnd);
-  module.attr("PHASE_WAIT") = static_cast<int>(watchdog::Kind::kWait);
-  module.attr("PHASE_BLOCKED") = static_cast<int>(watchdog::Kind::kBlocked);
-  module.attr("PHASE_WORK") = static_cast<int>(watchdog::Kind::kWork);
+  module.attr("PHASE_SPAN") = static_cast<int>(watchdog::PhaseKind::kSpan);
+  module.attr("PHASE_END") = static_cast<int>(watchdog::PhaseKind::kEnd);
+  module.attr("PHASE_WAIT") = static_cast<int>(watchdog::PhaseKind::kWait);
+  module.attr("PHASE_BLOCKED") = static_cast<int>(watchdog::PhaseKind::kBlocked);
+  module.attr("PHASE_WORK") = static_cast<int>(watchdog::PhaseKind::kWork);
   module.def(
       "start_watchdog",
       [](int board, int rank, int size, int here, bool all_here, const std::string& host,

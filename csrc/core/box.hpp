@@ -12,8 +12,13 @@
 namespace pydist {
 
 // The indices lo[d] <= i[d] < hi[d]; may be empty, and may reach outside the domain (padding).
+//
+// lo[d] <= hi[d] holds in every dim, and the volume fits into 64 bits: checked once, when a box is
+// made, so that kernels and planners need no further checks. Immutable. Except for comparisons,
+// functions of two boxes throw UsageError if these have different numbers of dims.
 class Box {
  public:
+  // An empty box without dims, for members that are assigned later.
   Box() = default;
 
   // Refuses lo above hi, and volumes that do not fit into 64 bits.
@@ -31,6 +36,7 @@ class Box {
   int ndim() const { return lo_.ndim(); }
   const Coords& lo() const { return lo_; }
   const Coords& hi() const { return hi_; }
+  // Number of indices.
   index_t volume() const { return volume_; }
   bool empty() const { return volume_ == 0; }
 
@@ -83,6 +89,7 @@ class Box {
     return true;
   }
 
+  // Empty boxes are equal only if they are at the same place.
   friend bool operator==(const Box& a, const Box& b) { return a.lo_ == b.lo_ && a.hi_ == b.hi_; }
   // By lo, then by hi: an order for maps, without a geometric meaning.
   friend bool operator<(const Box& a, const Box& b) {
@@ -99,6 +106,7 @@ class Box {
   index_t volume_ = 0;
 };
 
+// "Box((0, 0), (2, 3))": lo, then hi.
 inline std::string to_string(const Box& box) {
   return "Box(" + to_string(box.lo()) + ", " + to_string(box.hi()) + ")";
 }

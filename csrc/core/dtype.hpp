@@ -1,5 +1,8 @@
 // Element types of the kernels. The C++ types of half precision are in ops/common/half.hpp, and
 // ops/common/dispatch.hpp maps a DType to a C++ type.
+//
+// Complex numbers, quantized types, 8-bit floats and unsigned integers above 8 bits are none of
+// them: bindings/tensor_border.hpp refuses such tensors, so kernels never see them.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +12,8 @@
 
 namespace pydist {
 
+// Ordered by kind: bool, integers, floating-point types. is_floating depends on that order. The
+// numbers stay within a process: names (name_of) cross the border to Python.
 enum class DType : std::uint8_t {
   kBool,
   kUInt8,
@@ -22,7 +27,8 @@ enum class DType : std::uint8_t {
   kFloat64,
 };
 
-// Bytes of one element.
+// Bytes of one element, also of a bool. 0 for a value outside of the enum, which only memory errors
+// and wrong casts can produce.
 constexpr int size_of(DType dtype) {
   switch (dtype) {
     case DType::kBool:
@@ -43,7 +49,8 @@ constexpr int size_of(DType dtype) {
   return 0;
 }
 
-// The name that torch and NumPy use.
+// The name in torch, without its prefix `torch.`, and in NumPy, which has all of them but bfloat16.
+// Bindings compare it with the names that Python passes, and messages contain it.
 constexpr std::string_view name_of(DType dtype) {
   switch (dtype) {
     case DType::kBool:

@@ -19,7 +19,8 @@ namespace pydist {
 // may overlap: output o reads [floor(o * inputs / outputs), ceil((o + 1) * inputs / outputs)).
 class Footprint {
  public:
-  // All in elements of the dim; `padding_lo` and `padding_hi` before and after it.
+  // All in elements of the dim; `padding_lo` and `padding_hi` before and after it. Throws
+  // UsageError unless kernel, stride and dilation are at least 1.
   Footprint(index_t kernel, index_t stride = 1, index_t dilation = 1, index_t padding_lo = 0,
             index_t padding_hi = 0)
       : kernel_(kernel),
@@ -58,7 +59,8 @@ class Footprint {
   index_t inputs() const { return inputs_; }    // 0 if not adaptive
   index_t outputs() const { return outputs_; }  // 0 if not adaptive
 
-  // The first input that an output reads, and the one past its last.
+  // The first input that an output reads, and the one past its last. Both are defined for every o:
+  // an output outside of the domain has a window, too.
   index_t first(index_t o) const {
     if (is_adaptive()) return floor_div(checked_mul(o, inputs_), outputs_);
     return checked_sub(checked_mul(o, stride_), padding_lo_);
@@ -80,7 +82,8 @@ class Footprint {
     return padded < span_ ? 0 : (padded - span_) / stride_ + 1;
   }
 
-  // The inputs that the outputs [lo, hi) read, as the smallest interval.
+  // The inputs that the outputs [lo, hi) read, as the smallest interval. Without outputs it is
+  // empty, at the first input that output lo would read.
   Interval needs(index_t lo, index_t hi) const {
     if (lo >= hi) return {first(lo), first(lo)};
     return {first(lo), end(hi - 1)};
@@ -88,6 +91,9 @@ class Footprint {
 
   // The outputs whose needs intersect the inputs [lo, hi): the adjoint of `needs`. A dilated kernel
   // counts as reading the full interval that it spans.
+  //
+  // Output o spans [first(o), end(o)). So the result begins with the smallest o that has
+  // end(o) > lo, and ends before the smallest o that has first(o) >= hi.
   Interval feeds(index_t lo, index_t hi) const {
     if (is_adaptive()) {
       const index_t start = floor_div(checked_mul(lo, outputs_), inputs_);
@@ -100,7 +106,8 @@ class Footprint {
   }
 
   // Assigns each output to the part that holds the input at its kernel's center (clamped to the
-  // domain), so that halos on both sides are equally wide and a strided layer stays in place.
+  // domain), so that halos on both sides are equally wide and a strided layer stays in place. Empty
+  // parts at either end of the domain stay empty. Without inputs, the last part has all outputs.
   Partition output_partition(const Partition& input) const {
     const index_t outputs = output_extent(input.extent());
     std::vector<index_t> points;
@@ -127,8 +134,8 @@ class Footprint {
   }
 
   index_t kernel_, stride_, dilation_, padding_lo_, padding_hi_;
-  index_t span_ = 1;
-  index_t inputs_ = 0, outputs_ = 0;
+  index_t span_ = 1;                  // inputs from the first tap to the last one, both included
+  index_t inputs_ = 0, outputs_ = 0;  // of adaptive windows, whose span_ is not used
 };
 
 }  // namespace pydist

@@ -13,7 +13,12 @@
 
 namespace pydist {
 
+// An index, an extent, a stride or an offset, counted in elements. Signed: windows begin below 0
+// where there is padding, and offsets go in both directions.
 using index_t = std::int64_t;
+
+// The most dims of a tensor. A constant, so that Coords needs no allocation and can be passed to a
+// device by value.
 inline constexpr int kMaxDims = 8;
 
 // Sums, differences and products of indices. They raise UsageError where a result does not fit into
@@ -39,7 +44,8 @@ inline index_t checked_mul(index_t a, index_t b) {
   return product;
 }
 
-// Quotient rounded towards minus infinity; `divisor` > 0.
+// Quotient rounded towards minus infinity; `divisor` > 0. Unlike the operator /, which rounds
+// towards 0: floor_div(-1, 2) is -1.
 constexpr index_t floor_div(index_t dividend, index_t divisor) {
   return dividend / divisor - (dividend % divisor < 0 ? 1 : 0);
 }
@@ -49,11 +55,13 @@ constexpr index_t ceil_div(index_t dividend, index_t divisor) {
   return dividend / divisor + (dividend % divisor > 0 ? 1 : 0);
 }
 
-// One index per dim: a position, a shape, an offset or strides. Holds its values in place.
+// One index per dim: a position, a shape, an offset or strides. Dim 0 is the outermost one. Holds
+// its values in place; values beyond ndim() are 0 and take no part in comparisons.
 class Coords {
  public:
   Coords() = default;
 
+  // `ndim` times the same value. Refuses numbers of dims outside of 0 to 8 with UsageError.
   explicit Coords(int ndim, index_t value = 0) : ndim_(ndim) {
     PYDIST_EXPECT(ndim >= 0 && ndim <= kMaxDims, std::to_string(ndim) + " dims given, at most " +
                                                      std::to_string(kMaxDims) + " are possible");
@@ -65,11 +73,14 @@ class Coords {
   }
 
   int ndim() const { return ndim_; }
+  // 0 <= dim < ndim(): checked only in builds with PYDIST_CHECK_BOUNDS.
   index_t& operator[](int dim) { return values_[position(dim)]; }
   index_t operator[](int dim) const { return values_[position(dim)]; }
   const index_t* begin() const { return values_.data(); }
   const index_t* end() const { return values_.data() + ndim_; }
 
+  // Coords of different numbers of dims are unequal. The order is that of the first dim that
+  // differs; it is for maps, and does not say that a is below b in every dim.
   friend bool operator==(const Coords& a, const Coords& b) {
     return std::equal(a.begin(), a.end(), b.begin(), b.end());
   }
@@ -90,7 +101,7 @@ class Coords {
   int ndim_ = 0;
 };
 
-// "(2, 3, 4)"
+// As Python writes a tuple: "(2, 3, 4)", and "(2,)" for one dim.
 inline std::string to_string(const Coords& coords) {
   std::string text = "(";
   for (int dim = 0; dim < coords.ndim(); ++dim) {
@@ -100,7 +111,8 @@ inline std::string to_string(const Coords& coords) {
   return text + (coords.ndim() == 1 ? ",)" : ")");
 }
 
-// Number of elements of a shape. Refuses products above 64 bits, unless an extent is 0.
+// Number of elements of a shape, whose extents are not negative; 1 for a shape without dims.
+// Refuses products above 64 bits, unless an extent is 0.
 inline index_t volume_of(const Coords& shape) {
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
   index_t volume = 1;
@@ -108,7 +120,8 @@ inline index_t volume_of(const Coords& shape) {
   return volume;
 }
 
-// Mixes a value into a hash; the order of the values counts.
+// Mixes a value into a hash; the order of the values counts. Boost's hash_combine, with 2^64
+// divided by the golden ratio. For tables of one process: hashes are never stored or sent.
 inline void hash_combine(std::size_t& seed, std::size_t value) {
   seed ^= value + 0x9e3779b97f4a7c15u + (seed << 6) + (seed >> 2);
 }

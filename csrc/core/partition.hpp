@@ -15,7 +15,9 @@ namespace pydist {
 
 using Interval = std::pair<index_t, index_t>;  // half-open [first, second)
 
-// Part i holds the indices points[i] <= index < points[i + 1]. Parts may be empty.
+// Part i holds the indices points[i] <= index < points[i + 1]. Parts may be empty. They cover
+// [0, extent) and are disjoint: the constructor refuses points for which this would not hold.
+// Immutable. All functions throw UsageError if an argument is out of range.
 class Partition {
  public:
   // `points`: from 0 to the extent, never decreasing; parts + 1 of them.
@@ -25,7 +27,8 @@ class Partition {
                       ": they must start at 0, never decrease, and be at least two");
   }
 
-  // Sizes differ by at most one; the first extent % parts parts are the larger ones.
+  // Sizes differ by at most one; the first extent % parts parts are the larger ones: 11 in 3 parts
+  // is 4, 4, 3. Parts are empty only if there are more parts than indices.
   static Partition even(index_t extent, index_t parts) {
     require(extent, parts);
     std::vector<index_t> points{0};
@@ -35,7 +38,8 @@ class Partition {
     return Partition(std::move(points));
   }
 
-  // The rule of torch.chunk and DTensor: all parts have ceil(extent / parts), the last ones less.
+  // The rule of torch.chunk and DTensor: all parts have ceil(extent / parts), the last ones less: 5
+  // in 4 parts is 2, 2, 1, 0. There are always `parts` of them, where torch.chunk omits empty ones.
   static Partition chunked(index_t extent, index_t parts) {
     require(extent, parts);
     const index_t size = ceil_div(extent, parts);
@@ -46,6 +50,7 @@ class Partition {
     return Partition(std::move(points));
   }
 
+  // The split points; the first one is 0, the last one the extent.
   const std::vector<index_t>& points() const { return points_; }
   index_t parts() const { return static_cast<index_t>(points_.size()) - 1; }
   index_t extent() const { return points_.back(); }
@@ -69,6 +74,7 @@ class Partition {
 
   friend bool operator==(const Partition& a, const Partition& b) { return a.points_ == b.points_; }
 
+  // The split points as text, for messages: "[0, 4, 8, 11]".
   std::string describe() const {
     std::string text = "[";
     for (std::size_t i = 0; i < points_.size(); ++i) {

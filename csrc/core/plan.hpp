@@ -19,7 +19,9 @@
 namespace pydist {
 
 // The transfer of one box. `source` is in the owner's global indices; `target` is in the
-// receiver's, which differ only for periodic images. `slot`: the needed box that it fills.
+// receiver's, which differ only for periodic images: by a multiple of the domain's extent. Both
+// have the same shape. `slot`: the number of the needed box, of the receiver, that `target` is a
+// part of.
 struct Transfer {
   Box source;
   Box target;
@@ -33,6 +35,7 @@ struct Message {
   int peer = 0;
   std::vector<Transfer> transfers;
 
+  // Elements of the message. One element can count twice, if it is in two slots or images.
   index_t elements() const {
     index_t total = 0;
     for (const Transfer& transfer : transfers) {
@@ -44,14 +47,21 @@ struct Message {
 };
 
 // The messages of one exchange as seen by `rank`. Immutable, holds no buffers.
+//
+// There is at most one message per peer and direction, and none without elements. The message of
+// rank a to rank b has the same transfers in a's sends as in b's recvs, so a message needs no
+// header.
 struct Plan {
   int rank = 0;
   std::vector<Transfer> copies;  // within this rank
-  std::vector<Message> sends;    // sorted by peer, never empty
-  std::vector<Message> recvs;    // sorted by peer, never empty
+  std::vector<Message> sends;    // sorted by peer
+  std::vector<Message> recvs;    // sorted by peer
 };
 
-// The input of the planner; equal on all ranks.
+// The input of the planner; equal on all ranks, or their messages will not match. Boxes are in
+// global indices. A rank may own an empty box, and need none. Needed boxes may reach outside of the
+// domain: what no rank owns (padding) is in no message, and stays as it is in the receiver's
+// memory.
 struct ExchangeSpec {
   std::vector<Box> owned;                // by rank; equal boxes are replicas, others are disjoint
   std::vector<std::vector<Box>> needed;  // by rank, then slot
@@ -62,7 +72,8 @@ struct ExchangeSpec {
 // Plans for the ranks of one spec.
 class Planner {
  public:
-  // Checks the full spec, so that every rank refuses a wrong one, not only the affected ranks.
+  // Checks the full spec, so that every rank refuses a wrong one, not only the affected ranks: else
+  // the others would wait for messages that never arrive. Throws UsageError.
   explicit Planner(const ExchangeSpec& spec) : spec_(spec) {
     PYDIST_EXPECT(!spec.owned.empty() && spec.owned.size() == spec.needed.size(),
                   "owned boxes for " + std::to_string(spec.owned.size()) + " ranks, needed for " +
@@ -90,6 +101,7 @@ class Planner {
       const int source = source_of(holders, rank);
       std::vector<Transfer> transfers = transfers_between(box, rank);
       if (transfers.empty()) continue;
+      // A rank owns one box, so this is the only message from `source`.
       if (source == rank) {
         plan.copies = std::move(transfers);
       } else {
@@ -120,7 +132,8 @@ class Planner {
     return sends;
   }
 
-  // A replica serves itself; other receivers are spread over the replicas.
+  // A replica serves itself; other receivers are spread over the replicas. A function of the spec
+  // alone, so that sender and receiver agree without a message. `holders` ascend.
   static int source_of(const std::vector<int>& holders, int receiver) {
     if (std::ranges::binary_search(holders, receiver)) return receiver;
     return holders[static_cast<std::size_t>(receiver) % holders.size()];

@@ -11,11 +11,17 @@
 
 namespace pydist {
 
-// Text of a fixed size; longer text is cut. A reader may see a text that is half old, half new, so
-// it is for reports, not for decisions. Memory of zeros is an empty text.
+// Text of up to 8 * Words bytes. A reader may see a text that is half old, half new, so it is for
+// reports, not for decisions. Memory of zeros is an empty text.
+//
+// Made of atomic words, so that concurrent access is no data race, and without locks: a process
+// that is killed while it writes blocks no reader. The order of words is not defined (relaxed):
+// what must be seen before the text, or after it, needs an atomic of its own.
 template <std::size_t Words>
 class SharedText {
  public:
+  // One writer at a time. Longer text is cut, possibly within a character of UTF-8; a null byte
+  // ends it.
   void store(std::string_view text) {
     std::array<char, 8 * Words> bytes{};
     std::memcpy(bytes.data(), text.data(), std::min(text.size(), bytes.size()));
@@ -27,6 +33,7 @@ class SharedText {
     }
   }
 
+  // A copy of the text, from any process.
   std::string load() const {
     std::array<char, 8 * Words> bytes{};
     for (std::size_t i = 0; i < Words; ++i) {

@@ -14,12 +14,15 @@ namespace pydist {
 
 enum class DeviceType : std::uint8_t { kCpu, kCuda };
 
+// `index` is CUDA's number of the device in this process (CUDA_VISIBLE_DEVICES renumbers them), and
+// 0 for the CPU.
 struct Device {
   DeviceType type = DeviceType::kCpu;
   int index = 0;
   friend bool operator==(const Device&, const Device&) = default;
 };
 
+// "cpu" or "cuda:0", as in torch.
 inline std::string to_string(Device device) {
   if (device.type == DeviceType::kCpu) return "cpu";
   return "cuda:" + std::to_string(device.index);
@@ -36,9 +39,11 @@ struct TensorView {
 
   int ndim() const { return shape.ndim(); }
   index_t elements() const { return volume_of(shape); }
+  // Bytes of all elements, without gaps that strides may leave between them.
   index_t bytes() const { return checked_mul(elements(), size_of(dtype)); }
 
-  // Whether the elements are stored in C order without gaps.
+  // Whether the elements are stored in C order without gaps. The stride of a dim with one index
+  // does not matter, and a view without elements is contiguous.
   bool contiguous() const {
     if (elements() == 0) return true;
     index_t expected = 1;

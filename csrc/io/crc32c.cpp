@@ -1,8 +1,10 @@
 // CRC-32C by carry-less products of 512 bits, else by the CPU's instruction, else by tables.
 #include "io/crc32c.hpp"
 
+#include <algorithm>
 #include <array>
 #include <bit>
+#include <cstdint>
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -12,7 +14,8 @@
 namespace pydist::io {
 namespace {
 
-constexpr std::uint32_t kPolynomial = 0x82F63B78;  // reflected 0x1EDC6F41
+constexpr std::uint32_t kPolynomial = 0x82F63B78;            // reflected 0x1EDC6F41
+constexpr std::size_t kCopiedPiece = std::size_t{16} << 10;  // stays in a CPU's first cache
 using Tables = std::array<std::array<std::uint32_t, 256>, 8>;
 
 // tables[k][b]: effect of byte b followed by k zero bytes ("slicing by 8", Kounavis & Berry 2005).
@@ -161,6 +164,57 @@ PYDIST_FOLDING std::uint32_t folded(const unsigned char* bytes, std::size_t size
   return sse42(bytes, size, crc);
 }
 
+#define PYDIST_COPYING __attribute__((target("avx2,vpclmulqdq,pclmul,sse4.2")))
+
+template <unsigned kBytes>
+PYDIST_COPYING inline __m256i add_moved(__m256i value, __m256i next) {
+  using Factors = Moved<kBytes>;
+  const __m256i factors =
+      _mm256_set_epi64x(Factors::kLast, Factors::kFirst, Factors::kLast, Factors::kFirst);
+  const __m256i products = _mm256_xor_si256(_mm256_clmulepi64_epi128(value, factors, 0x00),
+                                            _mm256_clmulepi64_epi128(value, factors, 0x11));
+  return _mm256_xor_si256(products, next);
+}
+
+// Loads a vector, and stores it at `to` past the caches, for which no line has to be loaded.
+PYDIST_COPYING inline __m256i copied(unsigned char* to, const unsigned char* from) {
+  const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), value);
+  return value;
+}
+
+constexpr std::size_t kHalf = 32, kCopied = 4 * kHalf;
+
+// Copies a multiple of `kCopied` bytes, not 0, and folds them. `to` is aligned to `kHalf`.
+PYDIST_COPYING std::uint32_t copied_folded(unsigned char* to, const unsigned char* from,
+                                           std::size_t size, std::uint32_t crc) {
+  __m256i sums[4];
+  for (std::size_t i = 0; i < 4; ++i) sums[i] = copied(to + i * kHalf, from + i * kHalf);
+  sums[0] =
+      _mm256_xor_si256(sums[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128(static_cast<int>(crc))));
+  for (std::size_t done = kCopied; done < size; done += kCopied) {
+    for (std::size_t i = 0; i < 4; ++i) {
+      const std::size_t at = done + i * kHalf;
+      sums[i] = add_moved<kCopied>(sums[i], copied(to + at, from + at));
+    }
+  }
+  _mm_sfence();
+  __m256i sum = sums[0];
+  for (std::size_t i = 1; i < 4; ++i) sum = add_moved<kHalf>(sum, sums[i]);
+  const __m128i first = _mm256_castsi256_si128(sum), last = _mm256_extracti128_si256(sum, 1);
+  const __m128i factors = _mm_set_epi64x(Moved<16>::kLast, Moved<16>::kFirst);
+  const __m128i folded = _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(first, factors, 0x00),
+                                                     _mm_clmulepi64_si128(first, factors, 0x11)),
+                                       last);
+  std::uint64_t words[2];
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(words), folded);
+  return static_cast<std::uint32_t>(_mm_crc32_u64(_mm_crc32_u64(0, words[0]), words[1]));
+}
+
+bool can_fold_copies() {
+  return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("vpclmulqdq") != 0;
+}
+
 bool can_fold() {
   return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("vpclmulqdq") != 0;
 }
@@ -186,6 +240,27 @@ std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t crc) {
   if (folds && size >= kBlock) return ~folded(static_cast<const unsigned char*>(data), size, ~crc);
 #endif
   return crc32c_by_instruction(data, size, crc);
+}
+
+std::uint32_t crc32c_copy(void* to, const void* from, std::size_t size, std::uint32_t crc) {
+  auto* target = static_cast<unsigned char*>(to);
+  const auto* source = static_cast<const unsigned char*>(from);
+  const auto copy = [&](std::size_t bytes) {
+    std::memcpy(target, source, bytes);
+    crc = crc32c(target, bytes, crc);
+    target += bytes, source += bytes, size -= bytes;
+  };
+#if defined(__x86_64__)
+  static const bool folds = can_fold_copies();
+  if (folds && size >= 2 * kCopied) {
+    copy((0 - reinterpret_cast<std::uintptr_t>(target)) % kHalf);
+    const std::size_t bytes = size / kCopied * kCopied;
+    crc = ~copied_folded(target, source, bytes, ~crc);
+    target += bytes, source += bytes, size -= bytes;
+  }
+#endif
+  while (size > 0) copy(std::min(size, kCopiedPiece));
+  return crc;
 }
 
 }  // namespace pydist::io

@@ -10,6 +10,10 @@ namespace pydist::io {
 // `crc`: crc32c(b, m, crc32c(a, n)) is the checksum of a followed by b.
 std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t crc = 0);
 
+// Copies `size` bytes, and returns their checksum as crc32c does. For copies that are larger than
+// the caches: each byte is loaded once, and not kept there. `to` and `from` must not overlap.
+std::uint32_t crc32c_copy(void* to, const void* from, std::size_t size, std::uint32_t crc = 0);
+
 // The paths for CPUs without carry-less products of 512 bits, and those without a CRC instruction:
 // public for tests. The first takes tables where there is no instruction.
 std::uint32_t crc32c_by_instruction(const void* data, std::size_t size, std::uint32_t crc = 0);

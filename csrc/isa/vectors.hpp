@@ -15,6 +15,7 @@
 #include "launch/host_device.hpp"
 #include "ops/common/half.hpp"
 
+// Bytes of a register of the instruction set for which this is compiled (-march).
 #if defined(__AVX512F__)
 #define PYDIST_VECTOR_BYTES 64
 #elif defined(__AVX2__)
@@ -26,6 +27,8 @@
 namespace pydist::cpu::PYDIST_ISA_NAME {
 namespace {
 
+// A vector of kCount elements: by default a register of them. A longer one is an array of registers
+// to the compiler, a shorter one a part of a register.
 template <class T, int kCount = PYDIST_VECTOR_BYTES / sizeof(T)>
 struct VectorOf {
   // Unaligned loads and stores through this type are allowed.
@@ -33,6 +36,7 @@ struct VectorOf {
   static constexpr int kLanes = kCount;
 };
 
+// A full register of elements, from any address: the caller ensures that all of them may be read.
 template <class T>
 PYDIST_HD typename VectorOf<T>::type load(const T* address) {
   return *reinterpret_cast<const typename VectorOf<T>::type*>(address);
@@ -64,7 +68,9 @@ struct BFloatVectors {
   typedef std::uint32_t Words __attribute__((vector_size(4 * kLanes)));
 };
 
-// Loads kLanes elements and converts them to the accumulator type.
+// Loads kLanes elements, from any address, and converts them to the accumulator type T. The
+// conversion is exact, so all branches give the same values: with an instruction of F16C or AVX-512
+// where there is one, else by arithmetic on the bits (bfloat16) or lane by lane.
 template <int kLanes, class T, class Storage>
 PYDIST_HD typename VectorOf<T, kLanes>::type widen(const Storage* address) {
   using Vector = typename VectorOf<T, kLanes>::type;
@@ -123,7 +129,8 @@ PYDIST_HD void narrow(typename VectorOf<T, kLanes>::type values, Storage* addres
 }
 
 // Stores past the caches; the address is aligned to a vector. _mm_sfence() makes such stores
-// visible.
+// visible to other threads. For targets that are larger than the caches and not read soon: a store
+// through the caches would first read the line from memory.
 template <class T>
 PYDIST_HD void stream(typename VectorOf<T>::type values, T* address) {
 #if defined(__AVX512F__)

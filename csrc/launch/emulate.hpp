@@ -4,6 +4,10 @@
 // orders, and shared memory is poisoned before each step, which reveals missing barriers. It does
 // not find races within one phase. Where warps compute together, each warp does all work between
 // two barriers before the next warp begins.
+//
+// For tests: they run a body in several of kThreadOrders and compare every result with a plain
+// loop. A body that depends on the order of its threads gives different results. Poison is bytes of
+// 0xff: a NaN in every floating-point type, and an index that is out of bounds.
 #pragma once
 
 #include <cstdint>
@@ -19,12 +23,14 @@
 
 namespace pydist::launch {
 
+// The order in which threads, blocks and rows run. kStrided takes every seventh of them, seven
+// times: neighbors, also within a warp, do not run one after the other.
 enum class ThreadOrder { kForward, kReverse, kStrided };
 
 inline constexpr ThreadOrder kThreadOrders[] = {ThreadOrder::kForward, ThreadOrder::kReverse,
                                                 ThreadOrder::kStrided};
 
-// Calls f(i) for 0 <= i < count, in the given order.
+// Calls f(i) once for each 0 <= i < count, in the given order.
 template <class F>
 void in_order(ThreadOrder order, index_t count, const F& f) {
   constexpr index_t kStride = 7;
@@ -43,13 +49,14 @@ void in_order(ThreadOrder order, index_t count, const F& f) {
   }
 }
 
-// Emulates run_kernel of cuda.cuh.
+// Emulates run_kernel of cuda.cuh. grid: that of the device, or a smaller one, in which threads
+// take several rows.
 template <RunBody Body>
 void emulate_runs(const Body& body, const RunGrid& grid, ThreadOrder order) {
   in_order(order, grid.threads(), [&](index_t thread) { run_thread(body, grid, thread); });
 }
 
-// The registers of the threads of a block, uninitialized as on a device.
+// The registers of the threads of a block, poisoned: on a device they have any content.
 template <class Thread>
 std::vector<Thread> fresh_threads(int count) {
   static_assert(std::is_trivially_copyable_v<Thread>);
@@ -82,16 +89,21 @@ void emulate_tiles(const Body& body, ThreadOrder order) {
 }
 
 // A warp's copies into shared memory, which are done when the launcher waits for them, and not
-// before.
+// before: the latest time that AsyncCopies of cuda.cuh permits. A body that reads a stage too early
+// reads poison.
 class DeferredCopies {
  public:
+  // Both addresses must be aligned to kBytes, as cp.async requires. If not `inside`, `from` is not
+  // read, and zeros are stored.
   template <int kBytes>
   void copy(void* to, const void* from, bool inside) {
     PYDIST_INVARIANT(reinterpret_cast<std::uintptr_t>(to) % kBytes == 0);
     PYDIST_INVARIANT(reinterpret_cast<std::uintptr_t>(from) % kBytes == 0);
     open_.push_back({to, inside ? from : nullptr, kBytes});
   }
+  // Closes a group of copies, which may be empty.
   void commit() { groups_.push_back(std::move(open_)), open_.clear(); }
+  // Does all copies but those of the newest `in_flight` groups.
   void wait(std::size_t in_flight) {
     for (; groups_.size() > in_flight; groups_.pop_front()) {
       for (const Pending& copy : groups_.front()) {
@@ -115,6 +127,9 @@ class DeferredCopies {
 };
 
 // One block of warp_tile_kernel of cuda.cuh, warp after warp. A stage is poisoned after its step.
+//
+// Call run, then share, then end. On a device a barrier of the cluster separates the last two:
+// emulate_warp_tiles calls each for all blocks of a cluster before it calls the next.
 template <WarpTileBody Body>
 class EmulatedWarpTile {
  public:
@@ -126,7 +141,8 @@ class EmulatedWarpTile {
   EmulatedWarpTile(const Body& body, index_t block, ThreadOrder order)
       : body_(body), block_(block), order_(order) {}
 
-  // Until the sums are complete.
+  // The steps, until the sums are complete in the threads' registers. The first kStages - 1 turns
+  // only fetch (their step is negative), and later ones compute a step while the next are fetched.
   void run() {
     constexpr int kStages = Body::kStages;
     std::memset(static_cast<void*>(memory_.get()), 0xff, sizeof(Memory));  // NaN in every format
@@ -161,17 +177,20 @@ class EmulatedWarpTile {
       }
     }
   }
+  // Stores the sums in shared memory, which the stages have left.
   void share() {
     std::memset(memory_->bytes, 0xff, sizeof(memory_->bytes));
     each_thread([&](int thread, Thread& state) { body_.share(block_, thread, state, sums()); });
   }
   Sums& sums() { return *reinterpret_cast<Sums*>(memory_->bytes); }
+  // Writes this block's part of the cluster's result. peers(rank): the sums of a block.
   template <class Peers>
   void end(const Peers& peers) {
     each_thread([&](int thread, Thread&) { body_.end(block_, thread, peers); });
   }
 
  private:
+  // Shared memory: the bytes hold the stages, then the sums.
   struct Memory {
     typename Body::Table table;
     alignas(16) unsigned char bytes[kWarpTileBytes<Body>];
@@ -193,7 +212,8 @@ class EmulatedWarpTile {
   std::vector<Thread> threads_ = fresh_threads<Thread>(Body::kThreads);
 };
 
-// Emulates warp_tile_kernel of cuda.cuh, cluster after cluster.
+// Emulates warp_tile_kernel of cuda.cuh, cluster after cluster. Test body.alone() as well: devices
+// without clusters run that.
 template <WarpTileBody Body>
 void emulate_warp_tiles(const Body& body, ThreadOrder order) {
   const int size = body.cluster();

@@ -1,7 +1,11 @@
 // Entry points of libzstd and liblz4, stable since their versions 1.0, and of C-Blosc since 1.16.
 #include "packs/codec.hpp"
 
+#include <atomic>
+#include <memory>
+
 #include "comm/driver/dynamic_library.hpp"
+#include "core/published.hpp"
 
 namespace pydist::packs {
 namespace {
@@ -50,20 +54,21 @@ struct Blosc {
   int (*validate)(const void*, std::size_t, std::size_t*) = nullptr;
 };
 
+std::atomic<const Zstd*> opened_zstd{nullptr};
+std::atomic<const Lz4*> opened_lz4{nullptr};
+std::atomic<const Blosc*> opened_blosc{nullptr};
+
 // Opened at the first use; an attempt that fails is repeated at the next one.
 const Zstd& zstd() {
-  static const Zstd library;
-  return library;
+  return published(opened_zstd, [] { return std::make_unique<Zstd>(); });
 }
 
 const Lz4& lz4() {
-  static const Lz4 library;
-  return library;
+  return published(opened_lz4, [] { return std::make_unique<Lz4>(); });
 }
 
 const Blosc& blosc() {
-  static const Blosc library;
-  return library;
+  return published(opened_blosc, [] { return std::make_unique<Blosc>(); });
 }
 
 constexpr int kBloscLevel = 1;  // of 0 to 9; 3 and 5 gain 1 % and 3 % on counts, at half the speed

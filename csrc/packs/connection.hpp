@@ -1,4 +1,7 @@
 // The state of one reader's connection to a server: what it receives, and what is left to send.
+//
+// No call waits for the reader. Where the socket has no bytes or no room, the state is kept, and
+// the next thread that epoll wakes for this socket continues from there.
 #pragma once
 
 #if defined(__linux__)
@@ -24,27 +27,35 @@ namespace pydist::packs {
 // What a connection does next: go on, wait until it can receive or send, or end.
 enum class Step { kNext, kReceive, kSend, kEnd };
 
-// Used by one thread at a time: that which epoll has woken for it, until it is armed again.
+// Used by one thread at a time: the one that epoll has woken for it, until it is armed again. The
+// atomic members are also read by the thread that disconnects late readers (Server::drop_late).
 struct Connection {
-  std::mutex turn;  // hands the connection from one thread to the next one
-  Descriptor socket;
-  Nonce nonce;
-  std::atomic<bool> welcomed{false};
-  std::atomic<bool> waited_for{true};      // the reader must say hello, or take what is sent
-  std::atomic<std::int64_t> moved{now()};  // when it last took a byte, or was accepted
-  bool last = false;                       // it ends when all is sent
+  // Locked by the thread whose turn it is. Epoll already ensures that there is only one; the lock
+  // makes its writes visible to the next one.
+  std::mutex turn;
+  Descriptor socket;                   // does not block
+  Nonce nonce;                         // the server's, as sent in the Challenge
+  std::atomic<bool> welcomed{false};   // a proof was right: requests are answered from here on
+  std::atomic<bool> waited_for{true};  // the reader must say hello, or take what is sent
+  // Steady seconds: when it was accepted, last took a byte, or last made a request that is answered
+  // with bytes.
+  std::atomic<std::int64_t> moved{now()};
+  bool last = false;  // it ends when all is sent
 
+  // The first `filled` bytes of a message that has not arrived completely. A Hello is the longest.
   std::array<std::byte, sizeof(Hello)> received{};
   std::size_t filled = 0;
 
-  // To be sent: `head` from byte `sent` on, then `left` bytes of `file`.
+  // To be sent: `head` from byte `sent` on, then `left` bytes of `file` from `offset` on. The file
+  // is a partition that the server's folder has open, and is not closed here.
   std::vector<std::byte> head;
   std::size_t sent = 0;
   int file = -1;
   off_t offset = 0;
   std::uint64_t left = 0;
 
-  // Receives what has come of a message; kNext when it is complete.
+  // Receives what has come of a message. kNext: it is complete; kReceive: bytes are missing, and
+  // the next call, for the same T, goes on; kEnd: the reader has hung up, or the socket failed.
   template <class T>
   Step receive(T& message) {
     static_assert(sizeof(T) <= sizeof(received));
@@ -61,14 +72,16 @@ struct Connection {
     return Step::kNext;
   }
 
+  // Appends a message to `head`, for the next flush.
   template <class T>
   void send_later(const T& value) {
     const auto bytes = std::as_bytes(std::span(&value, 1));
     head.insert(head.end(), bytes.begin(), bytes.end());
   }
 
-  // Sends as much as the socket takes, up to a piece; kNext when nothing is left. Adds to `bytes`
-  // what was sent of the file.
+  // Sends as much as the socket takes, up to a piece. kNext: nothing is left; kSend: more is; kEnd:
+  // the reader is gone, or the file is shorter than it was. Adds to `bytes` what was sent of the
+  // file. MSG_MORE lets the answer travel in one packet with the first bytes of the file.
   Step flush(std::atomic<std::uint64_t>& bytes) {
     const std::uint64_t end = left - std::min(left, kPiece);
     while (sent < head.size() || left > 0) {
@@ -96,6 +109,7 @@ struct Connection {
     return Step::kNext;
   }
 
+  // Bytes of a file that one call of flush sends at most: then other connections have their turn.
   static constexpr std::uint64_t kPiece = std::uint64_t{8} << 20;
 };
 

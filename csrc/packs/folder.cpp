@@ -58,7 +58,8 @@ Descriptor open_partition(const std::string& file, std::uint32_t number, const I
 Folder::Folder(const std::string& path)
     : path_(path),
       index_(Index::open(path + "/" + kIndexName)),
-      descriptors_(std::make_unique<std::atomic<int>[]>(index_.partitions())) {
+      descriptors_(std::make_unique<std::atomic<int>[]>(index_.partitions())),
+      maps_(index_.partitions()) {
   for (std::uint32_t i = 0; i < index_.partitions(); ++i) descriptors_[i].store(kClosed);
 }
 
@@ -103,7 +104,8 @@ int Folder::partition_fd(std::uint32_t partition) const {
 
 const Entry& Folder::file(std::uint32_t entry) const {
   const Entry& found = index_.entry(entry);
-  if (found.kind != Kind::kFile) throw PackError(index_.path(entry) + ": a directory, not a file");
+  if (found.kind != EntryKind::kFile)
+    throw PackError(index_.path(entry) + ": a directory, not a file");
   if (remote_ == nullptr || is_here(found.partition)) partition_fd(found.partition);
   const std::uint64_t size = index_.partition_size(found.partition);
   if (found.offset > size || found.stored_size > size - found.offset) {
@@ -154,6 +156,9 @@ void Folder::read(std::uint32_t i, std::span<std::byte> out) const {
     read_stored(i, offset, bytes);
   };
   try {
+    if (const std::span<const std::byte> bytes = resident(entry); !bytes.empty()) {
+      return copy_whole(stored(i), bytes, out);
+    }
     read_whole(stored(i), fetch, out, piece_of(entry));
   } catch (const Damage& damage) {
     damaged(i, damage.what());
@@ -169,6 +174,13 @@ void Folder::pass(std::uint32_t i, const Take& take) const {
   } catch (const Damage& damage) {
     damaged(i, damage.what());
   }
+}
+
+std::span<const std::byte> Folder::resident(const Entry& entry) const {
+  const bool large = entry.codec == Codec::kRaw && entry.raw_size >= kMappedFile;
+  if (!large || !is_here(entry.partition)) return {};
+  return maps_.resident(entry.partition, partition_fd(entry.partition),
+                        index_.partition_size(entry.partition), entry.offset, entry.raw_size);
 }
 
 std::size_t Folder::piece_of(const Entry& entry) const {

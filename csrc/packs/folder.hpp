@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "packs/index.hpp"
+#include "packs/maps.hpp"
 #include "packs/protocol.hpp"
 #include "packs/remote.hpp"
 #include "packs/stored.hpp"
@@ -62,12 +63,15 @@ class Folder {
 
  private:
   void read_stored(std::uint32_t entry, std::uint64_t offset, std::span<std::byte> out) const;
+  // The bytes of a large raw file that is here and in memory, else nothing.
+  std::span<const std::byte> resident(const Entry& entry) const;
   std::size_t piece_of(const Entry& entry) const;  // the most bytes that are read at a time
   [[noreturn]] void damaged(std::uint32_t entry, const std::string& reason) const;
 
   std::string path_;
   Index index_;
   std::unique_ptr<std::atomic<int>[]> descriptors_;  // or kClosed, kElsewhere
+  PartitionMaps maps_;
   std::unique_ptr<const Remote> remote_;
 };
 

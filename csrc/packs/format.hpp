@@ -9,6 +9,10 @@
 // Entry 0 is the root directory. Entries are in breadth-first order, and the children of a
 // directory are contiguous and sorted by the bytes of their names. So a listing is a range, a
 // look-up is one binary search per component, and one pass proves that the entries form a tree.
+//
+// Structs are written and mapped as they are in memory: the fields in this order, without padding,
+// each aligned to its size. The static_asserts at the end guard the layout. A change of it needs
+// another kVersion, which readers refuse.
 #pragma once
 
 #include <array>
@@ -27,7 +31,8 @@ class PackError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-enum class Kind : std::uint8_t { kFile = 0, kDirectory = 1 };
+// The numbers are stored in files: they must not change.
+enum class EntryKind : std::uint8_t { kFile = 0, kDirectory = 1 };
 enum class Codec : std::uint8_t { kRaw = 0, kZstd = 1, kLz4 = 2, kBlosc = 3 };
 
 using Magic = std::array<char, 8>;
@@ -36,6 +41,8 @@ using PackId = std::array<std::byte, 16>;  // random, equal in all files of a pa
 inline constexpr Magic kPartitionMagic = {'P', 'D', 'P', 'A', 'C', 'K', '0', '1'};
 inline constexpr Magic kIndexMagic = {'P', 'D', 'I', 'N', 'D', 'E', 'X', '1'};
 inline constexpr std::uint32_t kVersion = 1;
+// Bytes. Files that are not large start at a multiple of this: the size of a cache line, and of the
+// header.
 inline constexpr std::uint64_t kAlignment = 64;
 // A large file starts at the border of a page, so that it can be mapped where it is stored.
 inline constexpr std::uint64_t kLargeFile = std::uint64_t{1} << 20;
@@ -49,40 +56,44 @@ inline std::string partition_name(std::uint32_t number) {
   return "part-" + std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits + ".pack";
 }
 
+// The first 64 bytes of a partition. Written last: a partition whose writer was killed has none.
 struct PartitionHeader {
-  Magic magic;
-  std::uint32_t version;
-  std::uint32_t number;
-  PackId id;
-  std::uint64_t file_size;
-  std::array<std::byte, 20> zeros;
-  std::uint32_t crc;  // CRC-32C of the 60 bytes before
+  Magic magic;                      // kPartitionMagic
+  std::uint32_t version;            // kVersion
+  std::uint32_t number;             // as in the name of its file
+  PackId id;                        // as in the index
+  std::uint64_t file_size;          // bytes, with this header
+  std::array<std::byte, 20> zeros;  // reserved, written as 0
+  std::uint32_t crc;                // CRC-32C of the 60 bytes before
 };
 
+// A table of the index.
 struct Table {
   std::uint64_t offset;  // bytes from the start of the file
   std::uint64_t size;    // bytes
 };
 
+// The first 128 bytes of an index. Opening an index checks this header alone: its checksum and the
+// bounds of the tables. The checksum of the body is compared by Index::check.
 struct IndexHeader {
-  Magic magic;
-  std::uint32_t version;
-  std::uint32_t header_size;
+  Magic magic;                // kIndexMagic
+  std::uint32_t version;      // kVersion
+  std::uint32_t header_size;  // bytes of this struct
   PackId id;
   std::uint64_t entries;     // their number
   std::uint64_t partitions;  // their number
-  Table entry_table;
-  Table partition_table;
-  Table names;
-  Table origin;
-  std::uint64_t file_size;
-  std::uint32_t body_crc;  // CRC-32C of all bytes after this header
-  std::uint32_t crc;       // CRC-32C of the 124 bytes before
+  Table entry_table;         // Entry for each entry
+  Table partition_table;     // u64 for each partition: bytes of its file
+  Table names;               // base names without separators, in the order of the entries
+  Table origin;              // JSON text: how the pack was made
+  std::uint64_t file_size;   // bytes of the index
+  std::uint32_t body_crc;    // CRC-32C of all bytes after this header
+  std::uint32_t crc;         // CRC-32C of the 124 bytes before
 };
 
 // A file or a directory. A directory's codec, raw size, partition and checksums are 0.
 struct Entry {
-  std::uint64_t name_offset;  // in the table of names
+  std::uint64_t name_offset;  // bytes from the start of the table of names
   std::uint64_t offset;       // file: in its partition; directory: its first child
   std::uint64_t stored_size;  // file: in its partition; directory: the number of its children
   std::uint64_t raw_size;     // bytes of the file, before compression
@@ -92,7 +103,7 @@ struct Entry {
   std::uint32_t raw_crc;     // CRC-32C of the raw bytes
   std::uint32_t stored_crc;  // CRC-32C of the stored bytes
   std::uint32_t parent;      // of the root: 0
-  Kind kind;
+  EntryKind kind;
   Codec codec;
   std::uint16_t mode;  // permission bits
 };

@@ -17,6 +17,7 @@
 namespace pydist::packs {
 namespace {
 
+// The table's bytes as structs: aligned and of a whole number of them, as Index::table has checked.
 template <class T>
 std::span<const T> as(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const T*>(bytes.data()), bytes.size() / sizeof(T)};
@@ -34,6 +35,7 @@ bool is_possible_name(std::string_view name) {
 }
 
 Index Index::open(const std::string& file) {
+  // O_NONBLOCK: a FIFO of this name must not block; it is refused below.
   const Descriptor descriptor(::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (descriptor.get() < 0 && errno == ENOENT) {
     throw PackError(file + ": No such file or directory. The folder of a pack has this index; " +
@@ -93,6 +95,8 @@ Index::Index(std::string file, std::span<const std::byte> bytes,
   }
 }
 
+// The bytes of a table, after a check that it is within the file, after the header, has a whole
+// number of units, and is aligned. Subtractions, not sums, are compared: these can't wrap.
 std::span<const std::byte> Index::table(const Table& table, std::uint64_t unit,
                                         const char* what) const {
   const std::uint64_t alignment = unit == 1 ? 1 : alignof(std::uint64_t);
@@ -152,9 +156,11 @@ std::string Index::path(std::uint32_t i) const {
   return path;
 }
 
+// The numbers of a directory's children, unchecked but for their bounds. They are above its own, so
+// a walk of an index that was not checked ends.
 Index::Range Index::range(std::uint32_t directory) const {
   const Entry& found = entry(directory);
-  if (found.kind != Kind::kDirectory) {
+  if (found.kind != EntryKind::kDirectory) {
     throw PackError(file_ + ": entry " + std::to_string(directory) + " is a file, not a directory");
   }
   if (found.offset <= directory || found.offset > entries_.size() ||
@@ -180,13 +186,14 @@ Index::Range Index::children(std::uint32_t directory) const {
   return found;
 }
 
+// A stack instead of recursion: directories can be nested as deep as there are entries.
 std::vector<std::uint32_t> Index::files(std::uint32_t directory) const {
   std::vector<std::uint32_t> files;
   std::vector<std::uint32_t> open = {directory};
   while (!open.empty()) {
     const std::uint32_t at = open.back();
     open.pop_back();
-    if (entry(at).kind != Kind::kDirectory) {
+    if (entry(at).kind != EntryKind::kDirectory) {
       files.push_back(at);
       continue;
     }
@@ -196,6 +203,8 @@ std::vector<std::uint32_t> Index::files(std::uint32_t directory) const {
   return files;
 }
 
+// A binary search by name. In an index that was not checked, names may be unsorted: then a child
+// may not be found, and one that is found is checked.
 std::optional<std::uint32_t> Index::child(std::uint32_t directory, std::string_view name) const {
   auto [first, count] = range(directory);
   const std::uint32_t end = first + count;
@@ -219,7 +228,7 @@ std::optional<std::uint32_t> Index::find(std::string_view path) const {
     const std::size_t slash = path.find('/');
     const std::string_view name = path.substr(0, slash);
     const bool last = slash == std::string_view::npos;
-    if (name.empty() || entry(at).kind != Kind::kDirectory) return std::nullopt;
+    if (name.empty() || entry(at).kind != EntryKind::kDirectory) return std::nullopt;
     const auto found = child(at, name);
     if (!found) return std::nullopt;
     at = *found;

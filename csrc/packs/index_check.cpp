@@ -14,12 +14,12 @@ namespace {
 // Returns the problem with an entry's own fields, or an empty string.
 std::string fault_of(const Entry& entry) {
   if (entry.mode & ~kModeBits) return "has more than permission bits in its mode";
-  if (entry.kind == Kind::kDirectory) {
+  if (entry.kind == EntryKind::kDirectory) {
     const bool zeros = entry.codec == Codec::kRaw && entry.raw_size == 0 && entry.partition == 0 &&
                        entry.raw_crc == 0 && entry.stored_crc == 0;
     return zeros ? "" : "is a directory with the fields of a file";
   }
-  if (entry.kind != Kind::kFile) return "is neither a file nor a directory";
+  if (entry.kind != EntryKind::kFile) return "is neither a file nor a directory";
   if (entry.codec > Codec::kBlosc) return "has an unknown codec";
   if (entry.offset % kAlignment != 0 || entry.offset < sizeof(PartitionHeader)) {
     return "has an offset that is not aligned";
@@ -37,7 +37,7 @@ void Index::check() const {
       header_->body_crc) {
     damaged("its content does not match its checksum");
   }
-  if (entries_[0].kind != Kind::kDirectory || entries_[0].parent != 0 ||
+  if (entries_[0].kind != EntryKind::kDirectory || entries_[0].parent != 0 ||
       entries_[0].name_size != 0) {
     damaged("its first entry is not a root");
   }
@@ -46,7 +46,7 @@ void Index::check() const {
   for (std::uint32_t i = 0; i < size(); ++i) {
     check_entry(i, next_child, next_name);
     next_name += entries_[i].name_size;
-    if (entries_[i].kind == Kind::kDirectory) next_child += children(i).count;
+    if (entries_[i].kind == EntryKind::kDirectory) next_child += children(i).count;
   }
   if (next_child != size()) damaged("it has entries without a directory");
   if (next_name != names_.size()) damaged("it has names without an entry");
@@ -59,10 +59,10 @@ void Index::check_entry(std::uint32_t i, std::uint64_t next_child, std::uint64_t
     damaged("entry " + std::to_string(i) + " " + what);
   };
   if (const std::string fault = fault_of(entry); !fault.empty()) wrong(fault);
-  if (entry.kind == Kind::kDirectory && entry.offset != next_child) {
+  if (entry.kind == EntryKind::kDirectory && entry.offset != next_child) {
     wrong("has children out of order");
   }
-  if (entry.kind == Kind::kFile) {
+  if (entry.kind == EntryKind::kFile) {
     const std::uint64_t size = partition_size(entry.partition);
     if (entry.offset > size || entry.stored_size > size - entry.offset) {
       wrong("is outside of its partition");
@@ -81,7 +81,7 @@ void Index::check_ranges() const {
   using Stored = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>;  // partition, begin, end
   std::vector<Stored> ranges;
   for (const Entry& entry : entries_) {
-    if (entry.kind != Kind::kFile || entry.stored_size == 0) continue;
+    if (entry.kind != EntryKind::kFile || entry.stored_size == 0) continue;
     ranges.emplace_back(entry.partition, entry.offset, entry.offset + entry.stored_size);
   }
   std::sort(ranges.begin(), ranges.end());

@@ -1,10 +1,19 @@
-// The messages between a server of partitions and its readers.
+// The messages between a server of partitions and its readers, over a stream socket.
 //
-//   server: Challenge;  reader: Hello;  server: Welcome, then a bit per partition that it has
+//   server: Challenge;  reader: Hello;  server: Welcome, then its partitions if its status is kOk
 //   reader: Request;    server: Answer, then the bytes if its status is kOk;    and so on
 //
+// The partitions are a bit for each partition of the pack, set if the server has it: partition i is
+// bit i % 8 (bit 0 has the value 1) of byte i / 8, and unused bits of the last byte are 0.
+//
+// Structs are sent as they are in memory: fields in this order, without padding (each struct has a
+// static_assert on its size), integers little-endian (format.hpp has the static_assert). A reader
+// sends one request at a time, and waits for its answer. After a Welcome that is not kOk, or a
+// Hello with another magic, the server ends the connection.
+//
 // Both sides prove that they know the job's secret by a keyed hash of both nonces and of the pack's
-// id. Integers are little-endian. Contents are not encrypted.
+// id. Contents are neither encrypted nor signed: a reader compares whole files with the checksums
+// of its index, but not parts of files.
 #pragma once
 
 #include <array>
@@ -19,60 +28,72 @@
 
 namespace pydist::packs {
 
-using Secret = std::array<std::byte, 16>;
-using Nonce = std::array<std::byte, 16>;
+using Secret = std::array<std::byte, 16>;  // the key of siphash; equal in all processes of a job
+using Nonce = std::array<std::byte, 16>;   // random bytes, new for each connection
 
 inline constexpr Magic kServerMagic = {'P', 'D', 'S', 'E', 'R', 'V', 'E', '1'};
 inline constexpr Magic kReaderMagic = {'P', 'D', 'R', 'E', 'A', 'D', 'E', '1'};
 
+// How a server answers; the numbers are sent. A Welcome has one of the first four, an Answer kOk or
+// one of the last two.
 enum class Status : std::uint32_t {
   kOk = 0,
-  kOtherVersion = 1,
-  kOtherPack = 2,
-  kOtherSecret = 3,
-  kBadRequest = 4,  // outside of the pack
-  kNotHere = 5,     // of a partition that the server does not have
+  kOtherVersion = 1,  // the reader's kVersion is not the server's
+  kOtherPack = 2,     // another PackId
+  kOtherSecret = 3,   // a wrong proof
+  kBadRequest = 4,    // outside of the pack
+  kNotHere = 5,       // of a partition that the server does not have
 };
 
+// The fields `zeros` align the next field to 8 bytes: they are sent as 0, and not checked.
+
+// The first message of a connection. Its nonce is new, so the Hello of an earlier connection, which
+// an eavesdropper may have recorded, has a wrong proof.
 struct Challenge {
-  Magic magic;
-  std::uint32_t version;
+  Magic magic;            // kServerMagic: a reader that meets another service stops here
+  std::uint32_t version;  // kVersion of the server
   std::uint32_t zeros;
-  Nonce nonce;
+  Nonce nonce;  // the server's
 };
 
+// The reader says which pack it wants, and proves that it may have it.
 struct Hello {
-  Magic magic;
-  std::uint32_t version;
+  Magic magic;            // kReaderMagic
+  std::uint32_t version;  // kVersion of the reader
   std::uint32_t zeros;
-  PackId id;
-  Nonce nonce;
-  std::uint64_t proof;
+  PackId id;            // of the index that the reader has
+  Nonce nonce;          // the reader's: the server's proof must contain it
+  std::uint64_t proof;  // proof_of(Side::kReader)
 };
 
+// The end of the handshake. If the status is not kOk, the other fields are 0.
 struct Welcome {
   Status status;
-  std::uint32_t partitions;  // of the pack
-  std::uint64_t proof;
+  std::uint32_t partitions;  // of the pack; the reader refuses another number than its index has
+  std::uint64_t proof;       // proof_of(Side::kServer): a reader trusts no other server
 };
 
+// A range of the stored bytes of a file: those in the partition, which may be compressed.
 struct Request {
-  std::uint32_t entry;
+  std::uint32_t entry;  // number of the file in the index
   std::uint32_t zeros;
-  std::uint64_t offset;  // in the stored bytes of the file
-  std::uint64_t size;
+  std::uint64_t offset;  // bytes from the start of the file's stored bytes
+  std::uint64_t size;    // bytes; the range must end within the file's stored bytes
 };
 
+// `size` bytes follow: all that were requested, or none if the status is not kOk.
 struct Answer {
   Status status;
   std::uint32_t zeros;
-  std::uint64_t size;  // of the bytes that follow
+  std::uint64_t size;
 };
 
 static_assert(sizeof(Challenge) == 32 && sizeof(Hello) == 56 && sizeof(Welcome) == 16);
 static_assert(sizeof(Request) == 24 && sizeof(Answer) == 16);
 
-// SipHash-2-4 (Aumasson & Bernstein, 2012), a hash that only holders of the key can compute.
+// SipHash-2-4 (Aumasson & Bernstein, 2012), a hash that only holders of the key can compute: 64
+// bits of any number of bytes. Proof: tests/native/test_packs_served.cpp has vectors of the
+// authors.
 inline std::uint64_t siphash(const Secret& key, std::span<const std::byte> bytes) {
   std::uint64_t k[2];
   std::memcpy(k, key.data(), sizeof(k));
@@ -108,9 +129,12 @@ inline std::uint64_t siphash(const Secret& key, std::span<const std::byte> bytes
   return a ^ b ^ c ^ d;
 }
 
+// Who sends a proof. Without this, a reader's proof would be the server's, too, and an impostor
+// could send it back.
 enum class Side : std::uint64_t { kReader = 1, kServer = 2 };
 
-// What one side sends to prove that it knows the secret; the other side's nonce makes it fresh.
+// What one side sends to prove that it knows the secret; the other side's nonce makes it fresh. The
+// hash of 56 bytes: side, the server's nonce, the reader's, and the pack's id.
 inline std::uint64_t proof_of(const Secret& secret, Side side, const Nonce& server,
                               const Nonce& reader, const PackId& id) {
   struct {

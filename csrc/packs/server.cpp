@@ -204,7 +204,7 @@ void Server::answer(Connection& connection, const Request& request) {
   requests_.fetch_add(1);
   const auto refuse = [&](Status status) { connection.send_later(Answer{status, 0, 0}); };
   const Entry* entry = request.entry < index.size() ? &index.entry(request.entry) : nullptr;
-  if (entry == nullptr || entry->kind != Kind::kFile || request.offset > entry->stored_size ||
+  if (entry == nullptr || entry->kind != EntryKind::kFile || request.offset > entry->stored_size ||
       request.size > entry->stored_size - request.offset ||
       entry->partition >= index.partitions()) {
     return refuse(Status::kBadRequest);

@@ -106,7 +106,7 @@ bool wait_for(int socket, short events, int seconds) {
   return ready > 0;
 }
 
-// Removes a Unix socket at which nobody listens any more.
+// Removes a Unix socket at which no process listens any more.
 void remove_abandoned(const Place& place, const std::string& path) {
   struct stat status{};
   if (::lstat(path.c_str(), &status) != 0 || !S_ISSOCK(status.st_mode)) return;
@@ -127,7 +127,7 @@ Descriptor listen_at(const std::string& address) {
     set(listening.get(), SOL_SOCKET, SO_REUSEADDR, 1);
   }
   if (::bind(listening.get(), place.address(), place.size) != 0) throw_system(address);
-  // Before anybody can connect: nobody listens yet.
+  // Before any client can connect: no process listens yet.
   if (place.family == AF_UNIX && ::chmod(address.c_str(), 0600) != 0) throw_system(address);
   if (::listen(listening.get(), SOMAXCONN) != 0) throw_system(address);
   return listening;

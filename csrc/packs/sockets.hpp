@@ -16,7 +16,7 @@ inline constexpr int kStallSeconds = 30;  // without one byte sent or received
 // Addresses: "HOST:PORT", "[IPV6]:PORT", or the path of a Unix socket, which has a '/'.
 
 // Opens a socket that listens. Port 0 lets the system choose; a Unix socket is for this user alone,
-// and takes the place of one that nobody listens at.
+// and takes the place of one at which no process listens.
 Descriptor listen_at(const std::string& address);
 
 // The address at which a socket listens, with its port.

@@ -55,6 +55,10 @@ void read_whole(const Stored& stored, const Fetch& fetch, std::span<std::byte> o
   require_same(crc, stored);
 }
 
+void copy_whole(const Stored& stored, std::span<const std::byte> bytes, std::span<std::byte> out) {
+  require_same(io::crc32c_copy(out.data(), bytes.data(), out.size()), stored);
+}
+
 void pass_whole(const Stored& stored, const Fetch& fetch, const Take& take, std::size_t piece) {
   const std::uint64_t size = stored.raw_size;
   const auto room = static_cast<std::size_t>(

@@ -41,8 +41,12 @@ inline constexpr std::size_t kCachedPiece = std::size_t{128} << 10;
 void read_whole(const Stored& stored, const Fetch& fetch, std::span<std::byte> out,
                 std::size_t piece = kCachedPiece);
 
-// The same, but gives the bytes away, in order, in pieces: the last one before the file is
-// compared.
+// Copies a whole file that is stored raw into `out`, of its size, and compares it with its
+// checksum; throws Damage.
+void copy_whole(const Stored& stored, std::span<const std::byte> bytes, std::span<std::byte> out);
+
+// The same as read_whole, but gives the bytes away, in order, in pieces: the last one before the
+// file is compared.
 void pass_whole(const Stored& stored, const Fetch& fetch, const Take& take,
                 std::size_t piece = kCachedPiece);
 

@@ -14,11 +14,14 @@
 
 namespace pydist::packs {
 
-// An open file, which its destructor closes; -1 for none.
+// An open file or socket, which its destructor closes; -1 for none. Errors of close are ignored:
+// what must be on disk is flushed before (PartitionWriter::finish).
 class Descriptor {
  public:
+  // Takes over a descriptor, or the -1 that a failed call has returned: errno stays the reason.
   explicit Descriptor(int number = -1) : number_(number) {}
   Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  // Swaps: the file held so far is closed with `other`.
   Descriptor& operator=(Descriptor&& other) noexcept {
     std::swap(number_, other.number_);
     return *this;
@@ -27,18 +30,20 @@ class Descriptor {
     if (number_ >= 0) ::close(number_);
   }
   int get() const { return number_; }
+  // The caller closes it from here on.
   int release() { return std::exchange(number_, -1); }
 
  private:
   int number_;
 };
 
-// Throws PackError with the reason in errno.
+// Throws PackError with the reason in errno, as "FILE: No such file or directory". Call it before
+// anything that changes errno. file: a path, or the address of a server.
 [[noreturn]] inline void throw_system(const std::string& file) {
   throw PackError(file + ": " + std::generic_category().message(errno));
 }
 
-// Steady seconds.
+// Whole seconds of a clock that never goes back, for time limits; its zero means nothing.
 inline std::int64_t now() {
   return std::chrono::duration_cast<std::chrono::seconds>(
              std::chrono::steady_clock::now().time_since_epoch())

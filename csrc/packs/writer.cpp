@@ -146,21 +146,21 @@ std::uint64_t PartitionWriter::finish() {
 
 IndexWriter::IndexWriter(std::uint16_t mode, std::int64_t mtime_ns) {
   Entry root{};
-  root.kind = Kind::kDirectory;
+  root.kind = EntryKind::kDirectory;
   root.mode = mode & kModeBits;
   root.mtime_ns = mtime_ns;
   root.offset = 1;
   entries_.push_back(root);
 }
 
-std::uint32_t IndexWriter::add(std::uint32_t parent, std::string_view name, Kind kind,
+std::uint32_t IndexWriter::add(std::uint32_t parent, std::string_view name, EntryKind kind,
                                std::uint16_t mode, std::int64_t mtime_ns) {
   if (entries_.size() >= std::numeric_limits<std::uint32_t>::max()) {
     throw PackError("more than 4,294,967,295 files and folders");
   }
   const Entry& last = entries_.back();
   const bool first = entries_.size() == 1 || parent != last.parent;
-  const bool ordered = parent < entries_.size() && entries_[parent].kind == Kind::kDirectory &&
+  const bool ordered = parent < entries_.size() && entries_[parent].kind == EntryKind::kDirectory &&
                        parent >= last.parent &&
                        (first || std::string_view(names_).substr(last.name_offset) < name);
   if (!ordered || name.size() > std::numeric_limits<std::uint32_t>::max()) {
@@ -169,12 +169,12 @@ std::uint32_t IndexWriter::add(std::uint32_t parent, std::string_view name, Kind
   const auto number = static_cast<std::uint32_t>(entries_.size());
   // Directories without entries have the range of none at the place where it would begin.
   for (std::uint32_t i = entries_.back().parent + 1; i <= parent; ++i) {
-    if (entries_[i].kind == Kind::kDirectory) entries_[i].offset = number;
+    if (entries_[i].kind == EntryKind::kDirectory) entries_[i].offset = number;
   }
   Entry entry{};
   entry.name_offset = names_.size();
   entry.name_size = static_cast<std::uint32_t>(name.size());
-  entry.offset = kind == Kind::kFile ? sizeof(PartitionHeader) : 0;
+  entry.offset = kind == EntryKind::kFile ? sizeof(PartitionHeader) : 0;
   entry.mtime_ns = mtime_ns;
   entry.parent = parent;
   entry.kind = kind;
@@ -186,7 +186,7 @@ std::uint32_t IndexWriter::add(std::uint32_t parent, std::string_view name, Kind
 }
 
 void IndexWriter::store(std::uint32_t file, const Stored& stored) {
-  if (file >= entries_.size() || entries_[file].kind != Kind::kFile) {
+  if (file >= entries_.size() || entries_[file].kind != EntryKind::kFile) {
     throw PackError("entry " + std::to_string(file) + " is not a file");
   }
   Entry& entry = entries_[file];
@@ -230,7 +230,7 @@ std::vector<std::byte> IndexWriter::bytes(const PackId& id,
   // Directories after the last one that has entries.
   auto* entries = reinterpret_cast<Entry*>(bytes.data() + header.entry_table.offset);
   for (std::size_t i = entries_.back().parent + 1; i < entries_.size(); ++i) {
-    if (entries[i].kind == Kind::kDirectory) entries[i].offset = entries_.size();
+    if (entries[i].kind == EntryKind::kDirectory) entries[i].offset = entries_.size();
   }
   header.body_crc = io::crc32c(bytes.data() + sizeof(header), end - sizeof(header));
   header.crc = io::crc32c(&header, offsetof(IndexHeader, crc));

@@ -62,7 +62,7 @@ class IndexWriter {
   IndexWriter(std::uint16_t mode, std::int64_t mtime_ns);
 
   // Adds an entry below a directory, and returns its number.
-  std::uint32_t add(std::uint32_t parent, std::string_view name, Kind kind, std::uint16_t mode,
+  std::uint32_t add(std::uint32_t parent, std::string_view name, EntryKind kind, std::uint16_t mode,
                     std::int64_t mtime_ns);
 
   // Sets where a file is stored.

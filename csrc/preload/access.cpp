@@ -67,7 +67,7 @@ ssize_t visible_link(const char* path, char* text, std::size_t room, ssize_t siz
   const auto length = std::min(static_cast<std::size_t>(size), sizeof whole - 1);
   std::memcpy(whole, text, length);
   whole[length] = 0;
-  const Descriptor known = identify_name(whole);
+  const OpenDescriptor known = identify_name(whole);
   if (!known.is_packed()) return size;
   const std::size_t visible = visible_path(known.entry, whole, sizeof whole);
   std::memcpy(text, whole, std::min(visible, room));
@@ -78,27 +78,27 @@ ssize_t visible_link(const char* path, char* text, std::size_t room, ssize_t siz
 
 PYDIST_HOOK(int, access, const char* path, int wanted) {
   const Target target(AT_FDCWD, path);
-  Call call(Kind::kAccess, target.counted);
+  Call call(CallKind::kAccess, target.counted);
   return call(target.in_pack() ? access_of(target, wanted) : real_access(target.path, wanted));
 }
 
 PYDIST_HOOK(int, euidaccess, const char* path, int wanted) {
   const Target target(AT_FDCWD, path);
-  Call call(Kind::kAccess, target.counted);
+  Call call(CallKind::kAccess, target.counted);
   return call(target.in_pack() ? access_of(target, wanted) : real_euidaccess(target.path, wanted));
 }
 PYDIST_ALIAS(eaccess, euidaccess);
 
 PYDIST_HOOK(int, faccessat, int directory, const char* path, int wanted, int flags) {
   const Target target(directory, path);
-  Call call(Kind::kAccess, target.counted);
+  Call call(CallKind::kAccess, target.counted);
   if (target.in_pack()) return call(access_of(target, wanted));
   return call(real_faccessat(target.directory, target.path, wanted, flags));
 }
 
 PYDIST_HOOK(ssize_t, readlinkat, int directory, const char* path, char* text, std::size_t size) {
   const Target target(directory, path);
-  Call call(Kind::kAccess, target.counted);
+  Call call(CallKind::kAccess, target.counted);
   if (target.is_entry()) return call(fail(EINVAL));
   if (target.in_pack()) return call(target.fail());
   const ssize_t read = real_readlinkat(target.directory, target.path, text, size);

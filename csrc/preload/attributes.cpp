@@ -22,7 +22,7 @@ namespace {
 template <class Function>
 int change(int directory, const char* path, Function change_it) {
   const Target at(directory, path);
-  Call call(Kind::kChange, at.counted);
+  Call call(CallKind::kChange, at.counted);
   if (!at.in_pack()) return call(change_it(at.directory, at.path));
   return call(at.is_entry() ? fail(EROFS) : at.fail());
 }
@@ -30,8 +30,8 @@ int change(int directory, const char* path, Function change_it) {
 // Calls change() unless the descriptor is of a packed file or directory.
 template <class Function>
 int change(int descriptor, Function change_it) {
-  Call call(Kind::kChange, tracked(descriptor));
-  const Descriptor known = Inside::active() ? Descriptor{} : identify(descriptor);
+  Call call(CallKind::kChange, tracked(descriptor));
+  const OpenDescriptor known = Inside::active() ? OpenDescriptor{} : identify(descriptor);
   const bool packed = known.is_packed() && known.held != Held::kPathOnly;
   return call(packed ? fail(EROFS) : change_it());
 }
@@ -40,17 +40,17 @@ int change(int descriptor, Function change_it) {
 
 PYDIST_HOOK(int, truncate, const char* path, off_t size) {
   const Target at(AT_FDCWD, path);
-  Call call(Kind::kChange, at.counted);
+  Call call(CallKind::kChange, at.counted);
   if (!at.in_pack()) return call(real_truncate(at.path, size));
   if (!at.is_entry()) return call(at.fail());
   const bool directory = attempt(
-      false, [&] { return pack()->index().entry(at.entry).kind == packs::Kind::kDirectory; });
+      false, [&] { return pack().index().entry(at.entry).kind == packs::EntryKind::kDirectory; });
   return call(fail(directory ? EISDIR : EROFS));
 }
 PYDIST_ALIAS(truncate64, truncate);
 
 PYDIST_HOOK(int, ftruncate, int descriptor, off_t size) {
-  Call call(Kind::kChange, tracked(descriptor));
+  Call call(CallKind::kChange, tracked(descriptor));
   const bool in_place = !Inside::active() && identify(descriptor).held == Held::kInPlace;
   return call(in_place ? fail(EINVAL) : real_ftruncate(descriptor, size));
 }

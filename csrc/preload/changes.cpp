@@ -67,7 +67,7 @@ int refuse_link(const Target& from, const Target& to) {
 template <class Function>
 int make_temporary(char* pattern, std::size_t suffix, Function make) {
   const Target target(AT_FDCWD, pattern);
-  Call call(Kind::kOpen, target.counted);
+  Call call(CallKind::kOpen, target.counted);
   if (target.in_pack()) return call(refuse_creation(target, false));
   if (target.path == pattern) return call(make(pattern));
   char path[kPathSize];
@@ -84,7 +84,7 @@ int make_temporary(char* pattern, std::size_t suffix, Function make) {
 
 PYDIST_HOOK(int, mkdirat, int directory, const char* path, mode_t mode) {
   const Target at(directory, path);
-  Call call(Kind::kChange, at.counted);
+  Call call(CallKind::kChange, at.counted);
   return call(at.in_pack() ? refuse_creation(at, true) : real_mkdirat(at.directory, at.path, mode));
 }
 
@@ -94,7 +94,7 @@ PYDIST_HOOK(int, mkdir, const char* path, mode_t mode) {
 
 PYDIST_HOOK(int, mknodat, int directory, const char* path, mode_t mode, dev_t device) {
   const Target at(directory, path);
-  Call call(Kind::kChange, at.counted);
+  Call call(CallKind::kChange, at.counted);
   if (at.in_pack()) return call(refuse_creation(at, false));
   return call(real_mknodat(at.directory, at.path, mode, device));
 }
@@ -113,7 +113,7 @@ PYDIST_HOOK(int, mkfifo, const char* path, mode_t mode) {
 
 PYDIST_HOOK(int, symlinkat, const char* text, int directory, const char* path) {
   const Target at(directory, path);
-  Call call(Kind::kChange, at.counted);
+  Call call(CallKind::kChange, at.counted);
   return call(at.in_pack() ? refuse_creation(at, false)
                            : real_symlinkat(text, at.directory, at.path));
 }
@@ -125,7 +125,7 @@ PYDIST_HOOK(int, symlink, const char* text, const char* path) {
 PYDIST_HOOK(int, linkat, int from_directory, const char* from_path, int to_directory,
             const char* to_path, int flags) {
   const Target from(from_directory, from_path), to(to_directory, to_path);
-  Call call(Kind::kChange, from.counted || to.counted);
+  Call call(CallKind::kChange, from.counted || to.counted);
   if (from.in_pack() || to.in_pack()) return call(refuse_link(from, to));
   return call(real_linkat(from.directory, from.path, to.directory, to.path, flags));
 }
@@ -136,7 +136,7 @@ PYDIST_HOOK(int, link, const char* from, const char* to) {
 
 PYDIST_HOOK(int, unlinkat, int directory, const char* path, int flags) {
   const Target at(directory, path);
-  Call call(Kind::kChange, at.counted);
+  Call call(CallKind::kChange, at.counted);
   return call(at.in_pack() ? refuse_removal(at, flags)
                            : real_unlinkat(at.directory, at.path, flags));
 }
@@ -147,7 +147,7 @@ PYDIST_HOOK(int, rmdir, const char* path) { return hook_unlinkat(AT_FDCWD, path,
 
 PYDIST_HOOK(int, remove, const char* path) {
   const Target at(AT_FDCWD, path);
-  Call call(Kind::kChange, at.counted);
+  Call call(CallKind::kChange, at.counted);
   if (!at.in_pack()) return call(real_remove(at.path));
   refuse_removal(at, 0);  // then as a directory, as the C library does
   return call(errno == EISDIR ? refuse_removal(at, AT_REMOVEDIR) : -1);
@@ -156,7 +156,7 @@ PYDIST_HOOK(int, remove, const char* path) {
 PYDIST_HOOK(int, renameat, int from_directory, const char* from_path, int to_directory,
             const char* to_path) {
   const Target from(from_directory, from_path), to(to_directory, to_path);
-  Call call(Kind::kChange, from.counted || to.counted);
+  Call call(CallKind::kChange, from.counted || to.counted);
   if (from.in_pack() || to.in_pack()) return call(refuse_renaming(from, to));
   return call(real_renameat(from.directory, from.path, to.directory, to.path));
 }
@@ -168,7 +168,7 @@ PYDIST_HOOK(int, rename, const char* from, const char* to) {
 PYDIST_HOOK(int, renameat2, int from_directory, const char* from_path, int to_directory,
             const char* to_path, unsigned flags) {
   const Target from(from_directory, from_path), to(to_directory, to_path);
-  Call call(Kind::kChange, from.counted || to.counted);
+  Call call(CallKind::kChange, from.counted || to.counted);
   if (from.in_pack() || to.in_pack()) return call(refuse_renaming(from, to));
   return call(real_renameat2(from.directory, from.path, to.directory, to.path, flags));
 }

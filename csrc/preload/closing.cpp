@@ -21,7 +21,7 @@ constexpr int kMostOwn = 1 << 16;
 // The memfd of a file in place refuses writes for another reason than a file that is open for
 // reading.
 ssize_t written(ssize_t result, int descriptor) {
-  Descriptor known;
+  OpenDescriptor known;
   if (is_in_place(result, EPERM, descriptor, known)) errno = EBADF;
   return result;
 }
@@ -29,24 +29,24 @@ ssize_t written(ssize_t result, int descriptor) {
 }  // namespace
 
 PYDIST_HOOK(ssize_t, write, int descriptor, const void* bytes, std::size_t size) {
-  return on_descriptor(Kind::kWrite, descriptor,
+  return on_descriptor(CallKind::kWrite, descriptor,
                        [&] { return written(real_write(descriptor, bytes, size), descriptor); });
 }
 
 PYDIST_HOOK(ssize_t, pwrite, int descriptor, const void* bytes, std::size_t size, off_t offset) {
-  return on_descriptor(Kind::kWrite, descriptor, [&] {
+  return on_descriptor(CallKind::kWrite, descriptor, [&] {
     return written(real_pwrite(descriptor, bytes, size, offset), descriptor);
   });
 }
 PYDIST_ALIAS(pwrite64, pwrite);
 
 PYDIST_HOOK(ssize_t, writev, int descriptor, const iovec* pieces, int count) {
-  return on_descriptor(Kind::kWrite, descriptor,
+  return on_descriptor(CallKind::kWrite, descriptor,
                        [&] { return written(real_writev(descriptor, pieces, count), descriptor); });
 }
 
 PYDIST_HOOK(ssize_t, pwritev, int descriptor, const iovec* pieces, int count, off_t offset) {
-  return on_descriptor(Kind::kWrite, descriptor, [&] {
+  return on_descriptor(CallKind::kWrite, descriptor, [&] {
     return written(real_pwritev(descriptor, pieces, count, offset), descriptor);
   });
 }
@@ -60,7 +60,7 @@ PYDIST_HOOK(int, close, int descriptor) {
   const bool counted = tracked(descriptor);
   track(descriptor, false);
   const auto make = [&] { return real_close(descriptor); };
-  return counted ? count_call(Kind::kClose, make) : make();
+  return counted ? count_call(CallKind::kClose, make) : make();
 }
 
 // Sockets to servers of packs are the library's own, too.

@@ -78,7 +78,7 @@ std::int64_t number_of(std::string_view text) {
 bool fill(int empty, std::uint32_t entry) {
   int error = 0;
   const bool read = attempt(false, [&] {
-    pack()->pass(entry, [&](std::uint64_t offset, std::span<const std::byte> bytes) {
+    pack().pass(entry, [&](std::uint64_t offset, std::span<const std::byte> bytes) {
       while (error == 0 && !bytes.empty()) {
         const long done = syscall(SYS_pwrite64, empty, bytes.data(), bytes.size(), offset);
         if (done < 0 && errno == EINTR) continue;
@@ -100,7 +100,7 @@ std::int64_t directory_of(std::string_view path) {
   return below ? number_of(path.substr(0, path.find(' '))) : -1;  // "17 (deleted)"
 }
 
-Descriptor identify_name(const char* name) {
+OpenDescriptor identify_name(const char* name) {
   std::string_view text(name);
   if (const std::int64_t entry = directory_of(text); entry >= 0)
     return {Held::kDirectory, static_cast<std::uint32_t>(entry)};
@@ -116,7 +116,7 @@ Descriptor identify_name(const char* name) {
   return {held, static_cast<std::uint32_t>(entry)};
 }
 
-Descriptor identify(int descriptor) {
+OpenDescriptor identify(int descriptor) {
   if (descriptor < 0 || !mount().has_packs()) return {};
   char link[64];
   char name[PATH_MAX];
@@ -127,10 +127,10 @@ Descriptor identify(int descriptor) {
   return identify_name(name);
 }
 
-Descriptor identify(int descriptor, const struct stat& status) {
+OpenDescriptor identify(int descriptor, const struct stat& status) {
   const bool file = S_ISREG(status.st_mode) && (status.st_nlink == 0 || is_cached(status.st_mode));
   const bool folder = S_ISDIR(status.st_mode) && (status.st_mode & 07777) == kFolderMode;
-  return file || folder ? identify(descriptor) : Descriptor{};
+  return file || folder ? identify(descriptor) : OpenDescriptor{};
 }
 
 int open_copy(std::uint32_t entry, int flags) {
@@ -143,7 +143,7 @@ int open_copy(std::uint32_t entry, int flags) {
 
 int open_in_place(std::uint32_t entry, int flags) {
   const Inside inside;
-  const std::uint64_t size = attempt(UINT64_MAX, [&] { return pack()->file(entry).raw_size; });
+  const std::uint64_t size = attempt(UINT64_MAX, [&] { return pack().file(entry).raw_size; });
   if (size == UINT64_MAX) return -1;
   const Closed memfd{make_memfd('p', entry, size)};
   if (memfd.number < 0 || fcntl(memfd.number, F_ADD_SEALS, kSeals) != 0) return -1;

@@ -21,7 +21,7 @@ namespace pydist::preload {
 
 enum class Held { kOther, kCopy, kInPlace, kPathOnly, kDirectory };
 
-struct Descriptor {
+struct OpenDescriptor {
   Held held = Held::kOther;
   std::uint32_t entry = 0;
 
@@ -33,13 +33,13 @@ inline constexpr int kOfPaths =
     O_CREAT | O_EXCL | O_TRUNC | O_NOFOLLOW | O_DIRECTORY | O_NOATIME | O_DIRECT;
 
 // What a descriptor is; costs a readlink.
-Descriptor identify(int descriptor);
+OpenDescriptor identify(int descriptor);
 
 // The same, given the name that its link in /proc has.
-Descriptor identify_name(const char* name);
+OpenDescriptor identify_name(const char* name);
 
 // The same, given its fstat: a file that can't be packed costs nothing.
-Descriptor identify(int descriptor, const struct stat& status);
+OpenDescriptor identify(int descriptor, const struct stat& status);
 
 // The decimal number that a text is, or -1.
 std::int64_t number_of(std::string_view text);

@@ -1,4 +1,10 @@
-// Hooks: functions that stand before those of the C library, and the functions behind them.
+// Hooks: functions that the dynamic linker finds before those of the C library, and calls of the
+// functions that they replace.
+//
+// This library is preloaded (LD_PRELOAD), so each symbol that it exports wins over the same symbol
+// of the C library, in all of the program's libraries. A hook does its part for packed files, and
+// calls real_NAME for everything else. Hooks run in any thread, before main and in the child of a
+// fork, so this file has no lock, and no constructor that must have run.
 #pragma once
 
 #include <dlfcn.h>
@@ -10,15 +16,20 @@
 namespace pydist::preload {
 
 // The function of a name that the next library has: the C library, or one that is preloaded, too.
+// `Function` is its type, such as int(const char*, int, ...), from which a call takes and converts
+// its arguments. constinit: hooks are called before constructors of this library have run.
 template <class Function>
 class Real;
 
+// The part that does not depend on the parameters.
 template <class Result>
 class RealBase {
  public:
   constexpr explicit RealBase(const char* name) : name_(name) {}
 
  protected:
+  // The address, looked up with the first call; nullptr if no library has it. Several threads may
+  // look it up at once, and find the same.
   void* find() {
     void* found = found_.load(std::memory_order_acquire);
     if (found == nullptr) {
@@ -28,7 +39,7 @@ class RealBase {
     return found;
   }
 
-  // What a call fails with that this C library does not have.
+  // The result of a function that this C library does not have: nullptr or -1, with errno ENOSYS.
   static Result unknown() {
     errno = ENOSYS;
     if constexpr (std::is_pointer_v<Result>) {
@@ -43,6 +54,7 @@ class RealBase {
   std::atomic<void*> found_{nullptr};
 };
 
+// Functions with fixed parameters.
 template <class Result, class... Parameters>
 class Real<Result(Parameters...)> : RealBase<Result> {
  public:
@@ -54,6 +66,8 @@ class Real<Result(Parameters...)> : RealBase<Result> {
   }
 };
 
+// Functions with further arguments after the parameters, as open. The call must be one of a type
+// with an ellipsis: a system may pass such arguments differently.
 template <class Result, class... Parameters>
 class Real<Result(Parameters..., ...)> : RealBase<Result> {
  public:
@@ -66,7 +80,7 @@ class Real<Result(Parameters..., ...)> : RealBase<Result> {
   }
 };
 
-// What a call returns that fails with an error.
+// Sets errno to an error, and returns the -1 of a call that fails with it.
 inline int fail(int error) {
   errno = error;
   return -1;
@@ -76,9 +90,10 @@ inline int fail(int error) {
 
 #define PYDIST_EXPORT __attribute__((visibility("default")))
 
-// Defines the function `hook_NAME`, whose symbol is NAME, and `real_NAME`, the function behind it.
-// The headers' declarations of NAME (their attributes, macros and inline bodies) do not apply to
-// it.
+// Defines the function `hook_NAME`, whose symbol is NAME, and `real_NAME`, which calls the function
+// of the next library. The body follows, as after a function's head. The name hook_NAME keeps the
+// headers' declarations of NAME (their attributes, macros and inline bodies) from applying to it.
+// Within this library, ::NAME is the hook, too.
 #define PYDIST_HOOK(result, name, ...)                                                      \
   extern "C" PYDIST_EXPORT result hook_##name(__VA_ARGS__) __asm__(#name);                  \
   namespace {                                                                               \

@@ -24,7 +24,7 @@ std::atomic<bool> prepared{false};
 
 }  // namespace
 
-bool is_in_place(ssize_t result, int error, int descriptor, Descriptor& known) {
+bool is_in_place(ssize_t result, int error, int descriptor, OpenDescriptor& known) {
   if (result >= 0 || errno != error || Inside::active()) [[likely]]
     return false;
   known = identify(descriptor);
@@ -33,15 +33,14 @@ bool is_in_place(ssize_t result, int error, int descriptor, Descriptor& known) {
   return false;
 }
 
-ssize_t read_in_place(Descriptor known, void* bytes, std::size_t size, off_t offset) {
+ssize_t read_in_place(OpenDescriptor known, void* bytes, std::size_t size, off_t offset) {
   if (offset < 0) {
     errno = EINVAL;
     return -1;
   }
   return attempt(ssize_t{-1}, [&] {
     const std::span out(static_cast<std::byte*>(bytes), std::min(size, kMostAtOnce));
-    return static_cast<ssize_t>(
-        pack()->pread(known.entry, static_cast<std::uint64_t>(offset), out));
+    return static_cast<ssize_t>(pack().pread(known.entry, static_cast<std::uint64_t>(offset), out));
   });
 }
 

@@ -22,11 +22,13 @@
 namespace pydist::preload {
 namespace {
 
+// The result of opendir and fdopendir that fail.
 DIR* failed(int error) {
   errno = error;
   return nullptr;
 }
 
+// descriptor: the one given to fdopendir, which the listing then owns, or -1. Deleted by closedir.
 DIR* make_listing(std::uint32_t entry, int descriptor) {
   auto* made = new (std::nothrow) Listing;
   if (made == nullptr) return failed(ENOMEM);
@@ -37,6 +39,7 @@ DIR* make_listing(std::uint32_t entry, int descriptor) {
   return reinterpret_cast<DIR*>(made);
 }
 
+// Refuses what the kernel refuses: packed directories keep their permissions.
 DIR* open_listing(const Target& target) {
   if (!target.is_entry()) return target.fail(), nullptr;
   struct stat status;
@@ -46,6 +49,8 @@ DIR* open_listing(const Target& target) {
   return make_listing(target.entry, -1);
 }
 
+// next: the position of the following entry, to which d_off takes seekdir. Names longer than 255
+// bytes, which an index can have, are cut.
 void set(dirent& to, ino_t inode, unsigned char type, std::string_view name, long next) {
   to.d_ino = inode;
   to.d_off = next;
@@ -61,7 +66,7 @@ void set(dirent& to, ino_t inode, unsigned char type, std::string_view name, lon
 
 dirent* Listing::next() {
   return attempt(static_cast<dirent*>(nullptr), [&]() -> dirent* {
-    const packs::Index& index = pack()->index();
+    const packs::Index& index = pack().index();
     if (!children) children = index.children(entry);
     const long at = position - 2;
     if (at < 0) {
@@ -69,7 +74,7 @@ dirent* Listing::next() {
       set(current, inode_of(shown), DT_DIR, position == 0 ? "." : "..", position + 1);
     } else if (at < static_cast<long>(children->count)) {
       const std::uint32_t child = children->first + static_cast<std::uint32_t>(at);
-      const bool directory = index.entry(child).kind == packs::Kind::kDirectory;
+      const bool directory = index.entry(child).kind == packs::EntryKind::kDirectory;
       set(current, inode_of(child), directory ? DT_DIR : DT_REG, index.name(child), position + 1);
     } else if (at == static_cast<long>(children->count) && entry == 0 && !mount().output.empty()) {
       struct stat status{};
@@ -85,7 +90,7 @@ dirent* Listing::next() {
 
 PYDIST_HOOK(DIR*, opendir, const char* path) {
   const Target target(AT_FDCWD, path);
-  Call call(Kind::kList, target.counted);
+  Call call(CallKind::kList, target.counted);
   if (target.in_pack()) return call(open_listing(target));
   DIR* opened = call(real_opendir(target.path));
   struct stat status;
@@ -95,8 +100,8 @@ PYDIST_HOOK(DIR*, opendir, const char* path) {
 }
 
 PYDIST_HOOK(DIR*, fdopendir, int descriptor) {
-  const Descriptor known = Inside::active() ? Descriptor{} : identify(descriptor);
-  Call call(Kind::kList, known.is_packed() || tracked(descriptor));
+  const OpenDescriptor known = Inside::active() ? OpenDescriptor{} : identify(descriptor);
+  Call call(CallKind::kList, known.is_packed() || tracked(descriptor));
   if (!known.is_packed()) return call(real_fdopendir(descriptor));
   if (known.held != Held::kDirectory) return call(failed(ENOTDIR));
   return call(make_listing(known.entry, descriptor));
@@ -108,6 +113,7 @@ PYDIST_HOOK(dirent*, readdir, DIR* stream) {
 }
 PYDIST_ALIAS(readdir64, readdir);
 
+// The only one of these that returns its error, and leaves errno as it was.
 PYDIST_HOOK(int, readdir_r, DIR* stream, dirent* entry, dirent** result) {
   Listing* listing = listing_of(stream);
   if (listing == nullptr) return real_readdir_r(stream, entry, result);
@@ -128,6 +134,7 @@ PYDIST_HOOK(void, rewinddir, DIR* stream) {
   listing->position = 0;
 }
 
+// Positions are numbers of entries, so that a program may go back to any of them.
 PYDIST_HOOK(long, telldir, DIR* stream) {
   const Listing* listing = listing_of(stream);
   return listing == nullptr ? real_telldir(stream) : listing->position;
@@ -139,6 +146,7 @@ PYDIST_HOOK(void, seekdir, DIR* stream, long position) {
   listing->position = std::max(position, 0L);
 }
 
+// A listing by path needs no descriptor until a program asks for one, as for fstatat or fchdir.
 PYDIST_HOOK(int, dirfd, DIR* stream) {
   Listing* listing = listing_of(stream);
   if (listing == nullptr) return real_dirfd(stream);

@@ -22,18 +22,18 @@ struct Range {
   std::uint64_t size;   // of the file
 };
 
-bool find_range(Descriptor known, Range& range) {
+bool find_range(OpenDescriptor known, Range& range) {
   return attempt(false, [&] {
-    const packs::Entry& entry = pack()->file(known.entry);
-    const bool here = pack()->is_here(entry.partition);
-    range = {here ? pack()->partition_fd(entry.partition) : -1, entry.offset, entry.raw_size};
+    const packs::Entry& entry = pack().file(known.entry);
+    const bool here = pack().is_here(entry.partition);
+    range = {here ? pack().partition_fd(entry.partition) : -1, entry.offset, entry.raw_size};
     return true;
   });
 }
 
 // Moves bytes at `offset` of a file: move(partition, position, size) returns their number.
 template <class Function>
-ssize_t move_range(Descriptor known, off_t offset, std::size_t size, Function move) {
+ssize_t move_range(OpenDescriptor known, off_t offset, std::size_t size, Function move) {
   Range range;
   if (!find_range(known, range)) return -1;
   if (offset < 0 || range.partition < 0) return fail(EINVAL);  // then programs read and write
@@ -43,21 +43,26 @@ ssize_t move_range(Descriptor known, off_t offset, std::size_t size, Function mo
   return move(range.partition, &position, std::min<std::uint64_t>(size, range.size - from));
 }
 
-// The same, at an offset that the caller holds, or at the descriptor's position.
+// The same, at an offset that the caller holds, or at the descriptor's position. As in the kernel,
+// no other thread waits meanwhile: the receiver can be full until one of them reads. So two threads
+// that move one position at the same time can move the same bytes.
 template <class Function>
-ssize_t move_from(int descriptor, Descriptor known, off64_t* offset, std::size_t size,
+ssize_t move_from(int descriptor, OpenDescriptor known, off64_t* offset, std::size_t size,
                   Function move) {
+  const off64_t from = offset == nullptr ? position_of(descriptor) : *offset;
+  if (offset == nullptr && from < 0) return -1;
+  const ssize_t moved = move_range(known, from, size, move);
+  if (moved <= 0) return moved;
   if (offset == nullptr) {
-    return at_position(descriptor,
-                       [&](off_t position) { return move_range(known, position, size, move); });
+    set_position(descriptor, from + moved);
+  } else {
+    *offset = from + moved;
   }
-  const ssize_t moved = move_range(known, *offset, size, move);
-  if (moved > 0) *offset += moved;
   return moved;
 }
 
 // Fills private pages at `address` with bytes of a file, from `offset` on.
-bool fill_pages(Descriptor known, char* address, std::size_t size, int protection,
+bool fill_pages(OpenDescriptor known, char* address, std::size_t size, int protection,
                 std::uint64_t offset) {
   for (std::size_t done = 0; done < size;) {
     const ssize_t got =
@@ -75,13 +80,13 @@ bool fill_pages(Descriptor known, char* address, std::size_t size, int protectio
 // others, and the page in which a file ends, are read into memory.
 PYDIST_HOOK(void*, mmap, void* address, std::size_t size, int protection, int flags, int descriptor,
             off_t offset) {
-  Call call(Kind::kMap, descriptor >= 0 && tracked(descriptor));
+  Call call(CallKind::kMap, descriptor >= 0 && tracked(descriptor));
   void* mapped = real_mmap(address, size, protection, flags, descriptor, offset);
   const auto passed = [&](void* result) {
     call(result == MAP_FAILED ? -1 : 0);
     return result;
   };
-  Descriptor known;
+  OpenDescriptor known;
   if (mapped != MAP_FAILED || !is_in_place(-1, EACCES, descriptor, known)) [[likely]]
     return passed(mapped);
   Range range;
@@ -114,8 +119,8 @@ PYDIST_HOOK(void*, mmap, void* address, std::size_t size, int protection, int fl
 PYDIST_ALIAS(mmap64, mmap);
 
 PYDIST_HOOK(ssize_t, sendfile, int out, int in, off64_t* offset, std::size_t size) {
-  Call call(Kind::kRead, tracked(in));
-  Descriptor known;
+  Call call(CallKind::kRead, tracked(in));
+  OpenDescriptor known;
   const ssize_t sent = real_sendfile(out, in, offset, size);
   if (!is_in_place(sent, EBADF, in, known)) return call.moved(sent);
   return call.moved(move_from(in, known, offset, size, [&](int from, off64_t* at, std::size_t n) {
@@ -126,8 +131,8 @@ PYDIST_ALIAS(sendfile64, sendfile);
 
 PYDIST_HOOK(ssize_t, copy_file_range, int in, off64_t* offset, int out, off64_t* out_offset,
             std::size_t size, unsigned flags) {
-  Call call(Kind::kRead, tracked(in));
-  Descriptor known;
+  Call call(CallKind::kRead, tracked(in));
+  OpenDescriptor known;
   const ssize_t copied = real_copy_file_range(in, offset, out, out_offset, size, flags);
   if (!is_in_place(copied, EBADF, in, known)) return call.moved(copied);
   return call.moved(move_from(in, known, offset, size, [&](int from, off64_t* at, std::size_t n) {
@@ -137,8 +142,8 @@ PYDIST_HOOK(ssize_t, copy_file_range, int in, off64_t* offset, int out, off64_t*
 
 PYDIST_HOOK(ssize_t, splice, int in, off64_t* offset, int out, off64_t* out_offset,
             std::size_t size, unsigned flags) {
-  Call call(Kind::kRead, tracked(in));
-  Descriptor known;
+  Call call(CallKind::kRead, tracked(in));
+  OpenDescriptor known;
   const ssize_t moved = real_splice(in, offset, out, out_offset, size, flags);
   if (!is_in_place(moved, EBADF, in, known)) return call.moved(moved);
   return call.moved(move_from(in, known, offset, size, [&](int from, off64_t* at, std::size_t n) {

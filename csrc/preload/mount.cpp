@@ -9,6 +9,8 @@
 #include <memory>
 #include <string_view>
 
+#include "core/published.hpp"
+
 namespace pydist::preload {
 namespace {
 
@@ -63,29 +65,17 @@ std::unique_ptr<packs::Folder> open_folder(const Mount& from) {
   return std::make_unique<packs::Folder>(from.packs, from.servers, from.secret);
 }
 
-// Publishes what one of several threads has made first, without a lock that a fork could leave
-// held.
-template <class T>
-const T* publish(std::atomic<const T*>& place, std::unique_ptr<T> made) {
-  const T* expected = nullptr;
-  if (place.compare_exchange_strong(expected, made.get())) return made.release();
-  return expected;
-}
-
 }  // namespace
 
 const Mount& mount() {
-  const Mount* known = settings.load(std::memory_order_acquire);
-  if (known != nullptr) return *known;
-  const Inside inside;
-  return *publish(settings, read_settings());
+  return published(settings, [] {
+    const Inside inside;
+    return read_settings();
+  });
 }
 
-const packs::Folder* pack() {
-  const packs::Folder* known = opened.load(std::memory_order_acquire);
-  if (known != nullptr) return known;
-  return attempt(static_cast<const packs::Folder*>(nullptr),
-                 [] { return publish(opened, open_folder(mount())); });
+const packs::Folder& pack() {
+  return published(opened, [] { return open_folder(mount()); });
 }
 
 void report(const char* reason) noexcept {

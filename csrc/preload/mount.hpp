@@ -14,7 +14,8 @@
 
 namespace pydist::preload {
 
-// The settings of a mount. They are read once, and the same in all processes of a program.
+// The settings of a mount, from the variables PYDIST_MOUNT*. They are read once, and the same in
+// all processes of a program: programs inherit the environment.
 struct Mount {
   std::string path;     // of the mount point: absolute, normalized, without a link; "" for no mount
   std::string packs;    // the pack folder; "" if only calls are counted
@@ -24,22 +25,27 @@ struct Mount {
   std::string output;         // the name of the output folder at the mount point; "" for none
   std::string output_target;  // its real path
   std::vector<std::string> servers;  // of partitions that are on other nodes
-  packs::Secret secret{};
-  std::uint64_t large = 0;  // raw files of more bytes are read in place
-  std::uint64_t cache = 0;  // bytes of files whose copies stay in memory
+  packs::Secret secret{};            // for those servers
+  std::uint64_t large = 0;           // raw files of more bytes are read in place
+  std::uint64_t cache = 0;           // bytes of files whose copies stay in memory
 
   bool has_packs() const { return !packs.empty(); }
 };
 
+// The settings, for the lifetime of the process; an empty path without a mount. Any thread may be
+// the first to ask: it takes no lock, which a fork could leave held.
 const Mount& mount();
 
-// The pack; nullptr if it can't be opened, which is said once on standard error.
-const packs::Folder* pack();
+// The pack, for the lifetime of the process. Throws the reason if it can't be opened; the next call
+// tries again.
+const packs::Folder& pack();
 
-// Says on standard error why a call fails with EIO.
+// Says on standard error why a call fails with EIO. Only the first reason of a process: a program
+// may repeat a call that fails.
 void report(const char* reason) noexcept;
 
-// While one exists in a thread, its calls go to the C library: they are this library's own.
+// While one exists in a thread, its calls go to the C library: they are this library's own, such as
+// reads of the pack's partitions. Without it, hooks would call themselves. They may be nested.
 class Inside {
  public:
   Inside() : before_(flag) { flag = true; }
@@ -49,12 +55,14 @@ class Inside {
   static bool active() { return flag; }
 
  private:
+  // initial-exec: an access must not allocate memory, as one of the default model can.
   static inline thread_local bool flag __attribute__((tls_model("initial-exec"))) = false;
   bool before_;
 };
 
 // Calls a function that may throw, and returns what it returns, else `failure` with errno EIO (the
-// pack is damaged, which is reported) or ENOMEM.
+// pack is damaged, which is reported) or ENOMEM. Hooks call code that may throw through it: no
+// exception may leave a function that a program in C has called.
 template <class Function, class Result>
 Result attempt(Result failure, Function function) noexcept {
   const Inside inside;

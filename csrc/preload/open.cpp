@@ -23,7 +23,7 @@ bool writes(int flags) { return (flags & O_ACCMODE) != O_RDONLY || (flags & O_TR
 
 // Why a packed file or directory can't be opened, or 0.
 int refusal(const packs::Entry& entry, int flags) {
-  const bool directory = entry.kind == packs::Kind::kDirectory;
+  const bool directory = entry.kind == packs::EntryKind::kDirectory;
   if ((flags & O_PATH) != 0) return directory || (flags & O_DIRECTORY) == 0 ? 0 : ENOTDIR;
   if ((flags & O_CREAT) != 0 && (flags & O_EXCL) != 0) return EEXIST;
   if ((flags & O_TMPFILE) == O_TMPFILE) return directory ? EROFS : ENOTDIR;
@@ -35,10 +35,10 @@ int refusal(const packs::Entry& entry, int flags) {
 
 int open_entry(std::uint32_t i, int flags, bool whole) {
   const packs::Entry* entry =
-      attempt(static_cast<const packs::Entry*>(nullptr), [&] { return &pack()->index().entry(i); });
+      attempt(static_cast<const packs::Entry*>(nullptr), [&] { return &pack().index().entry(i); });
   if (entry == nullptr) return -1;
   if (const int error = refusal(*entry, flags); error != 0) return fail(error);
-  if (entry->kind == packs::Kind::kDirectory) return open_directory(i, flags);
+  if (entry->kind == packs::EntryKind::kDirectory) return open_directory(i, flags);
   if ((flags & O_PATH) != 0) return open_path_only(i, flags);
   const bool large = entry->codec == packs::Codec::kRaw && entry->raw_size > mount().large;
   if (large && !whole) return open_in_place(i, flags);
@@ -102,7 +102,7 @@ int open_path(int directory, const char* path, int flags, mode_t mode) {
   }
   const Target target(directory, path);
   const auto make = [&] { return open_target(target, flags, mode); };
-  return target.counted && profiling() ? count_call(Kind::kOpen, make) : make();
+  return target.counted && profiling() ? count_call(CallKind::kOpen, make) : make();
 }
 
 namespace {
@@ -114,7 +114,7 @@ int follow(int opened, const Target& target, int flags) {
   const bool refused = opened < 0 && error == EACCES;
   const int looked_at =
       refused ? real_openat(target.directory, target.path, O_PATH | O_CLOEXEC) : opened;
-  const Descriptor known = identify(looked_at);
+  const OpenDescriptor known = identify(looked_at);
   const bool kept = !known.is_packed() || (known.held == Held::kCopy && !writes(flags));
   if (looked_at >= 0 && (refused || !kept)) syscall(SYS_close, looked_at);
   errno = error;

@@ -1,6 +1,7 @@
 // Resolves paths as the kernel does, for the part of them that is below the mount point.
 #include "preload/paths.hpp"
 
+#include <fcntl.h>
 #include <limits.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -37,6 +38,22 @@ bool is_at_or_below(std::string_view path, std::string_view folder) {
 bool can_reach(std::string_view base, std::string_view path) {
   return path.find("..") != std::string_view::npos || base == "/" ||
          is_at_or_below(mount().path, base);
+}
+
+// Replaces a real directory's path, without a slash at its end, by that without symbolic links.
+// False if there is no such directory.
+[[gnu::noinline]] bool follow_links(char (&real)[2 * kPathSize], std::size_t& size) {
+  real[size] = 0;
+  const auto folder =
+      static_cast<int>(syscall(SYS_openat, AT_FDCWD, real, O_PATH | O_DIRECTORY | O_CLOEXEC));
+  if (folder < 0) return false;
+  char text[kPathSize];
+  const std::string_view found = base_of(folder, text);
+  syscall(SYS_close, folder);
+  if (found.empty()) return false;
+  size = found == "/" ? 0 : found.size();
+  std::memcpy(real, found.data(), size);
+  return true;
 }
 
 }  // namespace
@@ -81,9 +98,11 @@ void Target::resolve(std::string_view base, std::string_view rest) {
     return;
   }
   if (rest[0] != '/' && !can_reach(base, rest)) return;
-  // The normalized path so far, without a slash at its end.
+  // The normalized path so far, without a slash at its end. The first `known` bytes are as the
+  // kernel has them, without symbolic links.
   char real[2 * kPathSize];
   std::size_t size = base == "/" ? 0 : base.size();
+  std::size_t known = size;
   std::memcpy(real, base.data(), size);
   const std::string& point = mount().path;
   while (true) {
@@ -95,7 +114,11 @@ void Target::resolve(std::string_view base, std::string_view rest) {
     if (component.empty()) return;
     if (component == ".") continue;
     if (component == "..") {
+      // The parents of the mount point need not exist, and are no links.
+      const bool exact = size <= known || is_at_or_below(point, {real, size});
+      if (!exact && !follow_links(real, size)) return;  // the C library says so
       while (size > 0 && real[--size] != '/') continue;
+      known = size;
       continue;
     }
     real[size++] = '/';
@@ -109,15 +132,13 @@ void Target::walk(std::string_view rest) {
   counted = true;
   if (!mount().has_packs()) return;  // ordinary files, whose calls are counted
   place = Place::kPacked;
-  const packs::Folder* folder = pack();
-  if (folder == nullptr) return failed(EIO);
-  const packs::Index& index = folder->index();
   slash = !rest.empty() && rest.back() == '/';
   const bool known = attempt(false, [&] {
+    const packs::Index& index = pack().index();
     while (true) {
       const std::string_view component = next_component(rest);
       const packs::Entry& at = index.entry(entry);
-      const bool directory_here = at.kind == packs::Kind::kDirectory;
+      const bool directory_here = at.kind == packs::EntryKind::kDirectory;
       if (component.empty()) {
         reached = true;
         if (slash && !directory_here) failed(ENOTDIR);
@@ -192,7 +213,7 @@ std::string_view base_of(int directory, char (&text)[kPathSize]) {
 std::size_t visible_path(std::uint32_t entry, char* text, std::size_t size) {
   return attempt(std::size_t{0}, [&]() -> std::size_t {
     std::string path = mount().path;
-    if (entry != 0) path.append("/").append(pack()->index().path(entry));
+    if (entry != 0) path.append("/").append(pack().index().path(entry));
     if (path.size() >= size) {
       errno = ERANGE;
       return 0;

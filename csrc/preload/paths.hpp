@@ -9,14 +9,21 @@
 
 namespace pydist::preload {
 
+// PATH_MAX of Linux: bytes of a path, with its null byte.
 inline constexpr std::size_t kPathSize = 4096;
 
 // The permission bits of the owner, whom a packed file has in every user.
 enum Permission : unsigned { kExecute = 0100, kWrite = 0200, kRead = 0400 };
+// Whether all of `permissions` are given. Root has them, except to execute what nobody may.
 bool permits(std::uint32_t mode, unsigned permissions);
 bool permits_search(std::uint32_t mode);  // of a directory, which root may always do
 
 // The meaning of a path, relative to a directory (or AT_FDCWD) as in openat.
+//
+// Made at the start of each hook that takes a path, on its stack: it holds a buffer of kPathSize.
+// The path is followed component by component, "." and ".." included, but not through links: packs
+// have none, and a link elsewhere that leads to the mount point is not recognized. Leaves errno as
+// it was. For calls of this library itself (Inside), every path is kElsewhere.
 class Target {
  public:
   enum class Place {
@@ -27,6 +34,7 @@ class Target {
     kFailed,     // the path leads into the mount and fails there with `error`
   };
 
+  // `path` may be null. It must outlive the target, whose `path` it stays unless it was rewritten.
   Target(int directory, const char* path);
   Target(const Target&) = delete;
   Target& operator=(const Target&) = delete;
@@ -37,9 +45,9 @@ class Target {
   int fail() const;
 
   Place place = Place::kElsewhere;
-  std::uint32_t entry = 0;
-  int error = 0;
-  int directory;
+  std::uint32_t entry = 0;  // in the index: what was found; kMissing: the directory without it
+  int error = 0;            // for errno; 0 for kElsewhere and kPacked
+  int directory;            // to be passed on for kElsewhere, with `path`
   const char* path;
   bool reached = false;  // the packed directory of the last component was found
   bool slash = false;    // the path ends with a slash: a directory is wanted

@@ -19,7 +19,7 @@ namespace pydist::preload {
 namespace {
 
 using Counter = std::atomic<std::uint64_t>;
-constexpr std::size_t kKinds = static_cast<std::size_t>(Kind::kCount);
+constexpr std::size_t kKinds = static_cast<std::size_t>(CallKind::kCount);
 constexpr std::size_t kSlots = std::size_t{1} << 22;
 constexpr int kMostTracked = 1 << 16;
 
@@ -117,7 +117,7 @@ void count_file(const struct stat& status) {
   }
 }
 
-Call::Call(Kind kind, bool below)
+Call::Call(CallKind kind, bool below)
     : kind_(kind), counted_(below && !Inside::active() && profiling()) {
   if (!counted_) return;
   Calls& calls = shared.load()->kinds[static_cast<std::size_t>(kind)];

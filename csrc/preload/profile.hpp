@@ -8,8 +8,9 @@
 
 namespace pydist::preload {
 
-// The order is that of `KINDS` in pydist/cli/store_profile.py.
-enum class Kind : unsigned {
+// The order is that of `KINDS` in pydist/cli/store_profile.py. A kind has many functions: kRead all
+// that read, pread and readv included.
+enum class CallKind : unsigned {
   kOpen,
   kClose,
   kRead,
@@ -23,7 +24,8 @@ enum class Kind : unsigned {
   kCount
 };
 
-// Whether calls are counted.
+// Whether calls are counted: PYDIST_MOUNT_PROFILE names a file for the counters, which could be
+// mapped.
 bool profiling();
 
 // Descriptors below the mount point. Their numbers are only counted with, so a number that was
@@ -31,13 +33,15 @@ bool profiling();
 void track(int descriptor, bool below);
 bool tracked(int descriptor);
 
-// Counts a file that was opened, or a directory that was listed, once.
+// Counts a file that was opened, or a directory that was listed, once over all processes.
 void count_file(const struct stat& status);
 
 // A call in progress: counts it, its time, how many are in progress at once, and its result.
 class Call {
  public:
-  Call(Kind kind, bool below);
+  // below: the call is on a file at or below the mount point; others are not counted, nor are this
+  // library's own calls.
+  Call(CallKind kind, bool below);
   ~Call();
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
@@ -61,7 +65,7 @@ class Call {
   }
 
  private:
-  Kind kind_;
+  CallKind kind_;
   bool counted_;
   bool failed_ = false;
   std::uint64_t bytes_ = 0;
@@ -71,20 +75,20 @@ class Call {
 // Calls that a thread can be cancelled in unwind the stack, so the functions that make them have
 // nothing to destroy unless they are counted.
 template <class Function>
-[[gnu::noinline]] auto count_call(Kind kind, Function make) {
+[[gnu::noinline]] auto count_call(CallKind kind, Function make) {
   Call call(kind, true);
   return call(make());
 }
 
 template <class Function>
-[[gnu::noinline]] auto count_bytes(Kind kind, Function make) {
+[[gnu::noinline]] auto count_bytes(CallKind kind, Function make) {
   Call call(kind, true);
   return call.moved(make());
 }
 
 // Makes a call that moves bytes, and counts it if the descriptor is below the mount point.
 template <class Function>
-auto on_descriptor(Kind kind, int descriptor, Function make) {
+auto on_descriptor(CallKind kind, int descriptor, Function make) {
   return tracked(descriptor) ? count_bytes(kind, make) : make();
 }
 

@@ -15,7 +15,7 @@
 namespace pydist::preload {
 namespace {
 
-ssize_t read_pieces(Descriptor known, const iovec* pieces, int count, off_t offset) {
+ssize_t read_pieces(OpenDescriptor known, const iovec* pieces, int count, off_t offset) {
   ssize_t done = 0;
   for (int i = 0; i < count; ++i) {
     const ssize_t got = read_in_place(known, pieces[i].iov_base, pieces[i].iov_len, offset + done);
@@ -29,8 +29,8 @@ ssize_t read_pieces(Descriptor known, const iovec* pieces, int count, off_t offs
 }  // namespace
 
 PYDIST_HOOK(ssize_t, read, int descriptor, void* bytes, std::size_t size) {
-  return on_descriptor(Kind::kRead, descriptor, [&] {
-    Descriptor known;
+  return on_descriptor(CallKind::kRead, descriptor, [&] {
+    OpenDescriptor known;
     const ssize_t got = real_read(descriptor, bytes, size);
     if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
       return got;
@@ -45,8 +45,8 @@ PYDIST_HOOK(ssize_t, __read_chk, int descriptor, void* bytes, std::size_t size, 
 }
 
 PYDIST_HOOK(ssize_t, pread, int descriptor, void* bytes, std::size_t size, off_t offset) {
-  return on_descriptor(Kind::kRead, descriptor, [&] {
-    Descriptor known;
+  return on_descriptor(CallKind::kRead, descriptor, [&] {
+    OpenDescriptor known;
     const ssize_t got = real_pread(descriptor, bytes, size, offset);
     if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
       return got;
@@ -63,8 +63,8 @@ PYDIST_HOOK(ssize_t, __pread_chk, int descriptor, void* bytes, std::size_t size,
 PYDIST_ALIAS(__pread64_chk, __pread_chk);
 
 PYDIST_HOOK(ssize_t, readv, int descriptor, const iovec* pieces, int count) {
-  return on_descriptor(Kind::kRead, descriptor, [&] {
-    Descriptor known;
+  return on_descriptor(CallKind::kRead, descriptor, [&] {
+    OpenDescriptor known;
     const ssize_t got = real_readv(descriptor, pieces, count);
     if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
       return got;
@@ -74,8 +74,8 @@ PYDIST_HOOK(ssize_t, readv, int descriptor, const iovec* pieces, int count) {
 }
 
 PYDIST_HOOK(ssize_t, preadv, int descriptor, const iovec* pieces, int count, off_t offset) {
-  return on_descriptor(Kind::kRead, descriptor, [&] {
-    Descriptor known;
+  return on_descriptor(CallKind::kRead, descriptor, [&] {
+    OpenDescriptor known;
     const ssize_t got = real_preadv(descriptor, pieces, count, offset);
     if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
       return got;
@@ -86,8 +86,8 @@ PYDIST_ALIAS(preadv64, preadv);
 
 PYDIST_HOOK(ssize_t, preadv2, int descriptor, const iovec* pieces, int count, off_t offset,
             int flags) {
-  return on_descriptor(Kind::kRead, descriptor, [&] {
-    Descriptor known;
+  return on_descriptor(CallKind::kRead, descriptor, [&] {
+    OpenDescriptor known;
     const ssize_t got = real_preadv2(descriptor, pieces, count, offset, flags);
     if (!is_in_place(got, EBADF, descriptor, known)) [[likely]]
       return got;
@@ -100,12 +100,12 @@ PYDIST_ALIAS(preadv64v2, preadv2);
 
 // The memfd of a file in place is one hole for the kernel, and the file has none.
 PYDIST_HOOK(off_t, lseek, int descriptor, off_t offset, int from) {
-  Call call(Kind::kSeek, tracked(descriptor));
+  Call call(CallKind::kSeek, tracked(descriptor));
   if (from == SEEK_DATA || from == SEEK_HOLE) [[unlikely]] {
-    const Descriptor known = identify(descriptor);
+    const OpenDescriptor known = identify(descriptor);
     if (known.held == Held::kInPlace) {
-      const off_t size = attempt(
-          off_t{-1}, [&] { return static_cast<off_t>(pack()->file(known.entry).raw_size); });
+      const off_t size =
+          attempt(off_t{-1}, [&] { return static_cast<off_t>(pack().file(known.entry).raw_size); });
       if (size < 0) return call(off_t{-1});
       if (offset < 0 || offset >= size) return call(off_t{fail(ENXIO)});
       return call(real_lseek(descriptor, from == SEEK_DATA ? offset : size, SEEK_SET));
@@ -115,14 +115,14 @@ PYDIST_HOOK(off_t, lseek, int descriptor, off_t offset, int from) {
 }
 PYDIST_ALIAS(lseek64, lseek);
 
-// A program that asks how a descriptor is open, or locks a part of what nobody writes.
+// A program that asks how a descriptor is open, or locks a part of what no process writes.
 PYDIST_HOOK(int, fcntl, int descriptor, int command, ...) {
   va_list arguments;
   va_start(arguments, command);
   void* argument = va_arg(arguments, void*);  // an int or a pointer; garbage where there is none
   va_end(arguments);
   const int result = real_fcntl(descriptor, command, argument);
-  Descriptor known;
+  OpenDescriptor known;
   if (command == F_GETFL && result >= 0 && (result & O_ACCMODE) == O_WRONLY) {
     const bool in_place = identify(descriptor).held == Held::kInPlace;
     return in_place ? (result & ~O_ACCMODE) | O_RDONLY : result;

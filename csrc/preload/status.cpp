@@ -43,10 +43,10 @@ bool of_descriptor(const char* path, int flags) {
 }
 
 int status_of_descriptor(int descriptor, struct stat* status) {
-  Call call(Kind::kStat, tracked(descriptor));
+  Call call(CallKind::kStat, tracked(descriptor));
   const int result = static_cast<int>(syscall(SYS_fstat, descriptor, status));
   if (result != 0 || Inside::active()) return call(result);
-  const Descriptor known = identify(descriptor, *status);
+  const OpenDescriptor known = identify(descriptor, *status);
   return call(known.is_packed() && !fill_status(known.entry, *status) ? -1 : 0);
 }
 
@@ -72,9 +72,9 @@ void fill_statx(const struct stat& from, struct statx& to) {
 
 bool fill_status(std::uint32_t entry, struct stat& status) {
   return attempt(false, [&] {
-    const packs::Index& index = pack()->index();
+    const packs::Index& index = pack().index();
     const packs::Entry& found = index.entry(entry);
-    const bool directory = found.kind == packs::Kind::kDirectory;
+    const bool directory = found.kind == packs::EntryKind::kDirectory;
     std::uint16_t number;
     std::memcpy(&number, index.id().data(), sizeof number);
     std::memset(&status, 0, sizeof status);
@@ -98,7 +98,7 @@ int status_of(int directory, const char* path, struct stat* status, int flags) {
     return current ? status_of(AT_FDCWD, ".", status, 0) : status_of_descriptor(directory, status);
   }
   const Target target(directory, path);
-  Call call(Kind::kStat, target.counted);
+  Call call(CallKind::kStat, target.counted);
   if (!target.in_pack()) return call(kernel_status(target.directory, target.path, status, flags));
   if (!target.is_entry()) return call(target.fail());
   return call(fill_status(target.entry, *status) ? 0 : -1);
@@ -149,20 +149,20 @@ PYDIST_HOOK(int, statx, int directory, const char* path, int flags, unsigned mas
             struct statx* status) {
   struct stat packed;
   if (of_descriptor(path, flags)) {
-    Call call(Kind::kStat, tracked(directory));
+    Call call(CallKind::kStat, tracked(directory));
     struct stat known;
     const int result = real_statx(directory, path, flags, mask, status);
     if (result != 0 || directory == AT_FDCWD) return call(result);
     known.st_mode = status->stx_mode;
     known.st_nlink = status->stx_nlink;
-    const Descriptor held = identify(directory, known);
+    const OpenDescriptor held = identify(directory, known);
     if (!held.is_packed()) return call(result);
     if (!fill_status(held.entry, packed)) return call(-1);
     fill_statx(packed, *status);
     return call(0);
   }
   const Target target(directory, path);
-  Call call(Kind::kStat, target.counted);
+  Call call(CallKind::kStat, target.counted);
   if (!target.in_pack())
     return call(real_statx(target.directory, target.path, flags, mask, status));
   if (!target.is_entry()) return call(target.fail());

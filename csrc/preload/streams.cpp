@@ -126,7 +126,7 @@ PYDIST_HOOK(FILE*, fopen, const char* path, const char* mode) {
   const bool counted = target.counted && profiling();
   const bool link = target.path != nullptr && mount().has_packs() && can_be_link(target.path);
   if (!target.in_pack() && !counted && !link) return real_fopen(target.path, mode);
-  Call call(Kind::kOpen, target.counted);
+  Call call(CallKind::kOpen, target.counted);
   const int flags = flags_of(mode);
   const int opened = flags < 0 ? -1 : open_target(target, flags, 0666);
   if (opened < 0) return call(static_cast<FILE*>(nullptr));
@@ -140,7 +140,7 @@ PYDIST_HOOK(FILE*, freopen, const char* path, const char* mode, FILE* file) {
   const Target target(AT_FDCWD, path);
   Stream* stream = find_stream(file);
   if (!target.in_pack() && stream == nullptr) return real_freopen(target.path, mode, file);
-  Call call(Kind::kOpen, target.counted);
+  Call call(CallKind::kOpen, target.counted);
   const int flags = flags_of(mode);
   if (stream != nullptr) return call(replace(file, *stream, target, flags));
   const int opened = flags < 0 ? -1 : open_whole(target, flags);

@@ -1,4 +1,8 @@
-// Hooks of ftw and nftw, which the C library implements by calls of its own.
+// Hooks of ftw and nftw, which the C library implements by calls of its own that no hook sees.
+//
+// Only walks that begin in a pack come here. The functions below call opendir, readdir, fstatat and
+// chdir, which are this library's hooks, so a walk may also leave the pack through the output
+// folder.
 #include <dirent.h>
 #include <fcntl.h>
 #include <ftw.h>
@@ -24,11 +28,14 @@ namespace {
 
 using Told = std::function<int(const char*, const struct stat*, int, FTW*)>;
 
-// One walk: depth first, with the descriptors of one directory open at a time.
+// One walk: depth first, with the descriptors of one directory open at a time. Flags and types have
+// the meanings of nftw in glibc.
 class Walk {
  public:
   Walk(const Told& tell, int flags) : tell_(tell), flags_(flags) {}
 
+  // Returns the first result of `tell` that is not 0, 0 at the end, or -1 with errno. Skips of
+  // FTW_ACTIONRETVAL count as 0. With FTW_CHDIR it changes back to the directory where it began.
   int run(const char* root) {
     std::string path(root);
     while (path.size() > 1 && path.back() == '/') path.pop_back();
@@ -50,6 +57,8 @@ class Walk {
   }
 
  private:
+  // Tells of one file, or enters a directory. base: the offset of the last component in `path`;
+  // level: the depth below the root of the walk.
   int visit(const std::string& path, int base, int level) {
     const bool physical = (flags_ & FTW_PHYS) != 0;
     struct stat status{};
@@ -68,6 +77,9 @@ class Walk {
     return tell(path, status, type, base, level);
   }
 
+  // A directory with everything below it. Skips one that is among its own parents, to which a link
+  // can lead, and with FTW_MOUNT one of another file system. The names are read before the first is
+  // visited, so that no directory stays open while the program's function runs.
   int enter(const std::string& path, const struct stat& status, int base, int level) {
     const std::pair identity(status.st_dev, status.st_ino);
     if (std::find(above_.begin(), above_.end(), identity) != above_.end()) return 0;
@@ -98,6 +110,7 @@ class Walk {
     return real_root_.empty() ? path : real_root_ + path.substr(root_size_);
   }
 
+  // False with errno if the directory can't be read.
   static bool list(const std::string& path, std::vector<std::string>& names) {
     DIR* stream = ::opendir(path.c_str());
     if (stream == nullptr) return false;
@@ -109,6 +122,7 @@ class Walk {
     return true;
   }
 
+  // Calls the program's function. With FTW_CHDIR it first changes to the directory that has `path`.
   int tell(const std::string& path, const struct stat& status, int type, int base, int level) {
     FTW place{base, level};
     if (!real_root_.empty() && base > 0) {
@@ -122,9 +136,9 @@ class Walk {
 
   const Told& tell_;
   int flags_;
-  std::string real_root_;
-  std::size_t root_size_ = 0;
-  std::vector<std::pair<dev_t, ino_t>> above_;
+  std::string real_root_;                       // absolute; only for FTW_CHDIR, else empty
+  std::size_t root_size_ = 0;                   // of the root in paths that are told
+  std::vector<std::pair<dev_t, ino_t>> above_;  // the directories that are being visited
 };
 
 int walk(const char* path, int flags, const Told& tell) {
@@ -149,6 +163,7 @@ PYDIST_HOOK(int, nftw, const char* path, NewVisit visit, int open, int flags) {
 }
 PYDIST_ALIAS(nftw64, nftw);
 
+// The older function: without FTW, and without a type for broken links.
 PYDIST_HOOK(int, ftw, const char* path, Visit visit, int open) {
   const Target target(AT_FDCWD, path);
   if (!target.in_pack()) return real_ftw(target.path, visit, open);

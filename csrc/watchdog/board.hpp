@@ -1,7 +1,8 @@
 // The page of shared memory on which the ranks of a machine record their progress.
 //
-// Each rank writes its own slot, with relaxed atomics and without locks or clocks; the watchdog
-// thread of every rank reads all of them. Fresh memory of zeros is a valid, empty board.
+// Each rank writes its own slot, with atomics and without locks or clocks; the watchdog thread of
+// every rank reads all of them. Fresh memory of zeros is a valid, empty board. A rank that is
+// killed in the middle of a store leaves a board that others can still read.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +15,10 @@
 
 namespace pydist::watchdog {
 
-// The kinds of work in which a rank may be, by rising significance.
-enum class Kind : std::uint32_t {
+// The kinds of work in which a rank may be, by rising significance of nested frames; only kEnd
+// outranks all others (Slot::kind). judge.hpp says how long each may be silent. Python has them by
+// number (csrc/bindings/watchdog.cpp).
+enum class PhaseKind : std::uint32_t {
   kSpan,     // local work, or none
   kEnd,      // the end of the program: it waits for the others to end, and sends nothing more
   kBlocked,  // a call that returns soon, unless a file, a device or the launcher does not answer
@@ -23,11 +26,13 @@ enum class Kind : std::uint32_t {
   kWork,     // long work that is expected to be silent: tuning, saving, opening files
 };
 
+// An open span of a rank's work, with its name for the report.
 struct Frame {
-  std::atomic<Kind> kind;
+  std::atomic<PhaseKind> kind;
   SharedText<6> name;
 };
 
+// The most frames that a slot stores. Deeper ones are counted, so that leave closes the right one.
 inline constexpr std::uint32_t kFrames = 8;
 
 // One rank's part of the page. Only its own process writes here.
@@ -44,7 +49,7 @@ struct Slot {
 
   // Opens a frame. Name and kind are stored before the depth that shows them, so a watchdog that
   // reads the depth sees the frame.
-  void enter(std::string_view name, Kind kind) {
+  void enter(std::string_view name, PhaseKind kind) {
     const std::uint32_t place = depth.load(std::memory_order_relaxed);
     if (place < kFrames) {
       frames[place].name.store(name);
@@ -69,34 +74,38 @@ struct Slot {
   }
 
   // The most significant of the open frames: an end includes all waits within it.
-  Kind kind() const {
-    Kind found = Kind::kSpan;
+  PhaseKind kind() const {
+    PhaseKind found = PhaseKind::kSpan;
     for (std::uint32_t i = 0; i < open_frames(); ++i) {
-      const Kind each = frames[i].kind.load(std::memory_order_relaxed);
-      if (each == Kind::kEnd) return each;
+      const PhaseKind each = frames[i].kind.load(std::memory_order_relaxed);
+      if (each == PhaseKind::kEnd) return each;
       found = std::max(found, each);
     }
     return found;
   }
 
   // The rank's present kind of work. Long work has more time, and a rank may wait for others in it.
-  Kind activity() const {
-    Kind found = Kind::kSpan;
+  PhaseKind activity() const {
+    PhaseKind found = PhaseKind::kSpan;
     for (std::uint32_t i = 0; i < open_frames(); ++i) {
-      const Kind each = frames[i].kind.load(std::memory_order_relaxed);
-      if (each == Kind::kEnd) return each;
-      found = each == Kind::kWork ? Kind::kSpan : std::max(found, each);
+      const PhaseKind each = frames[i].kind.load(std::memory_order_relaxed);
+      if (each == PhaseKind::kEnd) return each;
+      found = each == PhaseKind::kWork ? PhaseKind::kSpan : std::max(found, each);
     }
     return found;
   }
 };
 
+// The page. The first watchdog that sees the hang makes itself the reporter, by a compare-and-swap;
+// the others write their own part and wait for `reported`. All processes of a machine map the same
+// file, of bytes(ranks of the job).
 struct Board {
   std::atomic<std::int32_t> reporter;   // process that reports a hang, 0 while there is none
   std::atomic<std::uint32_t> reports;   // examined hangs, debuggers included
   std::atomic<std::uint32_t> reported;  // not 0: the report is out, all ranks end
   std::array<Slot, 1> slots;            // as many as the job has ranks
 
+  // Bytes of a board with a slot for each rank: the array above has the first of them.
   static std::size_t bytes(std::size_t ranks) {
     return sizeof(Board) + sizeof(Slot) * (ranks > 0 ? ranks - 1 : 0);
   }
@@ -104,6 +113,6 @@ struct Board {
   const Slot& slot(std::size_t rank) const { return slots.data()[rank]; }
 };
 
-static_assert(std::atomic<Kind>::is_always_lock_free);
+static_assert(std::atomic<PhaseKind>::is_always_lock_free);
 
 }  // namespace pydist::watchdog

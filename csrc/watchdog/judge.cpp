@@ -19,10 +19,10 @@ double Judge::allowed(const std::vector<Sample>& ranks) const {
   std::size_t waits = 0, blocked = 0, works = 0, ends = 0;
   for (const Sample& each : ranks) {
     if (!each.joined) continue;
-    waits += each.kind == Kind::kWait;
-    blocked += each.kind == Kind::kBlocked;
-    works += each.kind == Kind::kWork;
-    ends += each.kind == Kind::kEnd;
+    waits += each.kind == PhaseKind::kWait;
+    blocked += each.kind == PhaseKind::kBlocked;
+    works += each.kind == PhaseKind::kWork;
+    ends += each.kind == PhaseKind::kEnd;
   }
   if (works > 0) return kPatience * limit_;
   if (waits + blocked > 0) {

@@ -29,11 +29,11 @@ std::string seconds(double value) {
 int order(const Slot& slot, const Finding& found) {
   if (found.state.is_stopped() || found.state.is_gone()) return 0;
   switch (slot.activity()) {
-    case Kind::kEnd:
+    case PhaseKind::kEnd:
       return 1;
-    case Kind::kBlocked:
+    case PhaseKind::kBlocked:
       return 2;
-    case Kind::kWait:
+    case PhaseKind::kWait:
       return 3;
     default:
       return 0;
@@ -49,11 +49,11 @@ std::string how(const Slot& slot, const Finding& found) {
   }
   if (state.letter == 'D') return "waits for a disk or a driver (state D" + inside + ")";
   switch (slot.activity()) {
-    case Kind::kEnd:
+    case PhaseKind::kEnd:
       return "has reached the end of its program";
-    case Kind::kBlocked:
+    case PhaseKind::kBlocked:
       return "is in a call that does not return";
-    case Kind::kWait:
+    case PhaseKind::kWait:
       return "waits for other ranks";
     default:
       break;

@@ -85,7 +85,7 @@ class Watcher {
       const int pid = slot.pid.load(std::memory_order_relaxed);
       if (pid == 0) continue;
       Sample sample{slot.kind(), slot.beats.load(std::memory_order_relaxed), true};
-      if (kill(pid, 0) != 0) sample.kind = Kind::kEnd;  // sends nothing more
+      if (kill(pid, 0) != 0) sample.kind = PhaseKind::kEnd;  // sends nothing more
       if (options_.job.all_here) {
         result[static_cast<std::size_t>(rank)] = sample;
       } else {
@@ -114,8 +114,9 @@ class Watcher {
       if (waits_long_) ask(Question::kGoesOn);
       waits_long_ = false;
     } else if (!waits_long_ && time - own_progress_ > kLongWait * options_.job.limit) {
-      const Kind kind = slot.activity();
-      waits_long_ = kind == Kind::kWait || kind == Kind::kBlocked || kind == Kind::kEnd;
+      const PhaseKind kind = slot.activity();
+      waits_long_ =
+          kind == PhaseKind::kWait || kind == PhaseKind::kBlocked || kind == PhaseKind::kEnd;
       if (waits_long_) ask(Question::kWaits);
     }
   }
@@ -246,7 +247,7 @@ void start(const Options& options, int board) {
 
 bool is_watched() { return own_slot.load() != nullptr; }
 
-void enter(std::string_view name, Kind kind) {
+void enter(std::string_view name, PhaseKind kind) {
   if (Slot* const slot = own_slot.load(std::memory_order_relaxed)) slot->enter(name, kind);
 }
 
@@ -267,7 +268,8 @@ std::vector<int> ended_ranks() {
   for (int rank = 0; board != nullptr && rank < own_size.load(); ++rank) {
     const Slot& slot = board->slot(rank);
     const int pid = slot.pid.load();
-    if (pid != 0 && (slot.kind() == Kind::kEnd || state_of(pid).is_gone())) ended.push_back(rank);
+    if (pid != 0 && (slot.kind() == PhaseKind::kEnd || state_of(pid).is_gone()))
+      ended.push_back(rank);
   }
   return ended;
 }

@@ -46,7 +46,7 @@ void start(const Options& options, int board);
 bool is_watched();
 
 // For the program's threads; without a watchdog they do nothing.
-void enter(std::string_view name, Kind kind);
+void enter(std::string_view name, PhaseKind kind);
 void leave();
 void mark_step(std::int64_t step);
 

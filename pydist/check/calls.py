@@ -79,6 +79,7 @@ class CallRecorder(TorchFunctionMode):
     def __enter__(self) -> CallRecorder:
         for transport in self._mesh.transports:
             transport.watcher = self._note
+        self._mesh.session.at_form = self._note_form
         super().__enter__()
         return self
 
@@ -86,6 +87,7 @@ class CallRecorder(TorchFunctionMode):
         super().__exit__(*exception)
         for transport in self._mesh.transports:
             transport.watcher = None
+        self._mesh.session.at_form = None
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -135,12 +137,13 @@ class CallRecorder(TorchFunctionMode):
 
         return tree_map(cut, result)
 
-    def _note(self, moved: Exchanger | Tensor | str) -> None:
+    def _note_form(self, form: str) -> None:
+        if self._now is not None:
+            self._now.form = form
+
+    def _note(self, moved: Exchanger | Tensor) -> None:
         call = self._now
         if call is None:
-            return
-        if isinstance(moved, str):
-            call.form = moved
             return
         if isinstance(moved, Tensor):
             # Integers are excluded: ranks reduce them to agree on plans.
@@ -169,10 +172,10 @@ def _channels(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> s
     dim = _LAYERS.get(func)
     if dim is None or not args or not (_is_sharded(args[0]) and _is_sharded(result)):
         return ""
-    layout = args[0]._layout
+    layout = args[0].layout
     before, after = (
-        split is not None and CHANNEL_AXIS in split.axes
-        for split in (layout.splits[dim], result._layout.splits[dim])
+        split is not None and (dim == 1 or CHANNEL_AXIS in split.axes)
+        for split in (layout.splits[dim], result.layout.splits[dim])
     )
     if not before:
         return "outputs" if after else ""

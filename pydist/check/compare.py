@@ -25,6 +25,7 @@ from pydist.stages import Stages, pipeline
 from pydist.tensor import ShardedTensor
 from pydist.tensor.operands import shard_of_plain
 from pydist.tensor.stage import StageTensor
+from pydist.watchdog import MODULE_PATH
 
 NOISE = 1e-3
 """A tensor that noise in the last bit changes by more, relative to itself, is only noise."""
@@ -87,7 +88,7 @@ class WholeRun:
             self._outputs[path, call, number] = value.detach().clone()
 
         for path, module in net.named_modules():
-            module.__dict__["_pydist_path"] = path or type(net).__name__  # for error messages
+            module.__dict__[MODULE_PATH] = path or type(net).__name__  # for error messages
         leaf = self.x.clone().requires_grad_()
         with Reference() as reference, _watching(net, keep):
             for loss in self._losses(net, leaf):
@@ -160,10 +161,11 @@ class WholeRun:
         """
         net, found = copy.deepcopy(model), Differences()
         made = pipeline(net, stages, x, micro_batches=self._micro_batches)
-        if not self._grads.keys() - {INPUT}:
-            x = _sharded(x, stages.mesh)  # the only tensor with a gradient, which a step needs
+        cut: Tensor = _sharded(x, stages.mesh)
+        if self._grads.keys() - {INPUT}:  # else only the sample has a gradient, which a step needs
+            cut = cut.detach()
         with _watching(net, partial(self._compare, found)):
-            made.step(x, None, lambda outputs, _: loss_of(outputs))
+            made.step(cut, None, lambda outputs, _: loss_of(outputs))
         grads = _gradients(net)
         for name in grads:
             found.gradients[name] = difference(grads[name], self._grads[name])

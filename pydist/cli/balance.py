@@ -36,7 +36,7 @@ def balance(arguments: Sequence[str]) -> int:
     if options.ranks is None:
         return _balance_here(config, options, out)
     _require_new(out)
-    from pydist.launch import launch
+    from pydist.launch.supervisor import launch
     from pydist.train.parts import axis_of
 
     axis_of(config, options.ranks, options.axis, options.multiple)  # raises before a rank starts

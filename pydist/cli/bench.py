@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -24,18 +24,12 @@ from pydist.cli.jobs import (
 )  # fmt: skip
 from pydist.cli.options import parse
 from pydist.errors import RankFailed, UsageError
-from pydist.hardware import load_hardware
-from pydist.launch import backend_named
-from pydist.launch.backends import cores
-from pydist.studies import scaling_job, scaling_report
-from pydist.studies.claimed import claimed, write_results
-from pydist.studies.file_rates import file_rates, file_rates_table, published_files_table
-from pydist.studies.modelled import paper_points, series_estimates
-from pydist.studies.runs import Run, run_all
-from pydist.studies.sample_size import SampleSizeOptions, Study
-from pydist.studies.sample_size_report import conclusion, draw_sizes, sizes_record, table_of
-from pydist.studies.scaling import Scaling, ScalingOptions
-from pydist.studies.scaling_report import ScalingResults
+from pydist.launch.backends import backend_named, cores
+from pydist.studies.options import SampleSizeOptions, ScalingOptions
+
+# The studies are imported by their commands, whose help must not wait for torch.
+if TYPE_CHECKING:
+    from pydist.studies.runs import Run
 
 
 @dataclass(frozen=True)
@@ -62,6 +56,11 @@ class _SampleSize:
 def sample_size(arguments: Sequence[str]) -> int:
     """Runs `pydist bench sample-size`; see `pydist bench sample-size --help`."""
     chosen = parse(_SampleSize, arguments, "pydist bench sample-size")
+    from pydist.studies.claimed import claimed, write_results
+    from pydist.studies.runs import run_all
+    from pydist.studies.sample_size import Study
+    from pydist.studies.sample_size_report import conclusion, draw_sizes, sizes_record, table_of
+
     refuse_ranks("pydist bench")
     if not 1 <= chosen.ranks <= chosen.options.width:
         raise UsageError(f"-n {chosen.ranks}: 1 to {chosen.options.width} ranks are possible")
@@ -71,7 +70,7 @@ def sample_size(arguments: Sequence[str]) -> int:
     began = time.perf_counter()
     console = Console(stderr=chosen.json)
     study = Study(chosen.folder, chosen.options, chosen.ranks)
-    with claimed(chosen.folder, study.record()):
+    with claimed(chosen.folder, study.identity()):
         with progress_bar(console) as told:
             study.make_data(told)
         runs = study.runs()
@@ -103,7 +102,7 @@ class _Scaling:
 
     Strong (fixed sample and batch), weak in the batch and weak in the sample, with and without
     overlap, with samples from files, the store, and memory; losses are compared with those of one
-    rank. Ranks beyond this machine's cores are modelled, not measured; so are the paper's
+    rank. Ranks beyond this machine's cores are modeled, not measured; so are the paper's
     experiments, to 2,048 GPUs. The same command continues a study that was stopped.
     """
 
@@ -113,7 +112,7 @@ class _Scaling:
     """Largest number of ranks that is measured, a power of two; by default as many as cores."""
     mpi: str = "auto"
     """Which MPI starts them: openmpi, mpich, gloo (none), or auto."""
-    modelled: int = 64
+    modeled: int = 64
     """Largest number of ranks of the model's curves, a power of two."""
     hardware: str = "cpu"
     """Hardware of the curves: a profile, or a file that `pydist env --bench` has written."""
@@ -126,16 +125,25 @@ class _Scaling:
 def scaling(arguments: Sequence[str]) -> int:
     """Runs `pydist bench scaling`; see `pydist bench scaling --help`."""
     chosen = parse(_Scaling, arguments, "pydist bench scaling")
+    from pydist.hardware import load_hardware
+    from pydist.studies import scaling_job, scaling_report
+    from pydist.studies.claimed import claimed, write_results
+    from pydist.studies.file_rates import file_rates
+    from pydist.studies.modeled import paper_points, series_estimates
+    from pydist.studies.runs import run_all
+    from pydist.studies.scaling import Scaling
+    from pydist.studies.scaling_report import ScalingResults
+
     refuse_ranks("pydist bench")
     available = 1 << (cores().bit_length() - 1)
     ranks = available if chosen.ranks is None else chosen.ranks
-    for option, count in (("-n", ranks), ("--modelled", chosen.modelled)):
+    for option, count in (("-n", ranks), ("--modeled", chosen.modeled)):
         if count < 1 or count & (count - 1):
             raise UsageError(f"{option} {count}: powers of two are possible")
     if ranks > available:
         raise UsageError(
-            f"-n {ranks}: this machine has cores for {available} ranks; more are modelled, by "
-            "--modelled"
+            f"-n {ranks}: this machine has cores for {available} ranks; more are modeled, by "
+            "--modeled"
         )
     backend_named(chosen.mpi)
     hardware = load_hardware(chosen.hardware)
@@ -161,7 +169,7 @@ def scaling(arguments: Sequence[str]) -> int:
         require_done(runs, outcomes)
         results = ScalingResults(
             [study.measured(point) for point in points],
-            series_estimates(study, chosen.modelled, hardware),
+            series_estimates(study, chosen.modeled, hardware),
             hardware,
             list(paper_points(load_hardware("v100"))),
             file_rates(hardware),
@@ -175,12 +183,8 @@ def scaling(arguments: Sequence[str]) -> int:
     if chosen.json:
         print(json.dumps(record))
     else:
-        print(scaling_report.measured_table(results), end="\n\n")
-        print(scaling_report.modelled_table(results), end="\n\n")
-        print(scaling_report.paper_table(results.paper), end="\n\n")
-        print(scaling_report.published_table(), end="\n\n")
-        print(file_rates_table(results.files, hardware.name), end="\n\n")
-        print(published_files_table(), end="\n\n")
+        for table in scaling_report.tables(results):
+            print(table, end="\n\n")
         shown = ", ".join(map(str, files))
         console.print(f"result     {shown}  {time.perf_counter() - began:.0f} s", soft_wrap=True)
     if wrong := scaling_report.unequal(results):

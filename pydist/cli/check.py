@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -20,7 +21,10 @@ from pydist.errors import (
     out_of_memory,
 )
 from pydist.launch.failures import describe
-from pydist.train.settings import counts_of_axes, with_axes
+from pydist.train.config.settings import counts_of_axes, with_axes
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,12 @@ class _Check:
     Exits with 0 if no call is refused and all differences are within their bounds, else with 1.
     """
 
-    factory: tyro.conf.Positional[str]
-    """FILE.py:NAME or MODULE:NAME of a function without arguments that creates the network."""
-    sample: str
-    """Shape of one sample: channels and one to three extents, as in 1,32,32,32."""
+    network: tyro.conf.Positional[str]
+    """FILE.py:NAME or MODULE:NAME of a function without arguments that creates the network; or
+    CONFIG.toml, as for `pydist train`, with the network and the data set that it is for."""
+    sample: str | None = None
+    """Shape of one sample: channels and one to three extents, as in 1,32,32,32; by default that
+    which CONFIG.toml trains."""
     spatial: str | None = None
     """Number of parts along depth, height and width; by default 2,1,1, or 1 in several stages."""
     stages: int = 1
@@ -58,10 +64,13 @@ def check(arguments: Sequence[str]) -> int:
     options = parse(_Check, arguments, "pydist check")
     import torch
 
-    from pydist.check import check, format_report, load_factory
+    from pydist.check import check, format_report
 
-    factory = load_factory(options.factory)
-    sample, default = _counts("--sample", options.sample), "2,1,1"
+    factory, trained = _factory_of(options.network)
+    sample = trained if options.sample is None else _counts("--sample", options.sample)
+    if sample is None:
+        raise UsageError("--sample is required without CONFIG.toml; pydist check --help tells more")
+    default = "2,1,1"
     if max(options.stages, options.micro_batches) > 1:
         default = "1,1,1"
     spatial = _counts("--spatial", default if options.spatial is None else options.spatial)
@@ -84,9 +93,28 @@ def check(arguments: Sequence[str]) -> int:
     except (Exception, SystemExit) as error:
         kind = DoesNotFit if out_of_memory(error) else PydistError
         why = in_words(error)
-        raise kind(f"{options.factory} failed on {options.sample}: {why}") from error
+        shape = ",".join(map(str, sample))
+        raise kind(f"{options.network} failed on {shape}: {why}") from error
     print(format_report(report))
     return 0 if report.ok else 1
+
+
+def _factory_of(name: str) -> tuple[Callable[[], nn.Module], list[int] | None]:
+    """Returns what creates the network, and the shape of a sample in training if it is known."""
+    from pydist.check import load_factory
+
+    if not name.endswith(".toml"):
+        return load_factory(name), None
+    from pydist.data import Manifest
+    from pydist.data.axes import without_flat
+    from pydist.train import config_io
+    from pydist.train.datasets import shape_in_training
+    from pydist.train.tasks import task_of
+
+    config = config_io.load(Path(name))
+    task, manifest = task_of(config), Manifest.load(config.data.path)
+    shape = shape_in_training(config, task, manifest)
+    return lambda: task.network(manifest), [*without_flat(shape, manifest.dims)]
 
 
 def _counts(option: str, text: str) -> list[int]:

@@ -8,23 +8,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.progress import Progress
 
 from pydist.cli.console import Console
-from pydist.cli.data_info import lines_of
 from pydist.cli.options import parse
-from pydist.data.convert import ConvertOptions, convert_dataset
-from pydist.data.index import IndexOptions, index_dataset, verify_dataset
-from pydist.data.info import deep_facts, kept_facts, outline
-from pydist.data.manifest import Manifest
-from pydist.data.medical import CTOptions, NiftiOptions, convert_nifti, generate_ct
-from pydist.data.universes import UniverseOptions, generate_universes
+from pydist.data.medical.options import CTOptions, NiftiOptions
+from pydist.data.options import ConvertOptions, IndexOptions
+from pydist.data.trust import FileTrust
+from pydist.data.universes.options import UniverseOptions
 from pydist.errors import DataError, UsageError
 from pydist.launch.backends import cores
-from pydist.packs.writing import PackOptions
+from pydist.packs.options import PackOptions
+
+# What the commands call is imported by them: their help must not wait for NumPy.
+if TYPE_CHECKING:
+    from pydist.data.manifest import Manifest
 
 Told = Callable[[int, int, str], None]
 
@@ -62,6 +63,7 @@ class _Nifti:
     """Options of the conversion."""
 
 
+_FileTrust = tyro.conf.OmitArgPrefixes[FileTrust]
 _Workers = Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="(default: all cores)")]
 
 
@@ -87,6 +89,8 @@ class _Index:
     folders."""
     index: tyro.conf.OmitArgPrefixes[IndexOptions] = field(default_factory=IndexOptions)
     """What a sample is, and what is computed."""
+    trust: _FileTrust = field(default_factory=FileTrust)
+    """How far the files are trusted."""
     workers: _Workers = field(default_factory=cores)
     """Processes that read files."""
     overwrite: bool = False
@@ -103,20 +107,25 @@ class _Convert:
     """Folder of the copy."""
     conversion: tyro.conf.OmitArgPrefixes[ConvertOptions] = field(default_factory=ConvertOptions)
     """Format and storage."""
+    trust: _FileTrust = field(default_factory=FileTrust)
+    """How far the files of the source are trusted."""
     workers: _Workers = field(default_factory=cores)
     """Processes that copy; each holds one file in memory."""
 
 
 @dataclass(frozen=True)
 class _Info:
-    """Describes a data set: shapes, types, splits, and with --deep its values."""
+    """Describes a data set: shapes, types, splits, and with --deep its values. Or a pack."""
 
     folder: tyro.conf.Positional[Path]
-    """Folder of the data set."""
+    """Folder of the data set or of the pack."""
     deep: bool = False
-    """Read all voxels: ranges, NaN and infinite values, voxels by class, checksums."""
+    """Read all voxels: ranges, NaN and infinite values, voxels by class, checksums. Of a pack, all
+    checksums."""
     json: bool = False
     """Print JSON."""
+    trust: _FileTrust = field(default_factory=FileTrust)
+    """How far the files of a data set are trusted."""
     workers: _Workers = field(default_factory=cores)
     """Processes that read files."""
 
@@ -129,7 +138,9 @@ class _Pack:
     """Folder whose files and folders are packed."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """Folder of the pack: new or empty."""
-    packing: tyro.conf.OmitArgPrefixes[PackOptions] = field(default_factory=PackOptions)
+    packing: tyro.conf.UseAppendAction[tyro.conf.OmitArgPrefixes[PackOptions]] = field(
+        default_factory=PackOptions
+    )
     """Options of the packing."""
 
 
@@ -142,8 +153,13 @@ class _Verify:
 
     folder: tyro.conf.Positional[Path]
     """Folder of the data set or of the pack."""
+    deep: bool = False
+    """Read all voxels of a data set, too, which must be finite. Of a pack, everything is read
+    without it."""
+    trust: _FileTrust = field(default_factory=FileTrust)
+    """How far the files of a data set are trusted."""
     workers: _Workers = field(default_factory=cores)
-    """Threads that read files."""
+    """Threads that read files, or with --deep processes."""
 
 
 def universes(arguments: Sequence[str]) -> int:
@@ -177,6 +193,8 @@ def dicom(arguments: Sequence[str]) -> int:
 
 def _convert_medical(chosen: _Nifti | _Dicom) -> None:
     """Converts images with labels, with a progress bar, and says which were rejected."""
+    from pydist.data.medical.convert import convert_nifti
+
     console = Console()
     began = time.perf_counter()
     with progress_bar(console) as told:
@@ -194,6 +212,8 @@ def _convert_medical(chosen: _Nifti | _Dicom) -> None:
 def index(arguments: Sequence[str]) -> int:
     """Runs `pydist data index`; see `pydist data index --help`."""
     chosen = parse(_Index, arguments, "pydist data index")
+    from pydist.data.index import index_dataset
+
     console = Console()
     began = time.perf_counter()
     with progress_bar(console) as told:
@@ -203,6 +223,7 @@ def index(arguments: Sequence[str]) -> int:
             told,
             workers=chosen.workers,
             overwrite=chosen.overwrite,
+            trust=chosen.trust,
         )
     what = f"{len(manifest.files)} {manifest.file_format} files"
     _say(console, what, manifest, chosen.folder, began)
@@ -212,11 +233,18 @@ def index(arguments: Sequence[str]) -> int:
 def convert(arguments: Sequence[str]) -> int:
     """Runs `pydist data convert`; see `pydist data convert --help`."""
     chosen = parse(_Convert, arguments, "pydist data convert")
+    from pydist.data.convert import convert_dataset
+
     console = Console()
     began = time.perf_counter()
     with progress_bar(console) as told:
         manifest = convert_dataset(
-            chosen.source, chosen.folder, chosen.conversion, told, workers=chosen.workers
+            chosen.source,
+            chosen.folder,
+            chosen.conversion,
+            told,
+            workers=chosen.workers,
+            trust=chosen.trust,
         )
     what = f"{len(manifest.files)} {manifest.file_format} files"
     _say(console, what, manifest, chosen.folder, began)
@@ -226,12 +254,18 @@ def convert(arguments: Sequence[str]) -> int:
 def info(arguments: Sequence[str]) -> int:
     """Runs `pydist data info`; see `pydist data info --help`."""
     chosen = parse(_Info, arguments, "pydist data info")
+    from pydist.cli.data_info import lines_of
+    from pydist.data.info import deep_facts, kept_facts, outline
+    from pydist.packs import verifying
+
     console = Console()
+    if verifying.is_pack(chosen.folder):
+        return _describe_pack(chosen, console)
     described = outline(chosen.folder)
     found = kept_facts(chosen.folder)
     if chosen.deep and found is None:
         with progress_bar(console) as told:
-            found = deep_facts(chosen.folder, told, workers=chosen.workers)
+            found = deep_facts(chosen.folder, told, workers=chosen.workers, trust=chosen.trust)
     if chosen.json:
         deep = None if found is None else {split: asdict(f) for split, f in found.items()}
         print(json.dumps({**described, "deep": deep}, indent=1))
@@ -244,11 +278,41 @@ def info(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _describe_pack(chosen: _Info, console: Console) -> int:
+    from pydist.cli.data_info import lines_of_pack
+    from pydist.packs import verifying
+
+    _refuse_trust(chosen)
+    described = verifying.pack_outline(chosen.folder)
+    faults: list[str] | None = None
+    if chosen.deep:
+        with progress_bar(console) as told:
+            faults = verifying.verify(chosen.folder, told, workers=chosen.workers)
+    if chosen.json:
+        deep = None if faults is None else {"faults": faults}
+        print(json.dumps({**described, "deep": deep}, indent=1))
+    else:
+        for line in lines_of_pack(described, faults):
+            console.print(line, soft_wrap=True, markup=False)
+    if faults:
+        raise DataError(f"{chosen.folder} does not match its checksums (files: {len(faults)})")
+    return 0
+
+
+def _refuse_trust(chosen: _Info | _Verify) -> None:
+    """Raises `UsageError` for options about the files of a data set, with a pack."""
+    if chosen.trust != FileTrust():
+        raise UsageError(
+            f"--untrusted and --allow-roots are for data sets, and {chosen.folder} is a pack: its "
+            "files are compared with their checksums, and not opened"
+        )
+
+
 def pack(arguments: Sequence[str]) -> int:
     """Runs `pydist data pack`; see `pydist data pack --help`."""
+    chosen = parse(_Pack, arguments, "pydist data pack")
     from pydist.packs import writing
 
-    chosen = parse(_Pack, arguments, "pydist data pack")
     console = Console()
     began = time.perf_counter()
     with progress_bar(console) as told:
@@ -267,16 +331,21 @@ def pack(arguments: Sequence[str]) -> int:
 
 def verify(arguments: Sequence[str]) -> int:
     """Runs `pydist data verify`; see `pydist data verify --help`."""
+    chosen = parse(_Verify, arguments, "pydist data verify")
+    from pydist.data.index import verify_dataset
+    from pydist.data.info import deep_faults
     from pydist.packs import verifying
 
-    chosen = parse(_Verify, arguments, "pydist data verify")
     console = Console()
     packed = verifying.is_pack(chosen.folder)
+    if packed:
+        _refuse_trust(chosen)
     with progress_bar(console) as told:
         if packed:
-            faults = verifying.verify(chosen.folder, told)
+            faults = verifying.verify(chosen.folder, told, workers=chosen.workers)
         else:
-            faults = verify_dataset(chosen.folder, told, workers=chosen.workers)
+            check = deep_faults if chosen.deep else verify_dataset
+            faults = check(chosen.folder, told, workers=chosen.workers, trust=chosen.trust)
     for fault in faults:
         console.print(f"damaged    {fault}", soft_wrap=True, markup=False)
     if faults:
@@ -288,6 +357,8 @@ def verify(arguments: Sequence[str]) -> int:
 
 def make(folder: Path, options: UniverseOptions, console: Console) -> None:
     """Generates a set of universes, with a progress bar; an existing one is kept."""
+    from pydist.data.universes.generate import generate_universes
+
     began = time.perf_counter()
     with progress_bar(console) as told:
         manifest = generate_universes(folder, options, told)
@@ -297,6 +368,8 @@ def make(folder: Path, options: UniverseOptions, console: Console) -> None:
 
 def make_ct(folder: Path, options: CTOptions, console: Console) -> None:
     """Generates a set of CT volumes, with a progress bar; an existing one is kept."""
+    from pydist.data.medical.generate import generate_ct
+
     began = time.perf_counter()
     with progress_bar(console) as told:
         manifest = generate_ct(folder, options, told)

@@ -1,4 +1,4 @@
-"""The lines that `pydist data info` prints."""
+"""The lines that `pydist data info` prints, about a data set or a pack."""
 
 from __future__ import annotations
 
@@ -46,6 +46,31 @@ def lines_of(described: Mapping[str, Any], found: Mapping[str, Facts] | None) ->
             yield from _values(split, facts, described["classes"])
 
 
+def lines_of_pack(described: Mapping[str, Any], faults: Sequence[str] | None) -> Iterator[str]:
+    """Yields the description of a pack.
+
+    Args:
+        described: see `pydist.packs.verifying.pack_outline`.
+        faults: what does not match its checksums; None if that was not compared.
+    """
+    size, stored = described["bytes"], described["stored_bytes"]
+    yield _line(
+        "files",
+        f"{described['files']} in {_count(described['folders'], 'folder')}, {_size(size)}",
+    )
+    codecs = ", ".join(f"{count} {codec}" for codec, count in described["codecs"].items())
+    share = f" ({stored / size:.0%})" if stored < size else ""
+    yield _line("stored", f"{_size(stored)}{share}: {codecs or 'none'}")
+    count, here = described["partitions"], described["partitions_here"]
+    yield _line("pack", f"{_count(count, 'partition')}, {'all' if here == count else here} here")
+    if faults is None:
+        yield _line("checksums", "not compared; --deep compares all of them")
+    elif not faults:
+        yield _line("checksums", "all match")
+    else:
+        yield from _damaged(faults)
+
+
 def _values(split: str, facts: Facts, classes: Sequence[str]) -> Iterator[str]:
     """Yields what was found in the voxels of one split."""
     ranges = [
@@ -58,10 +83,14 @@ def _values(split: str, facts: Facts, classes: Sequence[str]) -> Iterator[str]:
     for label, count in facts.labels.items():
         name = classes[label] if 0 <= label < len(classes) else "no class"
         yield _line("", f"label {label} ({name}): {count} voxels, {100 * count / total:.3g} %")
-    for fault in facts.faults[:_MOST_FAULTS]:
+    yield from _damaged(facts.faults)
+
+
+def _damaged(faults: Sequence[str]) -> Iterator[str]:
+    for fault in faults[:_MOST_FAULTS]:
         yield _line("damaged", fault)
-    if len(facts.faults) > _MOST_FAULTS:
-        yield _line("damaged", f"{len(facts.faults) - _MOST_FAULTS} more files")
+    if len(faults) > _MOST_FAULTS:
+        yield _line("damaged", f"{len(faults) - _MOST_FAULTS} more files")
 
 
 def _line(title: str, text: str) -> str:

@@ -23,7 +23,7 @@ from pydist.cli.options import parse
 from pydist.cli.progress import ProgressView
 from pydist.cli.train import launch_training
 from pydist.errors import DiskError, UsageError
-from pydist.launch import backend_named
+from pydist.launch.backends import backend_named
 from pydist.train.config import (
     AdamConfig,
     CheckpointConfig,
@@ -39,7 +39,7 @@ from pydist.train.config_io import dumps, from_tables, to_dict
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from pydist.data.universes import UniverseOptions
+    from pydist.data.universes.options import UniverseOptions
 
 RANKS = 4
 EPOCHS, COMPARED = 5, 10
@@ -161,7 +161,7 @@ def _cleared(folder: Path, config: str) -> Path:
 
 
 def _universes(count: int) -> UniverseOptions:
-    from pydist.data.universes import UniverseOptions
+    from pydist.data.universes.options import UniverseOptions
 
     # Large cells: in a small cube the parameters are most visible on large scales.
     return UniverseOptions(
@@ -177,6 +177,7 @@ def _universes(count: int) -> UniverseOptions:
 
 def _compare(split: Config, console: Console) -> None:
     """Repeats the first steps twice on one rank; prints and draws differences of the curves."""
+    from pydist.data import ShardDataset
     from pydist.train import report
     from pydist.train.log import losses
 
@@ -198,7 +199,7 @@ def _compare(split: Config, console: Console) -> None:
         shown = ", ".join(f"{name} {r2:.2f}" for name, r2 in zip(names, found, strict=True))
         if len(true) > 1:  # of a single one there is no variance
             console.print(f"learned    R² of {len(true)} unseen universes: {shown}", soft_wrap=True)
-    picture = report.draw_run(folder, curves, split.data.path, split.mesh)
+    picture = report.draw_run(folder, curves, ShardDataset(split.data.path), split.mesh)
     files = f"{picture}, {folder / 'log.jsonl'}, {folder / 'ckpt' / 'last'}"
     console.print(f"result     {files}", soft_wrap=True)
 
@@ -221,8 +222,7 @@ def _train_alone(
 ) -> dict[int, float]:
     """Trains the run's first steps on one rank in this process; returns the loss by step."""
     from pydist.setup import init
-    from pydist.train.folder import LOG_FILE
-    from pydist.train.log import losses
+    from pydist.train.log import LOG_FILE, losses
     from pydist.train.run import train
 
     alone = replace(

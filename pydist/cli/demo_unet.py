@@ -20,7 +20,7 @@ from pydist.cli.options import parse
 from pydist.cli.progress import ProgressView
 from pydist.cli.train import launch_training
 from pydist.errors import PydistError, UsageError
-from pydist.launch import backend_named
+from pydist.launch.backends import backend_named
 from pydist.train.config import (
     AdamConfig,
     CheckpointConfig,
@@ -33,7 +33,7 @@ from pydist.train.config import (
 )
 
 if TYPE_CHECKING:
-    from pydist.data.medical import CTOptions
+    from pydist.data.medical.options import CTOptions
 
 RANKS = 2
 _MULTIPLE = 8
@@ -111,7 +111,7 @@ def _config(options: _Arguments) -> Config:
 
 
 def _volumes(options: _Arguments) -> CTOptions:
-    from pydist.data.medical import CTOptions
+    from pydist.data.medical.options import CTOptions
 
     return CTOptions(
         count=options.volumes,

@@ -64,7 +64,7 @@ def _bench(file: str, ranks: int | None, mpi: str) -> int:
     if not path.parent.is_dir():
         raise DiskError(f"{path.parent}: no such folder")
     if ranks is not None:
-        from pydist.launch import launch
+        from pydist.launch.supervisor import launch
 
         return launch(ranks, ["-m", "pydist", "env", "--bench", *filter(None, [file])], mpi)
     from pydist.comm.consensus import together

@@ -32,6 +32,7 @@ COMMANDS = {
     "data ct": Command("pydist.cli.data", "ct", "make synthetic CT volumes with labels"),
     "data nifti": Command("pydist.cli.data", "nifti", "convert NIfTI images and labels"),
     "data pack": Command("pydist.cli.data", "pack", "pack many small files into a few large ones"),
+    "data stage": Command("pydist.cli.stage", "stage", "copy a node's part of a pack to its disk"),
     "data serve": Command("pydist.cli.serve", "serve", "serve a pack's partitions to other nodes"),
     "data dicom": Command("pydist.cli.data", "dicom", "convert DICOM series and labels"),
     "data index": Command("pydist.cli.data", "index", "make a data set of existing files"),

@@ -71,9 +71,30 @@ def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
     from pydist.train import config_io
     from pydist.train.config import Config
 
-    chosen, rest = _with_new_arguments(_with_chosen(config, arguments), arguments)
-    overridden = parse(Config, rest, prog, chosen)
-    return config_io.from_tables(config_io.to_dict(overridden), source="command line")
+    config, lists = _without_lists_of_tables(_with_chosen(config, arguments))
+    chosen, rest = _with_new_arguments(config, arguments)
+    tables = config_io.to_dict(parse(Config, rest, prog, chosen))
+    if lists:
+        tables["model"]["args"] = {**lists, **tables["model"]["args"]}
+    return config_io.from_tables(tables, source="command line")
+
+
+def _without_lists_of_tables(config: Config) -> tuple[Config, dict[str, Any]]:
+    """Takes the arguments of a factory that are lists with tables, which tyro can't show.
+
+    They are given in TOML, as new arguments are.
+    """
+    from pydist.train.config import FactoryConfig
+
+    if not isinstance(config.model, FactoryConfig):
+        return config, {}
+    lists = {
+        name: value
+        for name, value in config.model.args.items()
+        if isinstance(value, list | tuple) and any(isinstance(x, dict | list) for x in value)
+    }
+    others = {name: value for name, value in config.model.args.items() if name not in lists}
+    return replace(config, model=replace(config.model, args=others)), lists
 
 
 def _with_chosen(config: Config, arguments: Sequence[str]) -> Config:
@@ -190,7 +211,7 @@ def _add_tables(registry: ConstructorRegistry) -> None:
     """Adds the types of stages and gradients, which are given in TOML."""
     from pydist.train import config_io
     from pydist.train.config import StagesConfig
-    from pydist.train.gradients import FORMS, GradientsConfig, name_of
+    from pydist.train.config.gradients import FORMS, GradientsConfig, name_of
 
     @registry.primitive_rule
     def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:

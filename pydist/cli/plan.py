@@ -88,6 +88,7 @@ def _row(found: Estimate, memory: int) -> dict[str, Any]:
         **asdict(stages),
         "bubble": found.bubble,
         "gathered": found.gathered,
+        "on_channels": found.on_channels,
         "step": found.step,
         "samples_per_second": found.samples_per_second,
         "peak": found.peak,
@@ -115,7 +116,7 @@ def _measure_best(
     found: Sequence[Estimate], options: argparse.Namespace, overrides: Sequence[str]
 ) -> int:
     """Runs some steps on the best meshes, each in a job of its own."""
-    from pydist.launch import launch
+    from pydist.launch.supervisor import launch
 
     print(f"measured here, the best {len(found)}:", flush=True)
     for each in found:

@@ -1,66 +1,22 @@
-"""`pydist predict`: segments NIfTI volumes with a trained network, across ranks."""
+"""`pydist predict`: predicts volumes and other samples with a trained network, across ranks."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
 
 from pydist.cli.options import parse
+from pydist.cli.predict_options import Arguments
+from pydist.cli.predict_samples import are_samples, check_samples, predict_samples_here
 from pydist.errors import DataError, DiskError, UsageError
 
 PROG = "pydist predict"
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """Segments a volume in NIfTI files, or every volume in a folder, with a trained network.
-
-    Each volume is partitioned over the ranks. Labels are written on the volume's own grid.
-    """
-
-    checkpoint: tyro.conf.Positional[Path]
-    """Folder of a run, or one of its checkpoints."""
-    images: tyro.conf.Positional[tuple[Path, ...]]
-    """A volume's files, one per channel; or a folder of volumes, whose files end in _0000, _0001,
-    ... where there are several channels."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """Labels: a file ending in .nii or .nii.gz, or a folder if the images are in one."""
-    ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of ranks to start on this machine."""
-    mpi: str = "auto"
-    """Which MPI starts them: openmpi, mpich, gloo (none), or auto."""
-    spatial: tuple[int, int, int] | None = None
-    """Number of parts along depth, height and width; by default the depth is split over all
-    ranks, and sliding windows are not split."""
-    sliding: int | None = None
-    """Voxels along a side of sliding windows, for volumes that do not fit into memory. Windows are
-    dealt out to the ranks; with --spatial, to groups of ranks that divide each window."""
-    overlap: float | None = None
-    """Overlap of neighboring windows, as a fraction; by default a quarter."""
-    folds: tuple[Path, ...] = ()
-    """Further runs with the same classes, such as the other folds of a cross-validation, whose
-    scores are averaged."""
-    probabilities: bool = False
-    """Write the probability of each class as well, to OUTPUT with _probabilities in its name."""
-    truth: Path | None = None
-    """True labels, a file, or a folder with files of the same names: prints the Dice of classes."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the network; "auto" is CUDA where each rank has a device of its own."""
-    factory: str = ""
-    """Factory of a network that is not pydist's own, such as nets.py:make, if you trust it."""
-    task: str = ""
-    """Task that is not pydist's own, such as mine.py:MyTask, if you trust it."""
-
-
 def predict(arguments: Sequence[str]) -> int:
     """Runs `pydist predict`; see `pydist predict --help`."""
-    options = parse(_Arguments, arguments, PROG)
+    options = parse(Arguments, arguments, PROG)
     if not options.images:
         raise UsageError(
             "no image was given, as in: pydist predict RUN case.nii.gz -o labels.nii.gz"
@@ -70,16 +26,18 @@ def predict(arguments: Sequence[str]) -> int:
         return _predict_here(options)
     from pydist.cli.events import followed
     from pydist.cli.prediction_view import PredictionView
-    from pydist.launch import launch
+    from pydist.launch.supervisor import launch
 
     own = ["--output", str(options.output), "--device", options.device]
     for name in ("spatial", "folds"):
         values = getattr(options, name)
         own += [f"--{name}", *map(str, values)] if values else []
-    for name in ("sliding", "overlap", "truth", "factory", "task"):
+    for name in ("sliding", "overlap", "truth", "split", "factory", "task"):
         value = getattr(options, name)
         own += [f"--{name}", str(value)] if value not in (None, "") else []
     own += ["--probabilities"] if options.probabilities else []
+    own += ["--allow-roots", *map(str, roots)] if (roots := options.trust.allow_roots) else []
+    own += ["--untrusted"] if options.trust.untrusted else []
     files = [str(options.checkpoint), *map(str, options.images)]
     view = PredictionView()
     with followed(view):
@@ -88,7 +46,7 @@ def predict(arguments: Sequence[str]) -> int:
     return code
 
 
-def _check(options: _Arguments) -> None:
+def _check(options: Arguments) -> None:
     """Checks the options before the network is read.
 
     Raises:
@@ -106,6 +64,9 @@ def _check(options: _Arguments) -> None:
             raise DataError(f"{image}: no such file or folder")
         if image.is_dir() and len(options.images) > 1:
             raise UsageError(f"{image} is a folder: give it alone, or the files of one volume")
+    if are_samples(options):
+        check_samples(options)
+        return
     if not options.images[0].is_dir():
         require_suffix(options.output)
         if not options.output.parent.is_dir():
@@ -125,26 +86,24 @@ def _check(options: _Arguments) -> None:
             refuse_overwriting(images, _probabilities_of(output))
 
 
-def _predict_here(options: _Arguments) -> int:
+def _predict_here(options: Arguments) -> int:
     """Predicts in this process, which is one rank of a job, or the only one."""
+    if are_samples(options):
+        predict_samples_here(options)
+        return 0
     from pydist import owner
-    from pydist.cli.prediction_view import PredictionView
+    from pydist.cli.prediction_view import reported
     from pydist.comm.consensus import together
     from pydist.data.publish import make_folder
     from pydist.inference import Predictor, Sliding
     from pydist.inference.dice import dice_of_files
     from pydist.launch import launcher_env
     from pydist.setup import init
-    from pydist.train.device import facts_of_run
-    from pydist.train.log import PIPE_VARIABLE, EventLog, to_pipe
 
     place = launcher_env.detect()
     depth = 1 if place is None or options.sliding is not None else place.size
     cases = _cases(options.images, options.output)
-    sliding = None
-    if options.sliding is not None:
-        overlap = {} if options.overlap is None else {"overlap": options.overlap}
-        sliding = Sliding(options.sliding, **overlap)
+    sliding = Sliding.chosen(options.sliding, options.overlap)
     mesh = init(
         1 if sliding is None else None,
         options.spatial or (depth, 1, 1),
@@ -158,39 +117,33 @@ def _predict_here(options: _Arguments) -> int:
         options.factory,
         options.task,
     )
-    facts = facts_of_run(predictor.device, options.device, "off", mesh.world, "--device")
-    pipe, first = os.environ.get(PIPE_VARIABLE), mesh.rank == 0
-    view = PredictionView() if first and pipe is None else None
-    listener = view or (to_pipe(Path(pipe)) if first and pipe is not None else None)
-    log = EventLog(None, [] if listener is None else [listener])
-    log.emit("start", cases=len(cases), **facts)
-    if first and len(options.images) == 1 and options.images[0].is_dir():
-        make_folder(options.output)
-    if first:
-        owner.remove_temporaries(cases[0][1].parent)
-    for images, output in cases:
-        began = time.perf_counter()
-        predictor.predict_file(
-            images,
-            output,
-            _probabilities_of(output) if options.probabilities else None,
-            lambda done, windows: log.emit("windows", done=done, windows=windows),
-        )
-        seconds = time.perf_counter() - began
-        dice: dict[str, float] = {}
-        if options.truth is not None:
-            with together(mesh.world):
-                if first:
-                    truth = _truth_of(options, output)
-                    dice = dice_of_files(output, truth, predictor.class_names)
-        log.emit("predicted", output=str(output), seconds=seconds, dice=dice)
-    if view is not None:
-        view.close()
+    first = mesh.rank == 0
+    with reported(mesh, predictor.device, options.device, len(cases)) as log:
+        if first and len(options.images) == 1 and options.images[0].is_dir():
+            make_folder(options.output)
+        if first:
+            owner.remove_temporaries(cases[0][1].parent)
+        for images, output in cases:
+            began = time.perf_counter()
+            predictor.predict_file(
+                images,
+                output,
+                _probabilities_of(output) if options.probabilities else None,
+                lambda done, windows: log.emit("windows", done=done, windows=windows),
+            )
+            seconds = time.perf_counter() - began
+            dice: dict[str, float] = {}
+            if options.truth is not None:
+                with together(mesh.world):
+                    if first:
+                        truth = _truth_of(options, output)
+                        dice = dice_of_files(output, truth, predictor.class_names)
+            log.emit("predicted", output=str(output), seconds=seconds, dice=dice)
     mesh.world.barrier()
     return 0
 
 
-def _check_truth(options: _Arguments, truth: Path, outputs: Sequence[Path]) -> None:
+def _check_truth(options: Arguments, truth: Path, outputs: Sequence[Path]) -> None:
     if not truth.exists():
         raise DataError(f"{truth}: no such file or folder")
     if not truth.is_dir() and len(outputs) > 1:
@@ -199,7 +152,7 @@ def _check_truth(options: _Arguments, truth: Path, outputs: Sequence[Path]) -> N
         _truth_of(options, output)
 
 
-def _truth_of(options: _Arguments, output: Path) -> Path:
+def _truth_of(options: Arguments, output: Path) -> Path:
     """Returns the file of a case's true labels."""
     from pydist.data.medical.nifti_header import SUFFIXES, stem
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -10,7 +15,37 @@ from rich.text import Text
 
 from pydist.cli.console import Console
 from pydist.cli.progress import describe_place
-from pydist.train.log import Event
+from pydist.train.log import PIPE_VARIABLE, Event, EventLog, to_pipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from pydist.mesh import Mesh
+
+
+@contextmanager
+def reported(mesh: Mesh, device: torch.device, wanted: str, cases: int) -> Iterator[EventLog]:
+    """Yields the log of a prediction, whose events this process or its launcher draws.
+
+    Args:
+        mesh: the ranks; the first one reports.
+        device: of the network.
+        wanted: the command's option for it.
+        cases: number of outputs.
+    """
+    from pydist.train.device import facts_of_run
+
+    facts = facts_of_run(device, wanted, "off", mesh.world, "--device")
+    pipe, first = os.environ.get(PIPE_VARIABLE), mesh.rank == 0
+    view = PredictionView() if first and pipe is None else None
+    listener = view or (to_pipe(Path(pipe)) if first and pipe is not None else None)
+    log = EventLog(None, [] if listener is None else [listener])
+    log.emit("start", cases=cases, **facts)
+    try:
+        yield log
+    finally:
+        if view is not None:
+            view.close()
 
 
 class PredictionView:

@@ -41,7 +41,7 @@ def profile(arguments: Sequence[str]) -> int:
         raise UsageError("--picture draws the schedule of stages, and mesh.stages is not set")
     if options.ranks is None:
         return _profile_here(config, options)
-    from pydist.launch import launch
+    from pydist.launch.supervisor import launch
     from pydist.train.ranks import check_ranks
 
     check_ranks(config, options.ranks)

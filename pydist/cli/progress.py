@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -28,6 +29,12 @@ _PART_NAMES = {
     "data": "waiting for data",
 }
 _OTHER = "other"  # exchanges for statistics and redistribution, usually short
+_PREDICT = {
+    "volumes": "case.nii.gz -o labels.nii.gz",
+    "images": "image.npy -o labels",
+    "samples": "sample.npy -o predictions.csv",
+}
+"""Input and output of `pydist predict`, by what the network predicts."""
 _RECENT_STEPS = 50
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -48,6 +55,7 @@ class ProgressView:
         self.label = label
         self.verbose = verbose
         self._config: Mapping[str, Any] = {}
+        self._predicts = ""
         self._recent: deque[Event] = deque(maxlen=_RECENT_STEPS)
         self._validation = ""
         self._steps = 0
@@ -89,6 +97,7 @@ class ProgressView:
                 self.say(table, "  ".join(f"{key}={value}" for key, value in values.items()))
         self._steps, self._epochs = event["steps"], event["epochs"]
         self._config = event["config"]
+        self._predicts = event["predicts"]
         resumed = f", resuming after step {event['step']}" if event["step"] else ""
         self.say(
             self.label,
@@ -147,10 +156,12 @@ class ProgressView:
         if "ckpt/last" not in found:
             return
         model = self._config["model"]
-        factory = f" --factory {model['factory']}" if "factory" in model else ""
-        if model["name"] == "unet3d" or model.get("task") == "segmentation":
-            self.say("next", f"pydist predict {folder} case.nii.gz -o labels.nii.gz{factory}")
-        self.say("next", f"pydist export {folder} model.safetensors{factory}")
+        code = f" --factory {quote(model['factory'])}" if "factory" in model else ""
+        if ":" in model.get("task", ""):
+            code += f" --task {quote(model['task'])}"
+        run = quote(str(folder))
+        self.say("next", f"pydist predict {run} {_PREDICT[self._predicts]}{code}")
+        self.say("next", f"pydist export {run} model.safetensors{code}")
 
     def _line(self, event: Event) -> None:
         self._last_line = time.monotonic()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydist.cli.own_options import OwnOptions
 from pydist.errors import UsageError
-from pydist.launch import launch
+from pydist.launch.supervisor import launch
 
 _OPTIONS = ("-n", "--mpi")
 

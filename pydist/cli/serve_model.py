@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from pydist.inference.resident import Resident
 
 PROG = "pydist serve"
-_SECONDS_TO_END = 600.0
-"""Time after SIGTERM to answer the requests that are under way."""
+_SECONDS_MORE = 10
+"""Time that the launcher gives the service beyond its own."""
 
 
 @dataclass(frozen=True)
 class _Arguments:
     """Keeps a trained network on some ranks, and predicts for requests over HTTP.
 
-    POST /predict takes an array [C, D, H, W] as the content of a .npy file, in the units of the
-    training data. The classes of voxels are answered as .npy, values and classes of samples as
-    JSON, and mistakes as JSON as well. GET /health tells what is served. SIGTERM or Ctrl-C end the
-    server after the requests that are under way.
+    POST /predict takes an array [C, D, H, W], or [C, H, W] of an image, as the content of a .npy
+    file, in the units of the training data. The classes of voxels are answered as .npy, values and
+    classes of samples as JSON, and mistakes as JSON as well. GET /health tells what is served.
+    SIGTERM or Ctrl-C end the server after the requests that are under way.
     """
 
     checkpoint: tyro.conf.Positional[Path]
@@ -42,7 +42,7 @@ class _Arguments:
     """Which MPI starts them: openmpi, mpich, gloo (none), or auto."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 is reachable from other machines. Requests are not encrypted,
-    and anybody who reaches the port may send some."""
+    and any client that reaches the port may send some."""
     port: int = 8000
     """Port; 0 chooses a free one, which is printed."""
     spatial: tuple[int, int, int] = (1, 1, 1)
@@ -70,7 +70,8 @@ def serve_model(arguments: Sequence[str]) -> int:
     _check(options)
     if options.ranks is None:
         return _serve_here(options)
-    from pydist.launch import launch
+    from pydist.inference.service import SECONDS_TO_END
+    from pydist.launch.supervisor import launch
 
     own: list[str] = []
     for name in ("host", "port", "sliding", "overlap", "waiting", "largest", "device", "factory",
@@ -79,7 +80,8 @@ def serve_model(arguments: Sequence[str]) -> int:
         own += [f"--{name}", str(value)] if value not in (None, "") else []
     own += ["--spatial", *map(str, options.spatial)]
     argv = ["-m", "pydist", "serve", str(options.checkpoint), *own]
-    return launch(options.ranks, argv, options.mpi, patience=_SECONDS_TO_END, is_service=True)
+    patience = SECONDS_TO_END + _SECONDS_MORE
+    return launch(options.ranks, argv, options.mpi, patience, is_service=True)
 
 
 def _check(options: _Arguments) -> None:
@@ -110,10 +112,7 @@ def _serve_here(options: _Arguments) -> int:
     from pydist.inference.resident import Resident
     from pydist.setup import init
 
-    sliding = None
-    if options.sliding is not None:
-        overlap = {} if options.overlap is None else {"overlap": options.overlap}
-        sliding = Sliding(options.sliding, **overlap)
+    sliding = Sliding.chosen(options.sliding, options.overlap)
     mesh = init(None, options.spatial, "host" if options.device == "cpu" else "auto")
     resident = Resident(
         options.checkpoint, mesh, sliding, options.device, options.factory, options.task

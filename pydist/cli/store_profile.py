@@ -14,7 +14,7 @@ from pydist.errors import UsageError
 KINDS = (
     "open", "close", "read", "write", "seek", "map", "stat", "list", "access", "change",
 )  # fmt: skip
-"""The kinds of calls, in the order of `Kind` in csrc/preload/profile.hpp."""
+"""The kinds of calls, in the order of `CallKind` in csrc/preload/profile.hpp."""
 
 _CALLS = struct.Struct("=8Q")
 _TOTALS = struct.Struct("=3Q")

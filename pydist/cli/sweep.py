@@ -14,7 +14,7 @@ import tyro
 from pydist.cli.console import Console
 from pydist.cli.jobs import refuse_ranks, require_done, teller, training_command
 from pydist.cli.options import parse
-from pydist.launch import backend_named
+from pydist.launch.backends import backend_named
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class _Arguments:
 
 def sweep(arguments: Sequence[str]) -> int:
     """Runs `pydist sweep`; see `pydist sweep --help`."""
+    chosen = parse(_Arguments, arguments, "pydist sweep")
+    refuse_ranks("pydist sweep")
     from pydist.studies.claimed import claimed, write_results
     from pydist.studies.runs import run_all
     from pydist.studies.sweep import load_sweep, sweep_table
 
-    chosen = parse(_Arguments, arguments, "pydist sweep")
-    refuse_ranks("pydist sweep")
     found = load_sweep(chosen.sweep)
     backend_named(chosen.mpi)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

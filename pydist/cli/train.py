@@ -42,7 +42,7 @@ def train(arguments: Sequence[str]) -> int:
 def _check(config: Config, ranks: int, mpi: str) -> None:
     """Raises the errors that can be known before ranks start; they report the others."""
     from pydist.data.manifest import Manifest
-    from pydist.launch import backend_named
+    from pydist.launch.backends import backend_named
     from pydist.train.folder import refuse_data_folder
     from pydist.train.ranks import check_ranks
 
@@ -69,7 +69,7 @@ def launch_training(
         The exit code.
     """
     from pydist.cli.events import followed
-    from pydist.launch import launch
+    from pydist.launch.supervisor import launch
 
     with followed(view):
         argv = ["-m", "pydist", "train", str(config), *overrides]

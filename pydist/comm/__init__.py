@@ -1,7 +1,7 @@
 """Communicates between ranks: collectives and messages, with no knowledge of mesh or layout.
 
 `interface` defines the transport interface; `transports` contains the implementations (local, mpi,
-c10d, nccl, ipc, cuda_mpi). `pydist.exchange` and `pydist.gradients` build on them.
+c10d, nccl, ipc, cuda_mpi, staged). `pydist.exchange` and `pydist.gradients` build on them.
 """
 
 from __future__ import annotations

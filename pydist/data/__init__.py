@@ -16,22 +16,21 @@ if TYPE_CHECKING:
     from pydist.data.augment.options import AugmentOptions
     from pydist.data.augment.source import Augmented
     from pydist.data.batch_sizes import BatchSizes, PassRule
-    from pydist.data.convert import ConvertOptions, convert_dataset
+    from pydist.data.convert import convert_dataset
     from pydist.data.dataset import BadSample, ShardDataset
-    from pydist.data.index import IndexOptions, index_dataset, index_folder, verify_dataset
+    from pydist.data.index import index_dataset, index_folder, verify_dataset
     from pydist.data.info import Facts, deep_facts
     from pydist.data.loader import Batch, Loader
     from pydist.data.manifest import Manifest
-    from pydist.data.medical import (
-        CTOptions,
-        GridOptions,
-        NiftiOptions,
-        convert_nifti,
-        generate_ct,
-    )
+    from pydist.data.medical.convert import convert_nifti
+    from pydist.data.medical.generate import generate_ct
+    from pydist.data.medical.options import CTOptions, GridOptions, NiftiOptions
     from pydist.data.mpi_io import MpiIo
+    from pydist.data.options import ConvertOptions, IndexOptions
     from pydist.data.sampler import MeshSampler
-    from pydist.data.universes import UniverseOptions, generate_universes
+    from pydist.data.trust import FileTrust
+    from pydist.data.universes.generate import generate_universes
+    from pydist.data.universes.options import UniverseOptions
 
 # Imported on first use: making universes needs no torch.
 _HOMES = {
@@ -40,24 +39,25 @@ _HOMES = {
     "BadSample": "dataset",
     "Batch": "loader",
     "BatchSizes": "batch_sizes",
-    "CTOptions": "medical",
-    "ConvertOptions": "convert",
+    "CTOptions": "medical.options",
+    "ConvertOptions": "options",
     "Facts": "info",
-    "GridOptions": "medical",
-    "IndexOptions": "index",
+    "GridOptions": "medical.options",
+    "IndexOptions": "options",
     "Loader": "loader",
     "Manifest": "manifest",
     "MeshSampler": "sampler",
     "MpiIo": "mpi_io",
-    "NiftiOptions": "medical",
+    "NiftiOptions": "medical.options",
     "PassRule": "batch_sizes",
     "ShardDataset": "dataset",
-    "UniverseOptions": "universes",
+    "FileTrust": "trust",
+    "UniverseOptions": "universes.options",
     "convert_dataset": "convert",
-    "convert_nifti": "medical",
+    "convert_nifti": "medical.convert",
     "deep_facts": "info",
-    "generate_ct": "medical",
-    "generate_universes": "universes",
+    "generate_ct": "medical.generate",
+    "generate_universes": "universes.generate",
     "index_dataset": "index",
     "index_folder": "index",
     "verify_dataset": "index",
@@ -72,6 +72,7 @@ __all__ = [
     "CTOptions",
     "ConvertOptions",
     "Facts",
+    "FileTrust",
     "GridOptions",
     "IndexOptions",
     "Loader",

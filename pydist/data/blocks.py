@@ -33,7 +33,7 @@ class BlockSource(Protocol):
         ...
 
     @property
-    def labelled(self) -> bool:
+    def labeled(self) -> bool:
         """Whether targets are the class of each voxel, instead of values of the sample."""
         ...
 
@@ -62,11 +62,11 @@ class BlockSource(Protocol):
     def read_labels(
         self, index: int, box: Box | None = None, out: Tensor | None = None
     ) -> ArrayLike:
-        """Reads labels as `ShardDataset.read_labels`, if `labelled`; may return any array."""
+        """Reads labels as `ShardDataset.read_labels`, if `labeled`; may return any array."""
         ...
 
     def target(self, index: int) -> ArrayLike:
-        """Returns the target as `ShardDataset.target`; not called if `labelled`."""
+        """Returns the target as `ShardDataset.target`; not called if `labeled`."""
         ...
 
 
@@ -213,7 +213,7 @@ def block_of(layout: Layout) -> Box:
 
 
 def _read_target(dataset: BlockSource, index: int, layout: Layout, out: Tensor | None) -> ArrayLike:
-    if dataset.labelled:
+    if dataset.labeled:
         lo, hi = layout.box.lo, layout.box.hi
         return dataset.read_labels(index, Box(lo[2:], hi[2:]), out)
     return dataset.target(index)
@@ -233,13 +233,13 @@ def _keep(array: ArrayLike, out: Tensor) -> list[Tensor]:
 
 
 def _target_shape(dataset: BlockSource, layout: Layout) -> tuple[int, ...]:
-    if dataset.labelled:
+    if dataset.labeled:
         return by_voxel(layout).local_shape
     return layout.shape[0], dataset.num_targets
 
 
 def _target_dtype(dataset: BlockSource) -> torch.dtype:
-    return torch.int64 if dataset.labelled else dataset.dtype
+    return torch.int64 if dataset.labeled else dataset.dtype
 
 
 def _read_to_device(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,50 +15,23 @@ import numpy.typing as npt
 from pydist.data.data_file import checked_path
 from pydist.data.each_file import Progress, for_each
 from pydist.data.file_image import RECIPE, recipe_hash
-from pydist.data.formats import Compression, Storage, StoredFile
+from pydist.data.formats import Storage, StoredFile
 from pydist.data.index import fault_of
 from pydist.data.journal import Journal
 from pydist.data.lock import FolderLock
-from pydist.data.made import JOURNAL, MadeFiles, checksum_of_file
+from pydist.data.made import JOURNAL, MadeFiles, checksum_of_file, remove_files
 from pydist.data.manifest import FILE_NAME, DataFile, Manifest
-from pydist.data.open_files import OpenedFile, OpenFiles
+from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
+from pydist.data.options import ConvertOptions
 from pydist.data.publish import make_folder, need_space, real_path
+from pydist.data.regular import TrustedTree
+from pydist.data.trust import FileTrust
 from pydist.errors import DataError, DoesNotFit, PydistError, UsageError, out_of_memory
-from pydist.owner import remove, remove_temporaries
+from pydist.owner import remove_temporaries
 from pydist.registry import FORMATS
-
-Voxels = tuple[int, int, int]
 
 _OURS = ""
 """Name in the journal of the list of files that runs write."""
-
-_SUFFIXES = {"hdf5": ".hdf5", "zarr": ".zarr"}
-
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """Options that say how a data set is copied into another format.
-
-    Attributes:
-        format: of the new files: "zarr", "hdf5", "numpy", or that of a package.
-        layout: "keep" copies file by file, "channel-first" writes one file per sample.
-        chunks: voxels of a chunk along depth, height and width; by default 32, contiguous in HDF5.
-        shards: voxels of a shard, a file with several chunks of Zarr, multiples of the chunks'; by
-            default each chunk is a file.
-        compression: "none", "gzip", or in Zarr "zstd" or "blosc" (bitshuffle and zstd).
-        overwrite: replace a data set made from another one or with other options.
-    """
-
-    format: str = "zarr"
-    layout: Literal["keep", "channel-first"] = "keep"
-    chunks: Voxels | None = None
-    shards: Voxels | None = None
-    compression: Compression = "none"
-    overwrite: bool = False
-
-    def recipe(self) -> dict[str, Any]:
-        """Returns the options that determine the content of the files."""
-        return {name: value for name, value in asdict(self).items() if name != "overwrite"}
 
 
 def convert_dataset(
@@ -68,6 +41,7 @@ def convert_dataset(
     progress: Progress | None = None,
     *,
     workers: int = 1,
+    trust: FileTrust | None = None,
 ) -> Manifest:
     """Copies a data set: the arrays and texts of its samples, with splits and statistics.
 
@@ -81,12 +55,14 @@ def convert_dataset(
         options: format and storage.
         progress: called after each source file.
         workers: processes that copy; see `for_each`. Each holds the arrays of one file.
+        trust: how far the files of the source are trusted.
 
     Returns:
         The manifest that was written.
 
     Raises:
-        DataError: a source file is missing, damaged, or not as expected.
+        DataError: a source file is missing, damaged, or not as expected; or a link in `folder`
+            would lead a new file out of it.
         UsageError: the format has no such storage or can't be written; `folder` is the source, or
             holds another data set; or another process writes there.
         DiskError: not enough space, or the folder can't be written.
@@ -109,9 +85,12 @@ def convert_dataset(
     writer.check_storage(storage)
     recipe = recipe_hash([options.recipe(), manifest.digest])
     tasks = [
-        _Task(before, root, replace(manifest, files=(entry,)), options.format, storage, cut, names)
+        _Task(
+            before, root, replace(manifest, files=(entry,)), options.format, storage, cut, names,
+            trust or FileTrust(),
+        )
         for entry, names in zip(manifest.files, _names(manifest, options), strict=True)
-    ]
+    ]  # fmt: skip
     make_folder(root)
     if options.compression == "none":
         need_space(root, _missing_bytes(root, tasks))
@@ -122,6 +101,9 @@ def convert_dataset(
         ours = _ours(root, tasks, journal, present)
         journal.add(_OURS, sorted(ours))
         names = {name for task in tasks for name in task.names}
+        tree = TrustedTree(root)
+        for name in names:
+            tree.path(name)  # files are not written through links to elsewhere
         if (
             present
             and present.origin.get(RECIPE) != recipe
@@ -137,9 +119,7 @@ def convert_dataset(
             origin={**manifest.origin, "converted": options.recipe(), RECIPE: recipe},
         )
         converted.save(root)
-        for name in ours - {file.path for file in converted.files}:
-            if (root / name).exists():
-                remove(root / name)
+        remove_files(root, ours - {file.path for file in converted.files})
         journal.remove()  # last, as it names what is to be removed
     return converted
 
@@ -156,6 +136,7 @@ class _Task:
         storage: of the copy.
         cut: whether each sample becomes a file, channel first.
         names: of the files to write.
+        trust: how far the source is trusted.
         before: their entries in the manifest, if an earlier run has written them.
     """
 
@@ -166,6 +147,7 @@ class _Task:
     storage: Storage
     cut: bool
     names: tuple[str, ...]
+    trust: FileTrust
     before: tuple[DataFile, ...] = ()
 
     @property
@@ -176,11 +158,12 @@ class _Task:
 
 def _copy(task: _Task) -> list[DataFile]:
     """Copies one file, unless its copies of an earlier run are intact."""
-    if task.before and not any(fault_of(task.folder, file) for file in task.before):
+    if task.before and not any(fault_of(task.folder, file, FileTrust()) for file in task.before):
         return list(task.before)
-    if (fault := fault_of(task.source, task.entry)) is not None:
+    if (fault := fault_of(task.source, task.entry, task.trust)) is not None:
         raise DataError(fault)
-    files = OpenFiles(task.source, task.manifest, (), 1, None)
+    roots, untrusted = task.trust.allow_roots, task.trust.untrusted
+    files = OpenFiles(task.source, task.manifest, roots, 1, None, untrusted, keeps_process=True)
     writer: type[StoredFile] = FORMATS.get(task.file_format)
     try:
         arrays, texts = files.read(task.entry, lambda opened: _content(task, opened))
@@ -208,8 +191,10 @@ def _content(task: _Task, opened: OpenedFile) -> tuple[dict[str, npt.NDArray[Any
     """Reads the arrays that the manifest names, in this machine's byte order, and the texts."""
     file, manifest = opened.file, task.manifest
     wanted = {manifest.dataset: opened.samples}
-    if manifest.target and manifest.target_names:
-        wanted[manifest.target] = file.dataset(manifest.target)
+    with in_one_line(type(file), file.path):
+        texts = file.texts()
+        if manifest.target and manifest.target_names:
+            wanted[manifest.target] = file.dataset(manifest.target)
     if opened.label is not None:
         wanted[manifest.label] = opened.label
     found = {}
@@ -220,7 +205,7 @@ def _content(task: _Task, opened: OpenedFile) -> tuple[dict[str, npt.NDArray[Any
             line = " ".join(str(error).split())
             raise DataError(f"{file.path}: {name!r} is damaged: {line}") from error
         found[name] = values.astype(values.dtype.newbyteorder("="), copy=False)
-    return found, file.texts()
+    return found, texts
 
 
 def _sample(
@@ -251,7 +236,7 @@ def _entry(task: _Task, number: int, name: str, size: int, checksum: str) -> Dat
 
 def _names(manifest: Manifest, options: ConvertOptions) -> list[tuple[str, ...]]:
     """Returns the names of the new files, for each source file."""
-    suffix = _SUFFIXES.get(options.format, "")
+    suffix = FORMATS.get(options.format).suffix
     names = []
     for entry in manifest.files:
         path = PurePosixPath(entry.path)
@@ -304,7 +289,7 @@ def _ours(
     """
     ours = {file.path for file in present.files} if present else set()
     with contextlib.suppress(TypeError, ValueError):  # a journal that is damaged
-        ours |= {checked_path(name) for name in journal.get(_OURS) or ()} - {"."}
+        ours |= {checked_path(name) for name in journal.get(_OURS) or ()}
     names = {name for task in tasks for name in task.names}
     return ours | {name for name in names if not (root / name).exists()}
 

@@ -91,15 +91,29 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         if not len(self._samples):
             found = ", ".join(f"{k} ({n} samples)" for k, n in self.manifest.splits.items())
             raise UsageError(f"{self.root} has no split {split!r}; it has {found or 'none'}")
+        self._allow_roots, self._untrusted = tuple(allow_roots), untrusted
         self._files = OpenFiles(
             self.root, self.manifest, allow_roots, open_files, driver, untrusted
         )
+
+    def reopened(self, split: str, normalize: str = "none") -> ShardDataset:
+        """Opens a split of the same data set, whose files are trusted as far as these are.
+
+        Args:
+            split: see `ShardDataset`.
+            normalize: see `ShardDataset`.
+        """
+        return ShardDataset(
+            self.root, split, normalize=normalize, manifest=self.manifest,
+            ignore_label=self.ignore_label, allow_roots=self._allow_roots,
+            untrusted=self._untrusted,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        target = self.read_labels(index) if self.labelled else self.target(index)
+        target = self.read_labels(index) if self.labeled else self.target(index)
         return self.read_block(index), target
 
     @property
@@ -113,7 +127,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         return self.manifest.dims
 
     @property
-    def labelled(self) -> bool:
+    def labeled(self) -> bool:
         """Whether `read_labels` returns the class of each voxel."""
         return bool(self.manifest.label)
 
@@ -239,7 +253,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             DataError: the data set has no labels; the file is missing or not as expected.
         """
         sample = self._sample(index)
-        if not self.labelled:
+        if not self.labeled:
             raise DataError(f"{self.root} has no labels: its manifest names none")
         extents = sample.file.extents or self.sample_shape[1:]
         place = place_of(self.manifest.axes, extents, sample.offset, box)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pydist.data.mpi_io import MpiIo
+from pydist.data.options import Compression
 from pydist.errors import UsageError
 
 
@@ -57,9 +58,6 @@ class StoredArray(Protocol):
     def __getitem__(self, window: tuple[slice, ...], /) -> Any:
         """Reads a part of the array, and nothing else, from the disk."""
         ...
-
-
-Compression = Literal["none", "gzip", "zstd", "blosc"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +121,8 @@ class StoredFile(ABC):
         OSError, LookupError, ValueError, EOFError, SyntaxError, TokenError,
     )  # fmt: skip
     """Exceptions of opening and reading missing or damaged content; reported in one line."""
+    suffix: ClassVar[str] = ""
+    """How the names of files end that `pydist data convert` writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

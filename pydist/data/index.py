@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,43 +19,18 @@ from pydist.data.lock import FolderLock, lock_if_writable
 from pydist.data.made import checksum_of_file
 from pydist.data.manifest import FILE_NAME, DataFile, Manifest
 from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
+from pydist.data.options import IndexOptions
+from pydist.data.trust import FileTrust
 from pydist.errors import DataError, UsageError
 from pydist.owner import remove_temporaries
 from pydist.registry import FORMATS
 
 _ORIGIN = "indexed files"
 _JOURNAL = ".indexed.jsonl"
+_DEEPEST = 100
+"""Folders below that of a data set, within each other."""
 _SPLITS = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 """Splits by the name of a folder."""
-
-
-@dataclass(frozen=True)
-class IndexOptions:
-    """Options that say how a data set is made of existing files.
-
-    Attributes:
-        width: voxels along a side of a sample; each file is cut into as many as fit. By default a
-            sample is a full file.
-        dataset: name of the 4-D dataset, channel first or last.
-        target: name of the 1-D dataset to predict.
-        validation: fraction of the files for the split "val", the last by name. Files in folders
-            called train, val, validation or test always belong to that split.
-        statistics: read all data once, for normalize="mean" and "standardize".
-        checksums: read all files once, for `verify_dataset`.
-        class_names: names of the classes, in the order of their numbers, if the target is one
-            value, the number of the sample's class.
-        format: "hdf5", "zarr", "numpy", "tfrecord" or that of a package; "auto" is the first of
-            which there are files.
-    """
-
-    width: int | None = None
-    dataset: str = "full"
-    target: str = "unitPar"
-    validation: float = 0.1
-    statistics: bool = True
-    checksums: bool = True
-    class_names: tuple[str, ...] = ()
-    format: str = "auto"
 
 
 def index_folder(
@@ -65,6 +40,7 @@ def index_folder(
     *,
     workers: int = 1,
     journal: Path | None = None,
+    trust: FileTrust | None = None,
 ) -> Manifest:
     """Describes the files below `root` in a manifest, which `Manifest.save` can write.
 
@@ -76,9 +52,11 @@ def index_folder(
         progress: called after each file.
         workers: processes that read files; see `for_each`.
         journal: a file that keeps the results until all are there: a repeated call goes on from it.
+        trust: how far the files are trusted.
 
     Raises:
-        DataError: there are no files, or one of them does not fit or is damaged.
+        DataError: there are no files, or one of them does not fit, is damaged, or is a symbolic
+            link out of the folder.
         UsageError: an option is out of range.
     """
     options = options or IndexOptions()
@@ -91,11 +69,12 @@ def index_folder(
         names = ", ".join(options.class_names)
         raise UsageError(f"class_names={names}: at least two, and each name once")
     folder = Path(root)
-    file_format, paths = _files(folder, options.format)
+    trust = trust or FileTrust()
+    file_format, paths = _files(folder, options.format, trust)
     tasks = [
         FileTask(
             folder, path, file_format, split, options.width, options.dataset, options.target,
-            options.statistics, options.checksums, len(options.class_names),
+            options.statistics, options.checksums, len(options.class_names), trust,
         )
         for path, split in zip(paths, _splits(folder, paths, options.validation), strict=True)
     ]  # fmt: skip
@@ -134,6 +113,7 @@ def index_dataset(
     *,
     workers: int = 1,
     overwrite: bool = False,
+    trust: FileTrust | None = None,
 ) -> Manifest:
     """Makes a data set of the files below `root`, in place: writes `dataset.json` beside them.
 
@@ -146,6 +126,7 @@ def index_dataset(
         progress: see `index_folder`.
         workers: see `index_folder`.
         overwrite: replace a manifest that was made in another way.
+        trust: see `index_folder`.
 
     Raises:
         DataError: see `index_folder`.
@@ -166,14 +147,20 @@ def index_dataset(
                     "replaces its manifest"
                 )
         journal = folder / _JOURNAL
-        manifest = index_folder(folder, options, progress, workers=workers, journal=journal)
+        manifest = index_folder(
+            folder, options, progress, workers=workers, journal=journal, trust=trust
+        )
         manifest.save(folder)
         Journal(journal).remove()
     return manifest
 
 
 def verify_dataset(
-    root: str | Path, progress: Progress | None = None, *, workers: int = 1
+    root: str | Path,
+    progress: Progress | None = None,
+    *,
+    workers: int = 1,
+    trust: FileTrust | None = None,
 ) -> list[str]:
     """Reads every file of a data set and compares size and checksum with the manifest.
 
@@ -185,10 +172,11 @@ def verify_dataset(
         root: the folder.
         progress: called after each file.
         workers: threads that read files.
+        trust: how far the files are trusted.
 
     Returns:
-        One line for each file that is missing, differs, has NaN or infinity in its target, or is
-        listed twice; empty if there is none.
+        One line for each file that is missing, differs, has NaN or infinity in its target, is
+        listed twice, or is a symbolic link out of the folder; empty if there is none.
 
     Raises:
         DataError: the manifest itself is missing or damaged.
@@ -196,14 +184,14 @@ def verify_dataset(
     """
     folder = Path(root)
     manifest = Manifest.load(folder)
-    files = OpenFiles(folder, manifest, (), 1, None)
+    trust = trust or FileTrust()
+    files = OpenFiles(folder, manifest, trust.allow_roots, 1, None, trust.untrusted)
     if workers < 1:
         raise UsageError(f"workers={workers}: at least 1")
-    often = Counter(entry.path for entry in manifest.files)
-    faults = [f"{folder / path}: listed {n} times" for path, n in often.items() if n > 1]
+    faults = listed_often(folder, manifest)
     with lock_if_writable(folder), ThreadPoolExecutor(workers, "verify") as pool:
         try:
-            found = pool.map(lambda entry: _unfit(files, entry), manifest.files)
+            found = pool.map(lambda entry: _unfit(files, entry, trust), manifest.files)
             for done, (entry, fault) in enumerate(zip(manifest.files, found, strict=True), 1):
                 faults += [] if fault is None else [fault]
                 if progress:
@@ -216,18 +204,24 @@ def verify_dataset(
     return faults
 
 
-def fault_of(folder: Path, entry: DataFile) -> str | None:
+def listed_often(folder: Path, manifest: Manifest) -> list[str]:
+    """Returns one line for each file that a manifest lists more than once."""
+    often = Counter(entry.path for entry in manifest.files)
+    return [f"{folder / path}: listed {n} times" for path, n in often.items() if n > 1]
+
+
+def fault_of(folder: Path, entry: DataFile, trust: FileTrust) -> str | None:
     """Compares a file with its entry in the manifest; returns one line if it differs."""
-    path = folder / entry.path
     kind = kind_of(entry.checksum)
-    if path.is_dir() and not kind:
-        return None
     try:
+        path = trust.path(folder, entry.path)
+        if path.is_dir() and not kind:
+            return None
         size, checksum = checksum_of_file(path, kind or "crc32c")
     except DataError as error:
         return str(error)
     except OSError as error:
-        return f"{path}: {error.strerror}"
+        return f"{folder / entry.path}: {error.strerror}"
     if size != entry.bytes:
         return f"{path}: {size} bytes, the manifest says {entry.bytes}"
     if kind and checksum != entry.checksum:
@@ -247,9 +241,9 @@ def require_targets(manifest: Manifest, opened: OpenedFile) -> None:
     check_target(file.path, manifest.target, target)
 
 
-def _unfit(files: OpenFiles, entry: DataFile) -> str | None:
+def _unfit(files: OpenFiles, entry: DataFile, trust: FileTrust) -> str | None:
     """Returns one line about a file that differs from its entry, or can't be trained on."""
-    if (fault := fault_of(files.root, entry)) is not None:
+    if (fault := fault_of(files.root, entry, trust)) is not None:
         return fault
     try:
         files.read(entry, lambda opened: require_targets(files.manifest, opened))
@@ -258,17 +252,22 @@ def _unfit(files: OpenFiles, entry: DataFile) -> str | None:
     return None
 
 
-def _files(folder: Path, file_format: str) -> tuple[str, list[Path]]:
+def _files(folder: Path, file_format: str, trust: FileTrust) -> tuple[str, list[Path]]:
     """Returns a format, and its files below a folder in the order of their names."""
     for name in FORMATS.names if file_format == "auto" else (file_format,):
         kind: type[StoredFile] = FORMATS.get(name)
         if found := list(_below(folder, kind)):
+            for path in found:
+                if path.is_symlink():
+                    trust.path(folder, path.relative_to(folder).as_posix())
             return name, found
     formats = ", ".join(FORMATS.names) if file_format == "auto" else file_format
     raise DataError(f"{folder}: no files of the format {formats} below it")
 
 
-def _below(folder: Path, kind: type[StoredFile]) -> Iterator[Path]:
+def _below(folder: Path, kind: type[StoredFile], depth: int = 0) -> Iterator[Path]:
+    if depth > _DEEPEST:
+        raise DataError(f"{folder}: below more than {_DEEPEST} folders of the data set")
     try:
         inner = sorted(folder.iterdir())
     except OSError as error:
@@ -281,7 +280,7 @@ def _below(folder: Path, kind: type[StoredFile]) -> Iterator[Path]:
         if kind.is_one(path):
             yield path
         elif path.is_dir() and not path.is_symlink():
-            yield from _below(path, kind)
+            yield from _below(path, kind, depth + 1)
 
 
 def _indexed(

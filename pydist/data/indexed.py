@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from pydist.data.axes import Axes, as_volume, channels_last, file_order
 from pydist.data.formats import StoredArray, StoredFile
+from pydist.data.isolated import kept_process
 from pydist.data.made import checksum_of_file, state_of
 from pydist.data.manifest import DataFile
 from pydist.data.open_files import in_one_line
+from pydist.data.trust import FileTrust
 from pydist.errors import DataError
 from pydist.registry import FORMATS
 
@@ -42,6 +44,7 @@ class FileTask:
         statistics: whether all voxels are read, for means and sums.
         checksums: whether all bytes are read, for a checksum.
         classes: number of classes, if the target is the number of one; else 0.
+        trust: how far the file is trusted.
     """
 
     root: Path
@@ -54,6 +57,7 @@ class FileTask:
     statistics: bool
     checksums: bool
     classes: int = 0
+    trust: FileTrust = field(default_factory=FileTrust)
 
     @property
     def name(self) -> str:
@@ -63,7 +67,8 @@ class FileTask:
     @property
     def recipe(self) -> list[Any]:
         """What the result depends on: the options, and the file's size and time."""
-        options = [value for name, value in asdict(self).items() if name not in ("root", "path")]
+        others = ("root", "path", "trust")
+        options = [value for name, value in asdict(self).items() if name not in others]
         return [*options, *state_of(self.path)]
 
 
@@ -135,11 +140,15 @@ def index_file(task: FileTask) -> Indexed:
     """Reads and describes one file.
 
     Raises:
-        DataError: it is damaged, or has no such arrays.
+        DataError: it is damaged, or has no such arrays; or a link leads out of the data set.
     """
     kind: type[StoredFile] = FORMATS.get(task.file_format)
-    with in_one_line(kind, task.path):
-        file = kind.open(task.path)
+    path, roots = task.trust.path(task.root, task.name), task.trust.allow_roots
+    with in_one_line(kind, path):
+        if task.trust.untrusted:
+            file: StoredFile = kept_process(task.file_format, roots).open(path)
+        else:
+            file = kind.open(path, roots)
         try:
             found = _described(task, file)
             if change := file.change():

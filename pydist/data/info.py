@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from pydist.data.axes import label_file_order
 from pydist.data.each_file import Progress, for_each
-from pydist.data.index import fault_of, require_targets
+from pydist.data.index import fault_of, listed_often, require_targets
 from pydist.data.indexed import slabs
 from pydist.data.journal import Journal
 from pydist.data.lock import lock_if_writable
@@ -23,6 +24,8 @@ from pydist.data.made import state_of
 from pydist.data.manifest import DataFile, Manifest
 from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
 from pydist.data.publish import publish
+from pydist.data.regular import open_regular
+from pydist.data.trust import FileTrust
 from pydist.errors import DataError, DiskError
 from pydist.parsing import parse_json
 
@@ -105,7 +108,11 @@ class Facts:
 
 
 def deep_facts(
-    root: str | Path, progress: Progress | None = None, *, workers: int = 1
+    root: str | Path,
+    progress: Progress | None = None,
+    *,
+    workers: int = 1,
+    trust: FileTrust | None = None,
 ) -> dict[str, Facts]:
     """Reads all voxels of a data set, and compares all files with their checksums.
 
@@ -116,6 +123,7 @@ def deep_facts(
         root: the data set's folder.
         progress: called after each file.
         workers: processes that read; see `for_each`.
+        trust: how far the files are trusted.
 
     Returns:
         What was found, by split; files that can't be read are among the faults.
@@ -125,14 +133,64 @@ def deep_facts(
         UsageError: another process writes into the folder.
     """
     folder = Path(root)
-    manifest = Manifest.load(folder)
+    manifest, trust = Manifest.load(folder), trust or FileTrust()
+    return _by_split(manifest, _found(folder, manifest, progress, workers, trust, keeps=True))
+
+
+def deep_faults(
+    root: str | Path,
+    progress: Progress | None = None,
+    *,
+    workers: int = 1,
+    trust: FileTrust | None = None,
+) -> list[str]:
+    """Reads all voxels of a data set, and compares all files with their checksums.
+
+    Nothing is taken from earlier calls: a disk may have lost bits of a file that was not changed.
+
+    Args:
+        root: the data set's folder.
+        progress: called after each file.
+        workers: processes that read; see `for_each`.
+        trust: how far the files are trusted.
+
+    Returns:
+        One line for each file that is missing, damaged, not as expected or listed twice, or has
+        NaN or infinity in its voxels or targets, which training refuses; empty if there is none.
+
+    Raises:
+        DataError: the manifest is missing or damaged.
+        UsageError: another process writes into the folder.
+    """
+    folder = Path(root)
+    manifest, trust = Manifest.load(folder), trust or FileTrust()
+    faults = listed_often(folder, manifest)
+    found = _found(folder, manifest, progress, workers, trust, keeps=False)
+    for path in dict.fromkeys(entry.path for entry in manifest.files):
+        facts = found[path]
+        faults += facts.faults
+        if facts.nan or facts.infinite:
+            faults.append(f"{folder / path}: {facts.nan} NaN, {facts.infinite} infinite values")
+    return faults
+
+
+def _found(
+    folder: Path,
+    manifest: Manifest,
+    progress: Progress | None,
+    workers: int,
+    trust: FileTrust,
+    *,
+    keeps: bool,
+) -> dict[str, Facts]:
+    """Returns the facts of each file; `keeps`: results, and uses those of earlier calls."""
     with lock_if_writable(folder):
         # Before the files are read: what was found in a file that changes meanwhile is not kept.
-        states = _states(folder, manifest)
-        found = _kept(folder, manifest, states)
+        states = _states(folder, manifest) if keeps else {}
+        found = _kept(folder, manifest, states) if keeps else {}
         missing = [entry for entry in manifest.files if entry.path not in found]
-        journal: Journal | None = Journal(folder / _JOURNAL)
-        tasks = [(folder, replace(manifest, files=(entry,))) for entry in missing]
+        journal = Journal(folder / _JOURNAL) if keeps else None
+        tasks = [(folder, replace(manifest, files=(entry,)), trust) for entry in missing]
         for number, facts in for_each(_read, tasks, workers):
             name = missing[number].path
             found[name] = facts
@@ -147,7 +205,7 @@ def deep_facts(
             records = {path: [states[path], asdict(each)] for path, each in found.items()}
             publish(folder / RESULTS, json.dumps(records).encode())
             journal.remove()
-    return _by_split(manifest, found)
+    return found
 
 
 def kept_facts(root: str | Path) -> dict[str, Facts] | None:
@@ -191,15 +249,17 @@ def outline(root: str | Path) -> dict[str, Any]:
     }
 
 
-def _read(task: tuple[Path, Manifest]) -> Facts:
+def _read(task: tuple[Path, Manifest, FileTrust]) -> Facts:
     """Reads one file; in a worker process."""
-    root, manifest = task
+    root, manifest, trust = task
     entry = manifest.files[0]
     facts = Facts(files=1)
-    if (fault := fault_of(root, entry)) is not None:
+    if (fault := fault_of(root, entry, trust)) is not None:
         facts.faults.append(fault)
         return facts
-    files = OpenFiles(root, manifest, (), 1, None)
+    files = OpenFiles(
+        root, manifest, trust.allow_roots, 1, None, trust.untrusted, keeps_process=True
+    )
     try:
         return files.read(entry, lambda opened: _facts(manifest, entry, opened))
     except DataError as error:
@@ -247,7 +307,9 @@ def _kept(
     journal = Journal(root / _JOURNAL)
     records: Any = {}
     with suppress(OSError, ValueError):
-        records = parse_json((root / RESULTS).read_bytes())
+        results = open_regular(root / RESULTS, os.O_RDONLY)
+        with os.fdopen(results, "rb") as file:
+            records = parse_json(file.read())
     found = {}
     for entry in manifest.files:
         with suppress(LookupError, TypeError, ValueError, AttributeError):

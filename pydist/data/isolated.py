@@ -8,6 +8,7 @@ next read starts another one. It has the rights of this process: it is no sandbo
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import mmap
@@ -33,8 +34,10 @@ MEMORY = 4 << 30
 
 _SECONDS = 300.0
 """Longest time for one request."""
-_LONGEST = 1 << 16
-"""Bytes of the longest reply."""
+_LONGEST = 1 << 27
+"""Bytes of the longest reply. A file may have 16 MiB of texts, and JSON escapes them."""
+_PIECE = 1 << 16
+"""Bytes of a reply that are read at a time."""
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from pydist.data.isolated_reader import serve_reads; serve_reads(sys.argv[2])"
@@ -61,6 +64,7 @@ class ReadingProcess:
             "open_files": open_files,
         }
         self._shared = _shared_memory()
+        weakref.finalize(self, os.close, self._shared)
         self._mapped: mmap.mmap | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -110,9 +114,6 @@ class ReadingProcess:
             self._finalizer()
         self._process = self._finalizer = None
 
-    def __del__(self) -> None:
-        os.close(self._shared)
-
     def _start(self) -> subprocess.Popen[bytes]:
         options = json.dumps({**self._options, "shared": self._shared})
         # One thread, one arena: each would reserve address space.
@@ -133,19 +134,19 @@ class ReadingProcess:
         """Returns the line that the process writes next."""
         assert process.stdout is not None
         source = process.stdout.fileno()
-        found = b""
+        found = bytearray()
         with selectors.DefaultSelector() as answers:  # select() takes numbers below 1024 only
             answers.register(source, selectors.EVENT_READ)
             while not found.endswith(b"\n"):
                 if not answers.select(_SECONDS):
                     raise ValueError(f"it has not answered in {_SECONDS:.0f} s")
-                part = os.read(source, _LONGEST)
+                part = os.read(source, _PIECE)
                 if not part:
                     raise ValueError
                 found += part
                 if len(found) > _LONGEST:
                     raise ValueError("its reply is too long")
-        return found
+        return bytes(found)
 
     def _end(self, error: Exception) -> str:
         """Ends the process after an error; returns what happened, in one line."""
@@ -161,6 +162,21 @@ class ReadingProcess:
         if code < 0:
             return f"its reading process was ended by {signal.Signals(-code).name}"
         return f"its reading process ended with the code {code}"
+
+
+@functools.cache
+def kept_process(
+    file_format: str, allow_roots: tuple[str | Path, ...], memory: int = MEMORY, open_files: int = 1
+) -> ReadingProcess:
+    """Returns a process that stays, for work that opens many files one after the other.
+
+    Args:
+        file_format: see `ReadingProcess`.
+        allow_roots: see `ReadingProcess`.
+        memory: see `ReadingProcess`.
+        open_files: see `ReadingProcess`.
+    """
+    return ReadingProcess(file_format, allow_roots, memory, open_files)
 
 
 class IsolatedFile(StoredFile):
@@ -210,6 +226,12 @@ class IsolatedFile(StoredFile):
             return found.copy()
         out[...] = found
         return out
+
+    def texts(self) -> dict[str, str]:
+        """Returns the file's texts; see `StoredFile.texts`."""
+        found = self._reader.ask(op="texts", path=str(self.path)).get("texts")
+        texts = found if isinstance(found, dict) else {}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
 
     def change(self) -> str | None:
         """Describes the change of the file that the last read has found."""

@@ -56,19 +56,24 @@ class _Reader:
         """Returns the reply to a request; its "error" is one line."""
         path = request["path"]
         try:
-            if request["op"] == "close":
-                self._close(path)
-                return {}
-            array = self._array(path, request["name"])
-            if request["op"] == "describe":
-                return {"shape": [int(n) for n in array.shape], "dtype": array.dtype.str}
-            return self._read(path, array, request)
+            return self._done(path, request)
         except DataError as error:
             return {"error": str(error)[:2000], "refused": True}
         except MemoryError:
             return {"error": "it needs more memory than its reading process may take"}
         except Exception as error:  # whatever a damaged file leads to
             return {"error": f"{type(error).__name__}: {error}"[:2000]}
+
+    def _done(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
+        if request["op"] == "close":
+            self._close(path)
+            return {}
+        if request["op"] == "texts":
+            return {"texts": self._file(path)[0].texts()}
+        array = self._array(path, request["name"])
+        if request["op"] == "describe":
+            return {"shape": [int(n) for n in array.shape], "dtype": array.dtype.str}
+        return self._read(path, array, request)
 
     def _read(self, path: str, array: StoredArray, request: dict[str, Any]) -> dict[str, Any]:
         window = tuple(slice(start, stop) for start, stop in request["box"])
@@ -84,16 +89,20 @@ class _Reader:
         return {"change": file.change()}
 
     def _array(self, path: str, name: str) -> StoredArray:
-        """Returns an array of a file, which is opened unless it is open."""
+        """Returns an array of a file."""
+        file, arrays = self._file(path)
+        if name not in arrays:
+            arrays[name] = file.dataset(name)
+        return arrays[name]
+
+    def _file(self, path: str) -> tuple[StoredFile, dict[str, StoredArray]]:
+        """Returns a file, which is opened unless it is open, and those arrays that were read."""
         if path not in self._files:
             self._files[path] = self._format.open(Path(path), self._roots), {}
             if len(self._files) > self._limit:
                 self._close(next(iter(self._files)))
         self._files.move_to_end(path)
-        file, arrays = self._files[path]
-        if name not in arrays:
-            arrays[name] = file.dataset(name)
-        return arrays[name]
+        return self._files[path]
 
     def _close(self, path: str) -> None:
         found = self._files.pop(path, None)

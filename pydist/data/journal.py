@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
+from pydist.data.regular import open_regular
 from pydist.errors import DiskError
 from pydist.parsing import parse_json
 
@@ -26,7 +28,9 @@ class Journal:
         self._lock = threading.Lock()
         self._found: dict[str, Any] = {}
         with contextlib.suppress(OSError):
-            for line in path.read_bytes().splitlines():
+            with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+                lines = file.read().splitlines()
+            for line in lines:
                 with contextlib.suppress(ValueError, TypeError):
                     name, result = parse_json(line)
                     self._found[name] = result
@@ -43,7 +47,8 @@ class Journal:
         """
         line = json.dumps([name, result])
         try:
-            with self._lock, self.path.open("a", encoding="utf-8") as file:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with self._lock, os.fdopen(open_regular(self.path, flags), "a") as file:
                 file.write(f"\n{line}\n")  # the first ends a line that was cut short
         except OSError as error:
             raise DiskError(f"{self.path}: {error.strerror}") from error

@@ -296,8 +296,10 @@ class Loader:
         """Yields batches from the sampler's position to the end of the epoch."""
         self.preload()
         for plan in self.sampler:
+            # Also one without samples: the store saves its blocks after the last one of an epoch.
+            read = self._ahead.take(plan)
             if plan.indices or self._training:
-                yield self._batch(self._mend(self._ahead.take(plan)))
+                yield self._batch(self._replace_damaged(read))
 
     # -- reading ahead ----------------------------------------------------------------------
 
@@ -339,7 +341,7 @@ class Loader:
 
     # -- bad samples ------------------------------------------------------------------------
 
-    def _mend(self, read: Read) -> Read:
+    def _replace_damaged(self, read: Read) -> Read:
         """Raises for a bad sample, or replaces it by a good one on all ranks of the group."""
         if read.arrival is not None:
             read.arrival.hand_over(read.inputs, read.targets)
@@ -415,7 +417,7 @@ class Loader:
         if flat:
             layout = without_flat_dims(layout, self.dims)
             inputs = inputs.flatten(1, 1 + flat)
-        if self.dataset.labelled:
+        if self.dataset.labeled:
             targets = targets.flatten(0, flat)
             targets = ShardedTensor.from_local(targets, by_voxel(layout), plan.first_sample)
         return Batch(

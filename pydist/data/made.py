@@ -9,8 +9,9 @@ file without a recorded checksum, or with a different one, is made again.
 from __future__ import annotations
 
 import contextlib
+import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pydist._loader import native
@@ -18,7 +19,8 @@ from pydist.data.data_file import checked_path, kind_of
 from pydist.data.journal import Journal
 from pydist.data.manifest import FILE_NAME, Manifest
 from pydist.data.publish import publish
-from pydist.data.regular import Stamp, require_regular
+from pydist.data.regular import Stamp, TrustedTree, require_regular
+from pydist.errors import DataError
 from pydist.owner import remove
 
 JOURNAL = ".made.jsonl"
@@ -76,10 +78,25 @@ class MadeFiles:
 
     def complete(self, manifest: Manifest) -> None:
         """Removes files of earlier data sets, and the journal: the manifest has the checksums."""
-        for name in self._before.keys() - {file.path for file in manifest.files} - {"."}:
-            if (self._root / name).exists():
-                remove(self._root / name)
+        remove_files(self._root, self._before.keys() - {file.path for file in manifest.files})
         self._journal.remove()
+
+
+def remove_files(root: Path, names: Iterable[str]) -> None:
+    """Removes files of a data set that are there, by names that its folder may have from anywhere.
+
+    A name that leads out of the folder, also by a link, is ignored.
+
+    Args:
+        root: the data set's folder.
+        names: paths relative to `root`, with forward slashes.
+    """
+    tree = TrustedTree(root)
+    for name in names:
+        with contextlib.suppress(DataError, ValueError):  # also names that no file can have
+            path = tree.path(name)
+            if os.path.lexists(path):
+                remove(path)
 
 
 def checksum_of(content: bytes | memoryview, kind: str = "crc32c") -> str:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError
 
-from pydist.data.axes import Axes, spatial_dims, without_flat
+from pydist.data.axes import Axes, spatial_dims
 from pydist.data.data_file import DataFile, checked_path
 from pydist.data.file_table import FileTable
 from pydist.data.publish import publish
@@ -33,6 +33,8 @@ FORMAT = "pydist-dataset"
 VERSION = 2
 _INLINE = 1
 """Version whose files are objects of the JSON text."""
+_MOST_BYTES = 1 << 30
+"""Bytes of the largest manifest: version 1 has about 200 for each file."""
 _TABLE = re.compile(r"dataset-[0-9a-f]{16}\.index")
 """Name of the folder with the table of files, by its content."""
 
@@ -166,11 +168,6 @@ class Manifest:
         return spatial_dims(self.axes)
 
     @property
-    def network_shape(self) -> tuple[int, ...]:
-        """Shape that a sample has for networks, such as (C, D, H, W) or (C, H, W)."""
-        return without_flat(self.sample_shape, self.dims)
-
-    @property
     def table(self) -> FileTable:
         """Table that holds the files as columns."""
         assert isinstance(self.files, FileTable)
@@ -190,7 +187,8 @@ class Manifest:
         """Writes `dataset.json` and the table of files beside it into `root`, atomically.
 
         The table is a folder whose name is part of `dataset.json`: a reader sees the old manifest
-        with the old table, or the new one with the new table. Older tables are removed then.
+        with the old table, or the new one with the new table. The old table stays until the next
+        save, for a reader that has read the old `dataset.json`; older ones are removed.
 
         Raises:
             DiskError: the disk is full, or the folder can't be written.
@@ -202,9 +200,10 @@ class Manifest:
         except DataError:  # there is none, or a damaged one; a good one is never replaced
             self.table.save(folder / name)
         record = {**self._record(), "version": VERSION, "splits": self.splits, "files": name}
+        kept = {name, _table_of(folder)}
         publish(folder / FILE_NAME, _text(record).encode())
         for other in folder.glob("dataset-*.index"):
-            if other.name != name and _TABLE.fullmatch(other.name):
+            if other.name not in kept and _TABLE.fullmatch(other.name):
                 shutil.rmtree(other, ignore_errors=True)
 
     def dumps(self) -> str:
@@ -244,18 +243,7 @@ class Manifest:
             DataError: it is missing, no manifest, of a later version, or inconsistent.
         """
         root = Path(root)
-        path = root / FILE_NAME
-        try:
-            if path.exists():
-                require_regular(path)
-            text = path.read_text(encoding="utf-8-sig")
-        except FileNotFoundError:
-            raise DataError(_missing(root)) from None
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}") from error
-        except ValueError as error:
-            raise DataError(f"{path}: not JSON: {error}") from error
-        return cls.loads(text, str(path), root)
+        return cls.loads(_read(root), str(root / FILE_NAME), root)
 
     @classmethod
     def loads(cls, text: str, source: str, root: Path | None = None) -> Manifest:
@@ -288,6 +276,31 @@ class Manifest:
             raise DataError(f"{source}: damaged: {_in_one_line(error)}") from None
         except ValueError as error:
             raise DataError(f"{source}: damaged: {error}") from error
+
+
+def _read(root: Path) -> str:
+    """Returns the text of the manifest in a folder; raises `DataError`."""
+    path = root / FILE_NAME
+    try:
+        if path.exists() and (size := require_regular(path).st_size) > _MOST_BYTES:
+            raise DataError(f"{path}: {size} bytes; {_MOST_BYTES} are possible")
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise DataError(_missing(root)) from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+
+
+def _table_of(root: Path) -> str:
+    """Returns the name of the table that a folder's manifest names; empty for none."""
+    try:
+        record = parse_json(_read(root))
+    except (DataError, ValueError):
+        return ""
+    name = record.get("files") if isinstance(record, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _opened(record: Mapping[str, Any], source: str, root: Path | None) -> FileTable:

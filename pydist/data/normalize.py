@@ -185,7 +185,7 @@ class Normalizer:
         found = manifest.intensity
         if len(found) != self._channels or min(channel.std for channel in found) <= 0:
             raise DataError(
-                f'normalize="ct": the manifest has statistics of the labelled voxels for '
+                f'normalize="ct": the manifest has statistics of the labeled voxels for '
                 f"{len(found)} of {self._channels} channels, or a standard deviation of 0"
             )
         self._lower = np.array([channel.lower for channel in found])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from pydist.parsing import parse_json
 
 SUFFIX = ".npy"
 _TEXTS = "texts.json"
+_MOST_TEXTS = 1 << 24
+"""Bytes of the largest `texts.json`."""
 
 
 class NumpyFolder(StoredFile):
@@ -95,10 +98,14 @@ class NumpyFolder(StoredFile):
     def texts(self) -> dict[str, str]:
         """Returns the texts that `write` has stored."""
         try:
-            descriptor, _ = self._tree.open(_TEXTS)
+            descriptor, status = self._tree.open(_TEXTS)
         except FileNotFoundError:
             return {}
         with os.fdopen(descriptor, "rb") as file:
+            if status.st_size > _MOST_TEXTS:
+                raise DataError(
+                    f"{self.path / _TEXTS}: {status.st_size} bytes; {_MOST_TEXTS} are possible"
+                )
             try:
                 record = parse_json(file.read())
             except ValueError as error:
@@ -156,3 +163,24 @@ def _map(file: Any, size: int) -> npt.NDArray[Any]:
     if not needed:
         return np.empty(shape, dtype, order)
     return np.memmap(file, dtype, "r", start, shape, order)
+
+
+def read_array(path: Path) -> npt.NDArray[Any]:
+    """Reads the array of a `.npy` file, in the machine's byte order.
+
+    Raises:
+        DataError: there is no such file, it is damaged, or it holds other than real numbers.
+    """
+    try:
+        # Opening a pipe would wait for its other end.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise DataError(f"{path}: not a regular file")
+            found = _map(file, status.st_size)
+            return np.array(found, found.dtype.newbyteorder("="), order="C")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    except NumpyFolder.errors as error:
+        line = " ".join(str(error).split())
+        raise DataError(f"{path}: damaged, or not NumPy's: {line}") from error

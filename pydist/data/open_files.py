@@ -17,9 +17,10 @@ import numpy.typing as npt
 from pydist.data.axes import channels_last, file_order
 from pydist.data.data_file import kind_of
 from pydist.data.formats import Driver, StoredArray, StoredFile
-from pydist.data.isolated import MEMORY, ReadingProcess
+from pydist.data.isolated import MEMORY, ReadingProcess, kept_process
 from pydist.data.made import checksum_of_file
 from pydist.data.manifest import DataFile, Manifest
+from pydist.data.regular import TrustedTree
 from pydist.errors import DataError, PydistError, UsageError
 from pydist.registry import FORMATS
 
@@ -52,6 +53,7 @@ class OpenFiles:
         limit: the largest number of files that stay open.
         driver: makes what reads a path; by default the format's library.
         untrusted: read the files in another process; see `pydist.data.isolated`.
+        keeps_process: whether that process stays for other files of the same format, after `close`.
 
     Raises:
         UsageError: no format has the manifest's `file_format` as its name; or a driver for
@@ -66,8 +68,10 @@ class OpenFiles:
         limit: int,
         driver: Callable[[Path], Driver] | None,
         untrusted: bool = False,
+        keeps_process: bool = False,
     ) -> None:
         self.root = root
+        self._tree = TrustedTree(root, allow_roots)
         self.manifest = manifest
         self._allow_roots = tuple(allow_roots)
         self._limit = limit
@@ -80,7 +84,7 @@ class OpenFiles:
             )
         if untrusted and driver is not None:
             raise UsageError("untrusted files are read by another process: no driver is possible")
-        self._untrusted = untrusted
+        self._untrusted, self._keeps_process = untrusted, keeps_process
         self._handles = _Handles()
 
     @property
@@ -147,7 +151,7 @@ class OpenFiles:
         with handles.lock:
             while handles.files:
                 handles.files.popitem()[1].file.close()
-            if handles.reader is not None:
+            if handles.reader is not None and not self._keeps_process:
                 handles.reader.close()
 
     def _current(self) -> _Handles:
@@ -161,7 +165,7 @@ class OpenFiles:
         if entry.path in handles.files:
             handles.files.move_to_end(entry.path)
             return handles.files[entry.path]
-        path = self.root / entry.path
+        path = self._tree.path(entry.path)
         with in_one_line(self._format, path):
             file = self._opened(handles, path)
         try:
@@ -187,7 +191,8 @@ class OpenFiles:
         if handles.reader is None:
             shape, dtype = self.manifest.sample_shape, np.dtype(self.manifest.dtype)
             memory = min(MEMORY + 2 * math.prod(shape) * dtype.itemsize, 1 << 62)
-            handles.reader = ReadingProcess(
+            reader_of = kept_process if self._keeps_process else ReadingProcess
+            handles.reader = reader_of(
                 self.manifest.file_format, self._allow_roots, memory, self._limit
             )
         return handles.reader.open(path)

@@ -57,7 +57,7 @@ def publishing(path: Path, size: int) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync(path.parent)
+        flush_to_disk(path.parent)
     except DiskError:
         raise
     except OSError as error:
@@ -85,11 +85,11 @@ def publish_folder(path: Path, fill: Callable[[Path], None]) -> None:
         fill(temporary)
         written = [temporary, *temporary.rglob("*")]
         with ThreadPoolExecutor(_SYNCED) as pool:  # file systems flush several at once
-            list(pool.map(_sync, written))
+            list(pool.map(flush_to_disk, written))
         if path.exists():  # a folder can't replace one that has content
             path.replace(replaced)
         temporary.replace(path)
-        _sync(path.parent)
+        flush_to_disk(path.parent)
     except OSError as error:
         # NumPy's errors on a full disk have a text alone.
         raise DiskError(f"{path}: could not be written: {error.strerror or error}") from error
@@ -164,7 +164,7 @@ def _require_writable(folder: Path) -> None:
         raise DiskError(f"{folder}: no files can be written there: {error.strerror}") from error
 
 
-def _sync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Flushes a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -69,6 +69,7 @@ class SafeFile(StoredFile):
     """An open HDF5 file that returns only checked datasets; made by `safe_open`."""
 
     errors = HDF5_ERRORS
+    suffix = ".hdf5"
 
     def __init__(
         self,
@@ -145,7 +146,9 @@ class SafeFile(StoredFile):
             One line that names the file; None without a change.
         """
         found = None if self._stamp is None else change_since(self.path, self._stamp)
-        changes = (found, *(file.change() for file in self._linked))
+        if found is not None or not self._linked:
+            return found
+        changes = (file.change() for file in self._linked)
         return next((each for each in changes if each is not None), None)
 
     def names(self) -> list[str]:
@@ -222,7 +225,7 @@ class SafeFile(StoredFile):
         """Follows `name` link by link."""
         components = [c for c in name.split("/") if c]
         if len(components) > self._limits.depth or self._limits.depth < 1:
-            raise DataError(f"{self.path}: {name!r} lies too deep, or its links form a circle")
+            raise DataError(f"{self.path}: {name!r} is too deep, or its links form a circle")
         here: Any = self._file
         for position, component in enumerate(components):
             if not isinstance(here, h5py.Group):

@@ -33,6 +33,7 @@ class ZarrFile(StoredFile):
     """A folder that holds arrays of Zarr version 3."""
 
     errors = (*StoredFile.errors, TypeError, ArithmeticError, RuntimeError)
+    suffix = ".zarr"
 
     def __init__(self, path: Path, allow_roots: Sequence[str | Path] = ()) -> None:
         super().__init__(path)
@@ -68,7 +69,7 @@ class ZarrFile(StoredFile):
         from pydist.data.zarr_store import open_array
 
         if len(name.split("/")) > self._limits.depth:
-            raise DataError(f"{self.path}: {name!r} lies too deep")
+            raise DataError(f"{self.path}: {name!r} is too deep")
         tree = self._tree.inner(name)
         where = f"{self.path}: {name!r}"
         checked = check_array(where, self._metadata(name, tree), self._limits)

@@ -25,7 +25,7 @@ def all_channels_last(local: Tensor, mesh: Mesh, weight: Tensor | None = None) -
     """
     if local.dim() < 3:
         return False
-    lies = is_channels_last(local) or (weight is not None and is_channels_last(weight))
-    votes = torch.tensor([int(lies), int(local.numel() > 0)])
+    wants_last = is_channels_last(local) or (weight is not None and is_channels_last(weight))
+    votes = torch.tensor([int(wants_last), int(local.numel() > 0)])
     votes = mesh.sample.all_gather(votes)
     return bool(votes[:, 0].any()) and bool((votes[:, 0] >= votes[:, 1]).all())

@@ -66,11 +66,11 @@ class Bucket:
         assert self._work is not None
         self._work.wait()
 
-    def finish(self, family: GradientSet, exists: Callable[[Leaf], bool]) -> None:
+    def finish(self, gradient_set: GradientSet, exists: Callable[[Leaf], bool]) -> None:
         """Stores the means in the gradients.
 
         Args:
-            family: collects gradients that stay partitioned.
+            gradient_set: collects gradients that stay partitioned.
             exists: returns whether any rank has a gradient for the parameter.
         """
         assert self._row is not None
@@ -134,11 +134,11 @@ class Bucket:
             return Remnant.HERE
         return Remnant.SENT if grad._version == version else Remnant.CHANGED
 
-    def resume(self, family: GradientSet, remnants: Mapping[Leaf, Remnant]) -> None:
+    def resume(self, gradient_set: GradientSet, remnants: Mapping[Leaf, Remnant]) -> None:
         """Waits for the message of an interrupted backward, and adds its mean to the gradients.
 
         Args:
-            family: collects gradients that stay partitioned.
+            gradient_set: collects gradients that stay partitioned.
             remnants: the highest of all ranks, in the order of `Remnant`.
         """
         sent, changed = self._sent, Remnant.CHANGED

@@ -169,9 +169,9 @@ class Lane:
         """Waits for the means and stores them in the gradients."""
         for bucket in self.buckets:
             bucket.wait()
-        family = GradientSet(self.holders)
+        gradient_set = GradientSet(self.holders)
         for bucket in self.buckets:
-            bucket.finish(family, exists)
+            bucket.finish(gradient_set, exists)
         self.form.conclude(exists)
         self.pending = False
         for leaf in self.leaves:
@@ -200,9 +200,9 @@ class Lane:
         try:
             for bucket in self.buckets[self._next : started]:
                 bucket.start_blank()
-            family = GradientSet(self.holders)
+            gradient_set = GradientSet(self.holders)
             for bucket in self.buckets:
-                bucket.resume(family, remnants)
+                bucket.resume(gradient_set, remnants)
         finally:
             for ledger in ledgers:
                 ledger.place = ""

@@ -25,20 +25,20 @@ class GradientSet:
     """Partitioned gradients that one backward has made, in the same order on all ranks."""
 
     def __init__(self, transport: Transport) -> None:
-        """Starts an empty family; `transport` connects all ranks that have parts."""
+        """Starts an empty set; `transport` connects all ranks that have parts."""
         self.transport = transport
         self._pieces: list[Tensor] = []
         self._norms: dict[float, Tensor] = {}
 
     def add(self, piece: Tensor) -> int:
-        """Adds a gradient by this rank's part, and returns its index in the family."""
+        """Adds a gradient by this rank's part, and returns its index in the set."""
         self._pieces.append(piece)
         return len(self._pieces) - 1
 
     def norm(self, member: int, order: float) -> Tensor:
         """Returns the norm of one full gradient, in fp64 on its device, equal on all ranks.
 
-        Collective: the first call computes the norms of the complete family, with one message.
+        Collective: the first call computes the norms of the complete set, with one message.
         """
         if not order > 0:
             raise _refusal(f"norm of order {order:g}")
@@ -98,12 +98,14 @@ class PartitionedGradient(Tensor):
     raised. The next backward reduces it."""
     arriving: bool
     """Whether a backward that raised has left a part of it in flight."""
-    family: GradientSet
+    gradient_set: GradientSet
     member: int
-    """Its index in the family."""
+    """Its index in the set."""
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, piece: Tensor, family: GradientSet) -> PartitionedGradient:
+    def __new__(
+        cls, parameter: Tensor, piece: Tensor, gradient_set: GradientSet
+    ) -> PartitionedGradient:
         """Makes the placeholder for the gradient of `parameter`."""
         made: PartitionedGradient = Tensor._make_wrapper_subclass(
             cls,
@@ -112,9 +114,9 @@ class PartitionedGradient(Tensor):
             dtype=parameter.dtype,
             device=parameter.device,
         )
-        made.piece, made.pending, made.family = piece, None, family
+        made.piece, made.pending, made.gradient_set = piece, None, gradient_set
         made.arriving = False
-        made.member = family.add(piece)
+        made.member = gradient_set.add(piece)
         return made
 
     def __init__(self, *_: object) -> None:
@@ -170,7 +172,7 @@ def _repr(_: Any, grad: PartitionedGradient, **__: Any) -> str:
 def _zero(_: Any, grad: PartitionedGradient) -> PartitionedGradient:
     grad.piece.zero_()
     grad.pending, grad.arriving = None, False
-    grad.family.forget_norms()
+    grad.gradient_set.forget_norms()
     return grad
 
 
@@ -209,14 +211,16 @@ def _clamp_all(func: Any, grads: Sequence[Tensor], bound: Any) -> None:
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Unscales gradients for `GradScaler`; an infinite value on any rank counts on all ranks."""
     func(_numbers(grads, linear=True), found_inf, inv_scale)
-    family = next(grad.family for grad in grads if isinstance(grad, PartitionedGradient))
-    family.transport.all_reduce(found_inf, "max")
+    gradient_set = next(
+        grad.gradient_set for grad in grads if isinstance(grad, PartitionedGradient)
+    )
+    gradient_set.transport.all_reduce(found_inf, "max")
 
 
 @_handles(torch.linalg.vector_norm)
 def _norm(_: Any, grad: PartitionedGradient, ord: float = 2.0) -> Tensor:
     refuse_pending(grad)
-    return grad.family.norm(grad.member, float(ord)).to(grad.dtype)
+    return grad.gradient_set.norm(grad.member, float(ord)).to(grad.dtype)
 
 
 @_handles(torch._foreach_norm)
@@ -231,7 +235,7 @@ def _numbers(grads: Iterable[Tensor], *, linear: bool) -> list[Tensor]:
         if not isinstance(grad, PartitionedGradient):
             found.append(grad)
             continue
-        grad.family.forget_norms()
+        grad.gradient_set.forget_norms()
         found.append(grad.piece)
         if grad.arriving or not linear:
             refuse_pending(grad)

@@ -108,7 +108,7 @@ class PartitionedBucket(Bucket):
         """Returns whether this rank has or had the gradient; see `Bucket.has_gradient`."""
         return leaf.key in self._released or super().has_gradient(leaf)
 
-    def finish(self, family: GradientSet, exists: Callable[[Leaf], bool]) -> None:
+    def finish(self, gradient_set: GradientSet, exists: Callable[[Leaf], bool]) -> None:
         """Replaces the gradients by placeholders for the mean."""
         assert self._own is not None
         for leaf, part in self.parts():
@@ -126,12 +126,12 @@ class PartitionedBucket(Bucket):
             piece = self._own[self._place(part)]
             if earlier is not None:
                 piece += earlier.piece
-            parameter.grad = PartitionedGradient(parameter, piece, family)
+            parameter.grad = PartitionedGradient(parameter, piece, gradient_set)
         self._forget()
 
     def interrupt(self) -> None:
         """Puts earlier gradients back, which the caller may clear; see `Bucket.interrupt`."""
-        family = GradientSet(self._holders)
+        gradient_set = GradientSet(self._holders)
         for leaf, part in self.parts():
             parameter = leaf.parameter()
             if parameter is None:
@@ -146,7 +146,7 @@ class PartitionedBucket(Bucket):
                 count = part.stop - part.start
                 kind = leaf.kind
                 zeros = torch.zeros(count, dtype=kind.dtype, device=kind.device)
-                grad = parameter.grad = PartitionedGradient(parameter, zeros, family)
+                grad = parameter.grad = PartitionedGradient(parameter, zeros, gradient_set)
             elif grad.pending is None and leaf.key not in self._released:
                 continue
             grad.pending, grad.arriving = None, True
@@ -162,7 +162,7 @@ class PartitionedBucket(Bucket):
             return Remnant.SENT
         return Remnant.NONE if grad.pending is None else Remnant.HERE
 
-    def resume(self, family: GradientSet, remnants: Mapping[Leaf, Remnant]) -> None:
+    def resume(self, gradient_set: GradientSet, remnants: Mapping[Leaf, Remnant]) -> None:
         """Adds the mean of an interrupted message to the gradients; see `Bucket.resume`."""
         if self._work is None:
             return
@@ -175,7 +175,7 @@ class PartitionedBucket(Bucket):
             piece, pending = self._own[self._place(part)], pending_gradient(parameter)
             if isinstance(parameter.grad, PartitionedGradient):
                 piece += parameter.grad.piece
-            parameter.grad = PartitionedGradient(parameter, piece, family)
+            parameter.grad = PartitionedGradient(parameter, piece, gradient_set)
             parameter.grad.pending = pending
         self._forget()
 

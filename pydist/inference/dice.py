@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from contextlib import closing
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pydist.data.medical.case import require_alike
 from pydist.data.medical.nifti import OpenNifti
 from pydist.errors import DataError
 
@@ -32,22 +32,23 @@ def dice_of_files(
         The Dice of each class but background, NaN where it is neither present nor predicted.
 
     Raises:
-        DataError: a file is damaged, the files differ in their extents, or the truth has other
-            values than whole numbers.
+        DataError: a file is damaged, the files' voxels are at other positions, or the truth has
+            other values than whole numbers.
     """
     classes = len(class_names)
     counts = np.zeros((classes, classes), dtype=np.int64)
     with closing(OpenNifti(predicted)) as found, closing(OpenNifti(truth)) as true:
-        shape = found.about.shape
-        if true.about.shape != shape:
-            raise DataError(f"{truth} has {true.about.shape} voxels, {predicted} {shape}")
-        width, height, depth = shape[:3]
+        if true.about.shape != found.about.shape:
+            raise DataError(
+                f"{truth} has {true.about.shape} voxels, {predicted} {found.about.shape}"
+            )
+        require_alike(found.about, true.about)
+        width, height, depth = found.about.shape
         planes = max(1, _VOXELS // (width * height))
-        places = itertools.product(range(math.prod(shape[3:])), range(0, depth, planes))
-        for channel, first in places:
+        for first in range(0, depth, planes):
             last = min(first + planes, depth)
             place = slice(0, width), slice(0, height), slice(first, last)
-            one, other = true.part(place, channel), found.part(place, channel)
+            one, other = true.part(place, 0), found.part(place, 0)
             if not (one == np.rint(one)).all():
                 raise DataError(
                     f"{truth} has values that are no labels; whole numbers are expected"

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from pydist.comm import Transport
 
 
+_SENT_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Types for the bits of those that MPI's and torch's messages lack."""
+
+
 @dataclass(frozen=True)
 class BoxedVolume:
     """Volume of channels or classes that is divided into boxes, one on each rank.
@@ -53,10 +57,11 @@ class BoxedVolume:
         Returns:
             [channels, ...] of the box; None where there is none.
         """
-        exchanger = self._exchanger(needed)
-        slots = exchanger.empty_slots(self.local)
-        exchanger.gather(self.local, slots)
-        return slots[0] if slots else None
+        exchanger, kind = self._exchanger(needed), self.local.dtype
+        local = self.local.view(_SENT_AS.get(kind, kind))
+        slots = exchanger.empty_slots(local)
+        exchanger.gather(local, slots)
+        return slots[0].view(kind) if slots else None
 
     def read_channel(self, channel: int, needed: Sequence[Box | None]) -> Tensor | None:
         """Does the same as `read`, for one channel."""

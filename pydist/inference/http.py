@@ -1,7 +1,8 @@
 """Serves a resident network over HTTP, by Starlette and uvicorn.
 
-POST /predict takes an array [C, D, H, W] as the content of a .npy file. It answers the classes of a
-segmentation, [D, H, W], as .npy as well; of other tasks JSON with the values, or class and scores.
+POST /predict takes an array [C, D, H, W], or [C, H, W] of an image, as the content of a .npy file.
+It answers the classes of a segmentation, [D, H, W] or [H, W], as .npy as well; of other tasks JSON
+with the values, or class and scores.
 GET /health answers JSON: status, network, task, ranks, requests that wait and were answered.
 
 Anything else is refused as JSON, {"error": "..."}: 400 for a body that is no array or an array that
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.errors import DataError, PydistError, UsageError
-from pydist.inference.service import Busy, Closing, Service
+from pydist.inference.service import SECONDS_TO_END, Busy, Closing, Service
 
 try:
     import uvicorn
@@ -37,6 +38,8 @@ except ImportError:
 NPY = "application/x-npy"
 """Content type of arrays."""
 _START_SECONDS = 30.0
+_TICK = 0.2
+"""Seconds after which a request whose body stalls looks whether the service is ending."""
 _VERSIONS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -52,7 +55,7 @@ def application(service: Service, largest: int) -> Starlette:
     """
 
     async def predict(request: Request) -> Response:
-        image = array_of(await _body(request, largest))
+        image = array_of(await _body(request, largest, service))
         # Checking and normalizing takes long for large volumes: other requests go on meanwhile.
         answer = await asyncio.wrap_future(await asyncio.to_thread(service.submit, image))
         if isinstance(answer, dict):
@@ -78,14 +81,23 @@ def application(service: Service, largest: int) -> Starlette:
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
-async def _body(request: Request, largest: int) -> bytes:
-    """Reads a body, at most as large as allowed; it may come without its length."""
-    content = bytearray()
-    async for chunk in request.stream():
+async def _body(request: Request, largest: int, service: Service) -> bytes:
+    """Reads a body, at most as large as allowed; it may come without its length.
+
+    One that stalls is given up when the service ends, which would refuse it anyway.
+    """
+    content, chunks = bytearray(), request.stream()
+    while True:
+        coming = asyncio.ensure_future(anext(chunks, None))
+        while not (await asyncio.wait({coming}, timeout=_TICK))[0]:
+            if service.is_closing:
+                coming.cancel()
+                raise Closing
+        if (chunk := coming.result()) is None:
+            return bytes(content)
         content += chunk
         if len(content) > largest:
             raise HTTPException(413, f"the body has more than {largest} bytes")
-    return bytes(content)
 
 
 def array_of(content: bytes) -> npt.NDArray[np.generic]:
@@ -133,8 +145,9 @@ class HttpServer:
         self._service = service
         app = application(service, largest)
         config = uvicorn.Config(
-            app, host, port, log_level="critical", access_log=False, lifespan="off"
-        )
+            app, host, port, log_level="critical", access_log=False, lifespan="off",
+            timeout_graceful_shutdown=SECONDS_TO_END,  # of clients that do not read their answers
+        )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="pydist http", daemon=True)
         self._thread.start()

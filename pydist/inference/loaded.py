@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -38,6 +39,22 @@ class Loaded:
     normalizer: Normalizer
     name: str
 
+    @property
+    def kind(self) -> str:
+        """What is predicted: "segmentation", "regression" or "classification"."""
+        if self.task.multiple is not None:
+            return "segmentation"
+        return "classification" if getattr(self.task, "predicts_classes", False) else "regression"
+
+    def names_of(self, outputs: int) -> Sequence[str]:
+        """Returns the names of the values that the network predicts for a sample.
+
+        A task of the user's own may predict others than the data set has; they are numbered.
+        """
+        classes = self.kind == "classification"
+        names = self.manifest.class_names if classes else self.manifest.target_names
+        return names if len(names) == outputs else [str(number) for number in range(outputs)]
+
     def stored(self, image: npt.NDArray[np.generic], name: str) -> npt.NDArray[np.generic]:
         """Checks an image's channels and converts it to the dtype of the stored training data.
 
@@ -45,11 +62,10 @@ class Loaded:
             DataError: another number of dims or channels, or values that do not fit; the message
                 begins with `name`.
         """
-        channels = self.manifest.sample_shape[0]
-        if image.ndim != 4 or image.shape[0] != channels:
-            raise DataError(
-                f"{name}: the shape {image.shape}; the network accepts [{channels}, D, H, W]"
-            )
+        channels, dims = self.manifest.sample_shape[0], self.manifest.dims
+        if image.ndim != 1 + dims or image.shape[0] != channels:
+            possible = ", ".join((str(channels), *"DHW"[-dims:]))
+            raise DataError(f"{name}: the shape {image.shape}; the network accepts [{possible}]")
         advice = ", as which training data were stored"
         return as_stored(image, self.manifest.dtype, name, advice)
 

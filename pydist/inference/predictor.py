@@ -16,9 +16,9 @@ from pydist.comm import Transport
 from pydist.comm.consensus import together
 from pydist.data import Manifest
 from pydist.data.medical.case import grid_options
-from pydist.data.medical.grid import GridOptions
 from pydist.data.medical.nifti_header import without_private
 from pydist.data.medical.nifti_writing import written_nifti
+from pydist.data.medical.options import GridOptions
 from pydist.data.publish import refuse_overwriting
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.inference.distributed import BoxedVolume
@@ -218,6 +218,12 @@ class Predictor:
                 boxes = regions(extents, self.group.size)
             image, mean = distribute(source, facts, self.group, boxes, self._manifest.dtype)
         scores = self._scorer.scores(image, mean, windows, progress)
+        with together(self.group, "predicting"):
+            if scores.local.isnan().any():
+                raise DataError(
+                    "the network's scores are NaN: the volume has extreme values, or training "
+                    "diverged"
+                )
         return facts, Results(scores, facts.inner, facts.extents)
 
     def _blocks(self, extents: Sequence[int]) -> list[Box]:
@@ -266,12 +272,13 @@ def _load(checkpoint: str | Path, factory: str, task: str) -> tuple[Loaded, int]
     loaded = load_network(checkpoint, factory, task)
     if loaded.manifest.dims != 3:
         raise CheckpointError(
-            f"{checkpoint} was trained on samples of {loaded.manifest.dims} dims; volumes are "
-            "predicted"
+            f"{checkpoint} was trained on samples of {loaded.manifest.dims} dims, not on volumes: "
+            "give them as .npy files, or a data set"
         )
     if loaded.task.multiple is None:
         raise CheckpointError(
-            f"{checkpoint} holds a {loaded.name}, which predicts no classes of voxels"
+            f"{checkpoint} holds a {loaded.name}, which predicts no classes of voxels: give "
+            "samples as .npy files, or a data set"
         )
     return loaded, loaded.task.multiple
 

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pydist.comm.consensus import together
+from pydist.data.axes import without_flat
 from pydist.errors import DataError, UsageError, in_words
 from pydist.inference.loaded import load_network, values_of
 from pydist.inference.windows import Sliding, Windows
@@ -78,10 +79,13 @@ class Resident:
                     )
                 sliding.check(self.loaded.task.multiple)
             # The copy on shapes finds out which inputs the network refuses before ranks compute.
-            self._on_shapes = copy.deepcopy(self.loaded.network).to("meta")
+            self._on_shapes = _on_shapes(self.loaded.network)
         self.mesh, self._sliding = mesh, sliding
         self._known: dict[tuple[int, ...], str] = {}
-        self._checks = not self._refusal(self.loaded.manifest.sample_shape)
+        self._is_computing = False
+        manifest = self.loaded.manifest
+        shape = without_flat(manifest.sample_shape, manifest.dims)
+        self._checks = self._on_shapes is not None and not self._refusal(shape)
         self._model = parallelize(self.loaded.network.to(self.device), mesh)
 
     @property
@@ -93,11 +97,12 @@ class Resident:
         """Checks an image and normalizes it. Not collective.
 
         Args:
-            image: [C, D, H, W], in the units of the training data.
+            image: [C, D, H, W], or [C, H, W] or [C, W] where the network was trained on such, in
+                the units of the training data.
             name: names it in errors.
 
         Returns:
-            The network's input, [C, D, H, W] float32.
+            The network's input, float32, of the same shape.
 
         Raises:
             DataError: another shape than the network accepts, or values that do not fit or are not
@@ -121,13 +126,20 @@ class Resident:
         if not math.isfinite(mean):
             raise DataError(f"{name}: a value is NaN or infinite")
         out = torch.empty(stored.shape)
-        self.loaded.normalizer(np.ascontiguousarray(stored), 0, mean, out.numpy())
+        volume = (slice(None), *[None] * (4 - stored.ndim))  # an image is a flat one
+        normalized = out.numpy()[volume]
+        block = np.ascontiguousarray(stored)[volume]
+        if not self.loaded.normalizer(block, 0, mean, normalized):
+            raise DataError(
+                f"{name}: a value is not finite after normalization "
+                f'("{self.loaded.normalizer.kind}")'
+            )
         return out
 
     def _refusal(self, shape: Sequence[int]) -> str:
         """Returns why the network refuses a shape; empty if it accepts it."""
         key = tuple(shape)
-        if key not in self._known:
+        if key not in self._known and self._on_shapes is not None:
             try:
                 with torch.no_grad():
                     self._on_shapes(torch.empty((1, *key), device="meta"))
@@ -144,7 +156,7 @@ class Resident:
 
         Returns:
             The output for each of them, on the host: [outputs], or the scores
-            [classes, D, H, W].
+            [classes, D, H, W] of volumes.
         """
         if self._sliding is None:
             return self._deal(inputs)
@@ -155,8 +167,13 @@ class Resident:
         self._tell(_IDLE)
 
     def end(self) -> None:
-        """Ends `follow` on the other ranks. On the first rank."""
-        self._tell(_END)
+        """Ends `follow` on the other ranks. On the first rank.
+
+        After an error in `predict` while all ranks compute it sends nothing: the others do not wait
+        for an order, and the error ends the job.
+        """
+        if not self._is_computing:
+            self._tell(_END)
 
     def follow(self) -> None:
         """Computes what the first rank deals out, until it calls `end`. On the other ranks."""
@@ -196,8 +213,11 @@ class Resident:
         return found[tuple(slice(n) for n in (len(found), *x.shape[1:]))]
 
     def _deal(self, items: Sequence[Tensor]) -> list[Tensor]:
+        self._is_computing = True
         self._tell({"do": "compute", "shapes": [tuple(item.shape) for item in items]})
-        return self._compute([tuple(item.shape) for item in items], items)
+        found = self._compute([tuple(item.shape) for item in items], items)
+        self._is_computing = False
+        return found
 
     @torch.no_grad()
     def _compute(
@@ -253,18 +273,26 @@ class Resident:
         whole = None if item is None else item[None]
         block = scatter_from_first_rank(whole, layout, torch.float32)
         x = ShardedTensor.from_local(block.to(self.device), layout)
-        found = first_of(self._model(x)).cpu()
+        found = first_of(self._model(x), self.loaded.manifest.dims).cpu()
         if isinstance(found, ShardedTensor):
             gathered = gather_to_first_rank(found)
             return None if gathered is None else gathered[0]
         return found[0].contiguous() if self.mesh.sample.rank == 0 else None
 
 
+def _on_shapes(network: nn.Module) -> nn.Module | None:
+    """Returns a copy that computes shapes; None of a network that has none, as with weight norm."""
+    try:
+        return copy.deepcopy(network).to("meta")
+    except Exception:  # a user's network may raise anything
+        return None
+
+
 def labels_of(scores: Tensor) -> npt.NDArray[np.generic]:
     """Returns the class with the highest score for each voxel: uint8, or uint16 for many classes.
 
     Args:
-        scores: [classes, D, H, W].
+        scores: [classes, D, H, W], or of fewer dims.
     """
     kind = "uint8" if len(scores) <= 256 else "uint16"
     return scores.argmax(0).numpy().astype(kind)

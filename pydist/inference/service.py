@@ -23,6 +23,9 @@ from pydist.interop import ArrayLike
 _TICK = 0.01
 """Seconds after which a service without requests tells the other ranks that it is alive."""
 
+SECONDS_TO_END = 600
+"""Time to answer the requests that are under way when the service is asked to end."""
+
 
 class Busy(PydistError):
     """Error of a request that arrives while too many are waiting."""
@@ -30,6 +33,9 @@ class Busy(PydistError):
 
 class Closing(PydistError):
     """Error of a request that arrives after the service was asked to end."""
+
+    def __init__(self) -> None:
+        super().__init__("the service is ending")
 
 
 @dataclass
@@ -54,7 +60,8 @@ class Service:
         """Number of requests that were answered."""
         self._queue: queue.Queue[_Request] = queue.Queue(waiting)
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # no request is added after closing
+        # No request is added after closing. A second signal may call `close` within the first.
+        self._lock = threading.RLock()
 
     def submit(self, image: ArrayLike) -> Future[Any]:
         """Adds a request. From any thread.
@@ -73,8 +80,8 @@ class Service:
         """
         request = _Request(self.resident.prepared(image))
         with self._lock:
-            if self._closing.is_set():
-                raise Closing("the service is ending")
+            if self.is_closing:
+                raise Closing
             try:
                 self._queue.put_nowait(request)
             except queue.Full:
@@ -96,7 +103,7 @@ class Service:
             requests = self._taken()
             if requests:
                 self._answer(requests)
-            elif self._closing.is_set() and self._queue.empty() and is_over():
+            elif self.is_closing and self._queue.empty() and is_over():
                 self.resident.end()
                 return
             elif time.monotonic() - told >= _TICK:
@@ -122,19 +129,22 @@ class Service:
             request.answer.set_result(self._result(output))
 
     @property
+    def is_closing(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing.is_set()
+
+    @property
     def kind(self) -> str:
         """What is predicted: "segmentation", "regression" or "classification"."""
-        if self.resident.loaded.task.multiple is not None:
-            return "segmentation"
-        return "classification" if self.resident.loaded.manifest.class_names else "regression"
+        return self.resident.loaded.kind
 
     def _result(self, output: Tensor) -> Any:
         """Returns the answer of an output of the network."""
-        manifest = self.resident.loaded.manifest
         if self.kind == "segmentation":
             return labels_of(output)
-        names = manifest.class_names or manifest.target_names
-        values = dict(zip(names, output.double().tolist(), strict=True))
+        outputs = output.double().flatten().tolist()
+        names = self.resident.loaded.names_of(len(outputs))
+        values = dict(zip(names, outputs, strict=True))
         if self.kind == "regression":
             return {"values": values}
         return {"class": max(values, key=values.__getitem__), "scores": values}
@@ -143,7 +153,7 @@ class Service:
         """Returns what the service tells of itself."""
         manifest, mesh = self.resident.loaded.manifest, self.resident.mesh
         return {
-            "status": "ending" if self._closing.is_set() else "ok",
+            "status": "ending" if self.is_closing else "ok",
             "network": self.resident.loaded.name,
             "task": self.kind,
             "outputs": list(manifest.class_names or manifest.target_names),

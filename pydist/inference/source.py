@@ -18,8 +18,9 @@ from pydist.comm import Transport
 from pydist.comm.consensus import together
 from pydist.data.medical.case import open_part, require_alike
 from pydist.data.medical.collection import as_stored
-from pydist.data.medical.grid import GridOptions, VoxelGrid
+from pydist.data.medical.grid import VoxelGrid
 from pydist.data.medical.nifti import Nifti, OpenNifti
+from pydist.data.medical.options import GridOptions
 from pydist.errors import DataError
 from pydist.inference.distributed import BoxedVolume
 from pydist.interop import ArrayLike, as_tensor

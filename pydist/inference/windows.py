@@ -45,6 +45,13 @@ class Sliding:
                 "and a part in [0, 1)"
             )
 
+    @classmethod
+    def chosen(cls, window: int | None, overlap: float | None) -> Sliding | None:
+        """Returns the options that a command was given; None without windows."""
+        if window is None:
+            return None
+        return cls(window) if overlap is None else cls(window, overlap)
+
     def check(self, multiple: int) -> None:
         """Raises `UsageError` unless the window's side is a multiple of what a network needs."""
         if self.window % multiple:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pydist.launch import launch
+from pydist.launch.supervisor import launch
 
 if __name__ == "__main__":
     ranks, mpi, *argv = sys.argv[1:]

@@ -217,6 +217,7 @@ class _RunningJob:
             self._stderr.feed(data, self._verdict is not None)
         else:
             self._selector.unregister(stream)
+            stream.close()
 
     def _read(self, rank: _Rank) -> None:
         try:

@@ -27,6 +27,7 @@ from pydist.errors import RankLost, UsageError
 from pydist.launch.elsewhere import Elsewhere, Place, Waiting, waiting_at
 from pydist.launch.launcher_env import Identity
 from pydist.launch.launcher_socket import LauncherSocket
+from pydist.watchdog import MODULE_PATH
 
 VARIABLE = "PYDIST_HANG_LIMIT"
 """Environment variable: seconds without progress after which waiting ranks end the job; 0: off."""
@@ -248,7 +249,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _called_module(frame: FrameType) -> str:
     module = frame.f_locals.get("self")
-    return str(getattr(module, "__dict__", {}).get("_pydist_path", ""))
+    return str(getattr(module, "__dict__", {}).get(MODULE_PATH, ""))
 
 
 def _module_in_backward(frame: FrameType) -> str:
@@ -265,8 +266,8 @@ def _owner_of(places: set[int]) -> str:
 
     for module in gc.get_objects():
         # Not isinstance, which reads `__class__`: some objects warn on any access.
-        if issubclass(type(module), torch.nn.Module) and "_pydist_path" in module.__dict__:
+        if issubclass(type(module), torch.nn.Module) and MODULE_PATH in module.__dict__:
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.data_ptr() in places:
-                    return str(module.__dict__["_pydist_path"])
+                    return str(module.__dict__[MODULE_PATH])
     return ""

@@ -7,13 +7,15 @@ modules of this package.
 """
 
 # ruff: noqa: F401  imported for the handlers that they register
+import pydist.ops.conv.conv  # not `from`, whose name would hide the package
+import pydist.ops.pool.pool
 from pydist.gradients import registration
 from pydist.ops import activations, attributes, gradients, hooks
 from pydist.ops.attention import multi_head, neighborhood, scaled
-from pydist.ops.convolution import conv, conv_transpose
-from pydist.ops.normalization import batch_norm, channel_norm, instance_norm, layer_norm
+from pydist.ops.conv import conv_transpose
+from pydist.ops.norm import batch_norm, channel_norm, instance_norm, layer_norm
 from pydist.ops.pointwise import creation, dropout, elementwise, random
-from pydist.ops.pooling import adaptive, pool, unpool
+from pydist.ops.pool import adaptive, unpool
 from pydist.ops.products import distances, einsum, matmul, recurrent
 from pydist.ops.reduction import along, extremes, loss, order, powers, reduce
 from pydist.ops.resampling import columns, grid, pad, periodic, pixel_shuffle, resample

@@ -53,7 +53,7 @@ def prelu(input: Tensor, weight: Tensor) -> ShardedTensor:
     """Applies PReLU; the weight has one entry per channel (dim 1), or a single one."""
     if not isinstance(input, ShardedTensor):
         raise refusal(torch.prelu, (input, weight), {}, "the weight is sharded, the input is not")
-    layout = input._layout
+    layout = input.layout
     has_channels = weight.dim() == 1 and weight.numel() > 1 and input.dim() > 1
     own = (parameter_of_channels if has_channels else parameter_for)(weight, layout)
     # A view, as in torch: backward does not notice if the parameter's memory is replaced.

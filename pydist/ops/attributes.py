@@ -71,7 +71,7 @@ def is_contiguous(
     """
     if memory_format == torch.contiguous_format:
         return True
-    if hides_order(x._layout, range(x.dim())):
+    if hides_order(x.layout, range(x.dim())):
         why = f"{memory_format}, which shards with an extent of 0 or 1 do not show"
         raise refusal(torch.Tensor.is_contiguous, (x,), {}, why)
     return local_of(x).is_contiguous(memory_format=memory_format)
@@ -83,14 +83,14 @@ def grad_of(x: ShardedTensor) -> Tensor | None:
     grad = x._local.grad
     if isinstance(grad, PartitionedGradient):
         return grad
-    return None if grad is None else wrap(in_memory(grad), x._layout, x)
+    return None if grad is None else wrap(in_memory(grad), x.layout, x)
 
 
 @implements(_descriptor("grad").__set__, _descriptor("grad").__delete__)
 def set_grad(x: ShardedTensor, grad: Tensor | None = None) -> None:
     """Sets or deletes the gradient."""
     if grad is not None and not isinstance(grad, PartitionedGradient):
-        grad = _shard_of(grad, x._layout)
+        grad = _shard_of(grad, x.layout)
     x._local.grad = grad
 
 
@@ -109,7 +109,7 @@ def is_leaf(x: ShardedTensor) -> bool:
 @implements(_descriptor("data").__get__)
 def data_of(x: ShardedTensor) -> ShardedTensor:
     """Returns the tensor without its graph."""
-    return view_of(x, local_of(x).data, x._layout)
+    return view_of(x, local_of(x).data, x.layout)
 
 
 @implements(_SET_DATA)
@@ -125,10 +125,10 @@ def set_data(x: ShardedTensor, new: Tensor) -> None:
     if new.shape != x.shape:
         raise RuntimeError(f"x.data of shape {list(x.shape)} = a tensor of {list(new.shape)}")
     local = local_of(x)
-    local.data = _shard_of(new, x._layout).detach()
+    local.data = _shard_of(new, x.layout).detach()
     if (x.dtype, x.device) != (local.dtype, local.device):
         # The wrapper knows them; setting its `data` would crash later.
-        torch._C._swap_tensor_impl(x, ShardedTensor(local, x._layout, x._origin))
+        torch._C._swap_tensor_impl(x, ShardedTensor(local, x.layout, x._origin))
     remember_change(x)
 
 
@@ -185,8 +185,8 @@ def register_hook(x: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> 
     def on_shard(grad: Tensor | None) -> Tensor | None:
         if grad is None:  # possible in double backward, where torch has no node
             return None
-        result = hook(wrap(in_memory(grad), x._layout, x))
-        return _shard_of(result, x._layout) if isinstance(result, Tensor) else None
+        result = hook(wrap(in_memory(grad), x.layout, x))
+        return _shard_of(result, x.layout) if isinstance(result, Tensor) else None
 
     return graph.register_hook(x._local, on_shard)
 
@@ -252,7 +252,7 @@ def _seeds(given: Any, outputs: Any) -> Any:
     if len(given) != len(outputs):
         return given  # torch raises the error
     return tuple(
-        _shard_of(g, y._layout) if isinstance(g, Tensor) and isinstance(y, ShardedTensor) else g
+        _shard_of(g, y.layout) if isinstance(g, Tensor) and isinstance(y, ShardedTensor) else g
         for g, y in zip(given, outputs, strict=True)
     )
 
@@ -320,6 +320,6 @@ def grad(
         materialize_grads=materialize_grads,
     )
     return tuple(
-        wrap(in_memory(g), x._layout, x) if isinstance(x, ShardedTensor) and g is not None else g
+        wrap(in_memory(g), x.layout, x) if isinstance(x, ShardedTensor) and g is not None else g
         for x, g in zip(asked, grads, strict=True)
     )

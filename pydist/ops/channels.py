@@ -4,6 +4,8 @@ Layers with weights take turns. An output-split layer computes a part of its out
 rank, from all input channels; its backward sums dL/dx over the ranks. An input-split layer computes
 partial sums from the rank's part of the input channels, which forward sums over the ranks. Layers
 between them, such as norms and activations, run on the rank's channels.
+
+Layers with thin blocks may do the same along the spatial axes, see `pydist.ops.coarsening`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.grid import CHANNEL_AXIS
-from pydist.layout import Layout, Split, split_along
+from pydist.layout import Layout, Split, split_jointly
 from pydist.mesh import Mesh
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, refusal
@@ -41,16 +43,19 @@ def output_split(layout: Layout, channels: int, groups: int = 1) -> Split | None
     return channel_split(layout.mesh, channels, groups)
 
 
-def channel_split(mesh: Mesh, channels: int, groups: int = 1) -> Split | None:
+def channel_split(
+    mesh: Mesh, channels: int, groups: int = 1, axes: tuple[str, ...] = (CHANNEL_AXIS,)
+) -> Split | None:
     """Returns the split of channels along the channel axis; `None` if there are too few.
 
     Args:
         mesh: the mesh.
         channels: number of channels.
         groups: of channels; a group stays on one rank.
+        axes: other axes along which the channels are split.
     """
     units = groups if groups > 1 else channels
-    split = split_along(mesh, units, CHANNEL_AXIS)
+    split = split_jointly(mesh, units, axes)
     if split is None or units < split.partition.parts:
         return None
     points = [p * (channels // units) for p in split.partition.points]
@@ -59,7 +64,7 @@ def channel_split(mesh: Mesh, channels: int, groups: int = 1) -> Split | None:
 
 def with_channels(x: ShardedTensor, split: Split | None) -> ShardedTensor:
     """Redistributes a tensor so that its dim 1 has a split; `None` gives each rank all channels."""
-    layout = x._layout
+    layout = x.layout
     if layout.splits[1] == split:
         return x
     return redistribute(x, layout.replace(changes={1: split}))
@@ -70,13 +75,22 @@ def free_channel_axis(x: ShardedTensor) -> ShardedTensor:
 
     Such a layer always splits its outputs, since the weight would have to be moved otherwise.
     """
-    layout = x._layout
+    layout = x.layout
     if CHANNEL_AXIS not in layout.used_axes:
         return x
     cut = {d: s for d, s in enumerate(layout.splits) if s is not None and CHANNEL_AXIS in s.axes}
-    gathered = redistribute(x, layout.replace(changes=dict.fromkeys(cut)))
-    gathered._is_gathered = gathered._shard is not x._shard
-    return gathered
+    return gathered_input(x, layout.replace(changes=dict.fromkeys(cut)))
+
+
+def gathered_input(x: ShardedTensor, layout: Layout) -> ShardedTensor:
+    """Redistributes a layer's input, for this layer only.
+
+    If the layer then uses more axes, each rank has a part of the gradient, and the adjoint of the
+    gathering adds the parts (reduce-scatter).
+    """
+    found = redistribute(x, layout)
+    found._is_gathered |= found._shard is not x._shard
+    return found
 
 
 def on_plain(

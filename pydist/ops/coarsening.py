@@ -1,10 +1,12 @@
-"""Cost model that moves layers with thin blocks onto fewer ranks.
+"""Cost model that moves layers with thin blocks onto fewer ranks, or from space to channels.
 
 Late layers of a network are small. Their blocks can be empty or thinner than the layer's halo, and
-an exchange then costs more than the computation that it saves. Correctness does not depend on this
-module: thin and empty blocks give exact results. It only compares estimated times, by the costs of
-the machine if `pydist env --bench` has measured it (`Mesh.hardware`), else by those of the profile
-"cpu". `benchmarks/python/thin_blocks.py` measures the effect of the resulting choices.
+an exchange then costs more than the computation that it saves. If the ranks gather such a layer's
+input, each of them computes the whole layer, or some of its output channels (`idle_split`).
+Correctness does not depend on this module: thin and empty blocks give exact results. It only
+compares estimated times, by the costs of the machine if `pydist env --bench` has measured it
+(`Mesh.hardware`), else by those of the profile "cpu". `benchmarks/python/thin_blocks.py` measures
+the effect of the resulting choices.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 
+from pydist.grid import CHANNEL_AXIS
 from pydist.hardware import CPU, Hardware
-from pydist.layout import Layout, Split
+from pydist.layout import Layout, Split, split_jointly
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box, Partition
 
 ELEMENT_BYTES = 4
+# Small convolutions take this many times as long as large ones with as many flops.
+_SMALL = 4
 # A layer with thin blocks is rarely the last: this many layers share the cost of moving.
 LAYERS = 3
 
@@ -31,7 +36,7 @@ class Costs:
         exchange: of an exchange besides its messages: calls, packing, waking up.
         message: of a message besides its bytes.
         byte: of a byte that is sent.
-        flop: of a flop of small convolutions, which reach a quarter of the speed of large ones.
+        flop: of a flop of small convolutions.
     """
 
     exchange: float
@@ -43,7 +48,7 @@ class Costs:
 def costs_of(hardware: Hardware) -> Costs:
     """Returns the costs of the ranks of some hardware."""
     link = hardware.within
-    flop = 4 / hardware.flops["float32"]
+    flop = _SMALL / hardware.flops["float32"]
     return Costs(hardware.exchange, link.latency, 1 / link.bandwidth, flop)
 
 
@@ -53,12 +58,21 @@ EXCHANGE_S, _, BYTE_S, FLOP_S = astuple(costs_of(CPU))
 
 @dataclass(frozen=True)
 class Workload:
-    """Facts that a window operation's cost depends on, such as its flops per output element."""
+    """Facts that a window operation's cost depends on, such as its flops per output element.
+
+    Attributes:
+        window: of the operation.
+        out_channels: of its result.
+        flops_per_output: of an element of its result.
+        weights: their number.
+        splits: whether the ranks may split its output channels; the input is then needed whole.
+    """
 
     window: Window
     out_channels: int
     flops_per_output: float
     weights: int = 0
+    splits: bool = False
 
 
 def coarsen_if_faster(layout: Layout, work: Workload) -> Layout:
@@ -80,14 +94,84 @@ def coarsen_if_faster(layout: Layout, work: Workload) -> Layout:
     key = ("coarsening", layout, work)
 
     def choose() -> Layout:
-        judged = layout
-        if layout.splits[0] is None and (mesh.data_size > 1 or not layout.shape[0]):
-            judged = layout.replace(shape=(1, *layout.shape[1:]))
+        judged = _judged(layout)
         options = [judged, *_coarser(judged)]
         chosen = min(options, key=lambda option: _seconds(judged, option, work))
         return layout if chosen is judged else chosen.replace(shape=layout.shape)
 
     return mesh.session.plan(key, choose)
+
+
+def idle_axes(layout: Layout) -> tuple[str, ...]:
+    """Returns the axes over which the ranks may split the outputs of a layer with a whole input.
+
+    There are none on meshes with a channel axis, along which layers split their channels anyway.
+    """
+    grid = layout.mesh.grid
+    if layout.used_axes or layout.mesh.keep_thin_blocks or grid.size((CHANNEL_AXIS,)) > 1:
+        return ()
+    return grid.split(layout.unused_axes)
+
+
+def idle_split(layout: Layout, outputs: Sequence[int], flops: float, weights: int) -> Split | None:
+    """Chooses whether the ranks split the output channels of a layer with a whole input.
+
+    Otherwise each of them computes the whole layer. The choice assumes as many samples as
+    `coarsen_if_faster`.
+
+    Args:
+        layout: of the input.
+        outputs: shape of the result.
+        flops: of a sample.
+        weights: their number.
+
+    Returns:
+        The split of dim 1 of the result; `None` if computing all of it is estimated to be faster.
+    """
+    axes = idle_axes(layout)
+    split = split_jointly(layout.mesh, outputs[1], axes)
+    if split is None or outputs[1] < split.partition.parts:
+        return None
+
+    def pays() -> bool:
+        costs, judged = costs_of(layout.mesh.hardware), _judged(layout)
+        n = judged.shape[0]
+        seconds = 3 * max(n * flops * costs.flop, weights * ELEMENT_BYTES * costs.byte)
+        seconds *= max(1.0, layout.mesh.ranks_per_core)
+        sizes = math.prod(judged.shape), n * math.prod(outputs[1:])
+        on_channels = seconds_on_channels(costs, split.partition.parts, outputs[1], seconds, sizes)
+        return on_channels < seconds
+
+    key = ("idle split", layout, tuple(outputs), flops, weights)
+    return split if layout.mesh.session.plan(key, pays) else None
+
+
+def seconds_on_channels(
+    costs: Costs, parts: int, channels: int, seconds: float, sizes: tuple[float, float]
+) -> float:
+    """Estimates the time of a layer, with backward, whose output channels the ranks split.
+
+    The ranks add up their parts of dL/dx. The next layer, which splits its inputs, adds up its
+    outputs: as many as these, it is assumed.
+
+    Args:
+        costs: of the ranks.
+        parts: of the channels.
+        channels: their number.
+        seconds: that the whole layer takes on one rank.
+        sizes: elements of the input and of the result.
+    """
+    fixed = costs.exchange + math.ceil(math.log2(parts)) * costs.message
+    moved = 2 * (parts - 1) / parts * sum(sizes) * ELEMENT_BYTES * costs.byte
+    # They must pay as well where the layer is as fast as a large one, as on devices.
+    return math.ceil(channels / parts) / channels * seconds + _SMALL * (2 * fixed + moved)
+
+
+def _judged(layout: Layout) -> Layout:
+    """Returns the layout with the number of samples that choices assume."""
+    if layout.splits[0] is None and (layout.mesh.data_size > 1 or not layout.shape[0]):
+        return layout.replace(shape=(1, *layout.shape[1:]))
+    return layout
 
 
 def _has_thin_block(layout: Layout, window: Window) -> bool:
@@ -136,6 +220,11 @@ def _seconds(current: Layout, option: Layout, work: Workload) -> float:
     ]
     compute = max(*by_rank, sum(by_rank) * mesh.ranks_per_core / mesh.sample_size)
     halo = 2 * _exchange_seconds(option.boxes, plan.needed, costs)
+    if work.splits and (axes := idle_axes(option)):
+        parts, sizes = mesh.grid.size(axes), (math.prod(option.shape), math.prod(plan.out.shape))
+        if work.out_channels >= parts:
+            split = seconds_on_channels(costs, parts, work.out_channels, compute, sizes)
+            compute = min(compute, split)
     move = 0.0 if option is current else 2 * _exchange_seconds(current.boxes, option.boxes, costs)
     return LAYERS * (compute + halo) + move
 
@@ -154,10 +243,10 @@ def _exchange_seconds(owned: Sequence[Box], needed: Sequence[Box], costs: Costs)
     return costs.exchange + slowest if slowest else 0.0
 
 
-def conv_workload(window: Window, weight_shape: Sequence[int]) -> Workload:
+def conv_workload(window: Window, weight_shape: Sequence[int], *, splits: bool = False) -> Workload:
     """Returns the workload of a convolution with a weight [Co, Ci / groups, *kernel]."""
     flops = 2.0 * math.prod(weight_shape[1:])
-    return Workload(window, weight_shape[0], flops, math.prod(weight_shape))
+    return Workload(window, weight_shape[0], flops, math.prod(weight_shape), splits)
 
 
 def pool_workload(window: Window, channels: int) -> Workload:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pydist.errors import UsageError
 
-_NARROW = (torch.float16, torch.bfloat16)
+NARROW = (torch.float16, torch.bfloat16)
+"""Types of 16 bits, whose sums are computed in float32."""
 
 
 def require_same_dtype(function: Callable[..., Any], x: Tensor, *parameters: Tensor | None) -> None:
@@ -26,7 +27,7 @@ def require_fitting(function: Callable[..., Any], x: Tensor, *parameters: Tensor
     if torch.is_autocast_enabled(x.device.type):
         return  # autocast has its own rules
     for each in parameters:
-        mixed = x.dtype in _NARROW and each is not None and each.dtype == torch.float32
+        mixed = x.dtype in NARROW and each is not None and each.dtype == torch.float32
         if each is not None and each.dtype != x.dtype and not mixed:
             rule = "they must have the same type, or float32 with float16 or bfloat16 input"
             raise _refusal(function, x, each, rule)

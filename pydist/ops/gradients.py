@@ -21,7 +21,7 @@ def unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> No
     sharded = [grad for grad in grads if isinstance(grad, ShardedTensor)]
     own = [local_of(grad) if isinstance(grad, ShardedTensor) else grad for grad in grads]
     torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, inv_scale)
-    layouts = [grad._layout for grad in sharded]
+    layouts = [grad.layout for grad in sharded]
     for axes in dict.fromkeys(layout.used_axes for layout in layouts):
         layouts[0].mesh.group(axes).all_reduce(found_inf, "max")
 

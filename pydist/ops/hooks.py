@@ -40,7 +40,7 @@ class _ShownNode:
         if not isinstance(grads, tuple) or len(grads) != len(self._like):
             return grads
         return tuple(
-            wrap(in_memory(g), x._layout, x)
+            wrap(in_memory(g), x.layout, x)
             if isinstance(x, ShardedTensor) and isinstance(g, Tensor)
             else g
             for g, x in zip(grads, self._like, strict=True)
@@ -49,7 +49,7 @@ class _ShownNode:
 
 def _alias(shard: Tensor, x: ShardedTensor) -> ShardedTensor:
     """Returns an alias of `x` with another graph node; in-place changes of it change `x`."""
-    alias = wrap(shard, x._layout, x)
+    alias = wrap(shard, x.layout, x)
     alias._view = view_at(x)
     return alias
 

@@ -75,7 +75,7 @@ def along_dims(func: Callable[[Tensor], Any], x: ShardedTensor, dims: Collection
     Returns:
         The result or results, split like `x`; a dim of a new extent in the same proportions.
     """
-    moved = redistribute(x, whole_along(x._layout, dims))
+    moved = redistribute(x, whole_along(x.layout, dims))
     local = local_of(moved)
     if x.numel():  # else all shards are empty
         local = with_elements(local)
@@ -84,8 +84,8 @@ def along_dims(func: Callable[[Tensor], Any], x: ShardedTensor, dims: Collection
         if not isinstance(result, Tensor):
             return type(result)([back(part) for part in result])
         shape = [result.shape[d] if d in dims else n for d, n in enumerate(x.shape)]
-        layout = scaled_layout(moved._layout, shape)
+        layout = scaled_layout(moved.layout, shape)
         result = wrap(without_added(result, layout.local_shape), layout, x)
-        return redistribute(result, scaled_layout(x._layout, shape))
+        return redistribute(result, scaled_layout(x.layout, shape))
 
     return back(func(local))

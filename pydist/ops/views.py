@@ -13,7 +13,7 @@ from pydist.tensor import ShardedTensor, view_of
 
 def moves(x: ShardedTensor, layout: Layout) -> bool:
     """Returns whether ranks exchange blocks to bring `x` to a layout of the same shape."""
-    return x._layout != layout and x._layout.boxes != layout.boxes
+    return x.layout != layout and x.layout.boxes != layout.boxes
 
 
 def hides_order(layout: Layout, dims: Sequence[int]) -> bool:
@@ -40,7 +40,7 @@ def in_format(
     torch returns the tensor itself or a copy, depending on the global strides, which shards may
     not show.
     """
-    layout, is_same = input._layout, local is input._shard
+    layout, is_same = input.layout, local is input._shard
     if is_same and input.mesh.sample_size == 1:
         return input
     is_plain = memory_format == torch.contiguous_format

@@ -20,23 +20,20 @@ from pydist.gradients.partitioned_bucket import ParameterPartition, PartitionedB
 from pydist.gradients.reducer import Reducer
 from pydist.gradients.rows import in_memory_order_of, memory_of
 from pydist.mesh import Mesh
-from pydist.optim.layerwise import LAMB, LARS, LayerwiseOptimizer
+from pydist.optim.layerwise import LayerwiseOptimizer
 from pydist.optim.whole_state import ParameterState, gather_state
 from pydist.parallel import EntryHook, entry_hook_of
 from pydist.slices.steps import (
-    ELEMENTWISE,
     end_step,
     gather_in_state_dict,
     own_part_of_state,
+    step_obstacle,
 )
 from pydist.watchdog import SPAN, phase
 
 Use = Literal["auto", "always", "never"]
 
-POSSIBLE = (*ELEMENTWISE, LARS, LAMB)
-"""Optimizers that can be partitioned: those that treat each element separately, and those that ask
-for norms of parameters."""
-
+_OF_HOOKS = "its step hooks would see parts; register them on what pydist.optim.sharded returns"
 WORTHWHILE = 1 << 20
 """Number of elements from which "auto" partitions the step. Adam takes 4.5 ns per element on one
 core, so two ranks save at least 2.4 ms: the possible cost of each bucket's second message."""
@@ -60,8 +57,9 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
     that of the plain optimizer, which loads on any number of ranks, also without pydist.
 
     Args:
-        optimizer: torch's optimizer over parameters of the model; give the returned one to
-            schedulers, and register hooks there. Existing state is kept.
+        optimizer: over parameters of the model: one of torch's element-wise optimizers, a
+            `LayerwiseOptimizer`, or one whose class has ``elementwise = True``. Give the returned
+            one to schedulers, and register hooks there. Existing state is kept.
         model: the parallelized model.
         use: "always", "never", or "auto": if it is estimated to be faster, that is on two ranks or
             more, from a million parameters on, with a supported optimizer. The estimate depends on
@@ -86,7 +84,7 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
             return optimizer
         parameters = (own_slice(p) for g in optimizer.param_groups for p in g["params"])
         elements = sum(p.numel() for p in parameters if p.requires_grad and _has_copies(p, entry))
-        is_faster = elements >= WORTHWHILE and _obstacle(optimizer) is None
+        is_faster = elements >= WORTHWHILE and step_obstacle(optimizer, _OF_HOOKS) is None
         if not (is_faster or entry.mesh.world.mixes):
             return optimizer
     return ShardedOptimizer(optimizer, model)
@@ -115,13 +113,13 @@ class ShardedOptimizer(Optimizer):
         """Wraps an optimizer.
 
         Args:
-            optimizer: one of `POSSIBLE`; must no longer be stepped directly.
+            optimizer: that can step parts, see `sharded`; must no longer be stepped directly.
             model: the parallelized model.
 
         Raises:
             UsageError: the optimizer is not supported, or the model is not parallelized.
         """
-        obstacle = _obstacle(optimizer)
+        obstacle = step_obstacle(optimizer, _OF_HOOKS)
         if obstacle is not None:
             raise UsageError(f"{type(optimizer).__name__} can't be partitioned: {obstacle}")
         self._entry = entry_hook_of(model)
@@ -394,18 +392,6 @@ class _Norms:
         if not self._is_sent:
             self._is_sent = True
             self._world.all_reduce(self._all)
-
-
-def _obstacle(optimizer: Optimizer) -> str | None:
-    """Returns why an optimizer can't be partitioned, or `None`."""
-    if type(optimizer) not in POSSIBLE and not isinstance(optimizer, LayerwiseOptimizer):
-        names = ", ".join(each.__name__ for each in POSSIBLE)
-        return f"it may look at more than one element at a time; possible are {names}"
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "differentiable=True"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return "its step hooks would see parts; register them on what pydist.optim.sharded returns"
-    return None
 
 
 def _has_copies(parameter: Tensor, entry: EntryHook) -> bool:

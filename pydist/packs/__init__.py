@@ -2,7 +2,8 @@
 
 `pack` writes a folder's files into a pack folder, `verify` compares one with its checksums,
 `PackFileSystem` reads it through fsspec, and `PackFiles` is a data set of its files for torch.
-`serve` sends the partitions that one node has to readers on others.
+`stage` copies the partitions of one node to its disk or memory, and `serve` sends them to readers
+on other nodes.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydist.packs.dataset import PackFiles
     from pydist.packs.filesystem import PackFileSystem
+    from pydist.packs.options import PackOptions
     from pydist.packs.servers import serve
+    from pydist.packs.staging import stage
     from pydist.packs.verifying import verify
-    from pydist.packs.writing import PackOptions, pack
+    from pydist.packs.writing import pack
 
 # Imported on first use: packing needs no torch.
 _HOMES = {
     "PackFileSystem": "filesystem",
     "PackFiles": "dataset",
-    "PackOptions": "writing",
+    "PackOptions": "options",
     "pack": "writing",
     "serve": "servers",
+    "stage": "staging",
     "verify": "verifying",
 }
 
-__all__ = ["PackFileSystem", "PackFiles", "PackOptions", "pack", "serve", "verify"]
+__all__ = ["PackFileSystem", "PackFiles", "PackOptions", "pack", "serve", "stage", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import functools
 import io
 import os
 import stat
@@ -13,16 +14,19 @@ from typing import IO, Any
 
 from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.spec import AbstractFileSystem
-from fsspec.utils import stringify_path
+from fsspec.utils import stringify_path, tokenize
 from typing_extensions import Buffer
 
 from pydist._loader import native
+from pydist.data.regular import Stamp
 from pydist.errors import DataError, UsageError
-from pydist.packs.servers import open_pack
+from pydist.packs.servers import SECRET, SERVERS, open_pack
 
 _PREFIX = "pydist://"
 _READ_WHOLE = 1 << 20
 """Files of up to this size are read when they are opened, and compared with their checksum."""
+_OPEN = 16
+"""Packs that stay open after their last use."""
 
 
 class PackFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types
@@ -41,10 +45,24 @@ class PackFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
 
     protocol = "pydist"
     root_marker = ""
+    # fsspec would return an earlier instance for equal arguments, with which a relative path can
+    # lead to another pack now; `_opened` keeps packs instead.
+    cachable = False
 
     def __init__(self, target: str | Path, **options: Any) -> None:
         super().__init__(target, **options)
-        self.pack = open_pack(target)
+        self.folder = Path(target).absolute()
+        """The pack's folder."""
+        self.pack = _opened(self.folder)
+
+    @property
+    def _fs_token(self) -> str:
+        """Token that is equal for file systems of the same pack."""
+        return str(tokenize(str(self.folder), self.pack.id))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {name: each for name, each in self.storage_options.items() if name != "target"}
+        return _again, (type(self), self.folder, options, self.pack.id)
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -60,8 +78,7 @@ class PackFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
 
     def unstrip_protocol(self, name: str) -> str:
         """Returns the URL of a path: `pydist://FOLDER/path`."""
-        target = Path(*self.storage_args, *filter(None, [self.storage_options.get("target")]))
-        return f"{_PREFIX}{target}/{self._strip_protocol(name)}"
+        return f"{_PREFIX}{self.folder}/{self._strip_protocol(name)}"
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         """Returns `name`, `size` in bytes, `type`, `mode` and `mtime` (seconds since 1970)."""
@@ -186,6 +203,30 @@ class _RawFile(io.RawIOBase):
         return count
 
 
+def _opened(folder: Path) -> native.PackFolder:
+    """Opens a pack, or returns the one that was opened from the same files and servers."""
+    try:
+        index = Stamp.of((folder / native.PACK_INDEX).stat())
+    except OSError:
+        return open_pack(folder)  # which says what is wrong
+    return _kept(folder, index, os.environ.get(SERVERS), os.environ.get(SECRET))
+
+
+@functools.lru_cache(_OPEN)
+def _kept(folder: Path, *opened_from: object) -> native.PackFolder:
+    return open_pack(folder)
+
+
+def _again(
+    kind: type[PackFileSystem], folder: Path, options: dict[str, Any], id: bytes
+) -> PackFileSystem:
+    """Opens the pack of a file system that was pickled."""
+    found = kind(folder, **options)
+    if found.pack.id != id:
+        raise DataError(f"{folder}: the pack was replaced by another one")
+    return found
+
+
 def _split(url: str) -> tuple[str, str]:
     """Returns the pack's folder and the path inside of it: the first folder that has an index."""
     path = url.removeprefix(_PREFIX)
@@ -209,7 +250,8 @@ def _info(path: str, entry: native.PackEntry) -> dict[str, Any]:
 
 
 def _restore(path: str, entry: native.PackEntry) -> None:
-    """Gives an extracted file or folder its time and mode."""
+    """Gives an extracted file or folder its time and its permissions."""
     os.utime(path, ns=(entry.mtime_ns, entry.mtime_ns))
-    with contextlib.suppress(PermissionError):  # of set-user-id bits, on some file systems
-        Path(path).chmod(entry.mode)
+    with contextlib.suppress(PermissionError):  # some file systems have no modes
+        # No set-user-id: a pack from anywhere must not make programs that run as another user.
+        Path(path).chmod(entry.mode & 0o777)

@@ -13,13 +13,15 @@ from pathlib import Path
 from pydist._loader import native
 from pydist.errors import UsageError
 
+SERVERS, SECRET = "PYDIST_PACKS_SERVERS", "PYDIST_PACKS_SECRET"
+"""Variables of the environment."""
 _SHORTEST = 16
 """Characters of a secret."""
 
 
 def addresses() -> list[str]:
     """Returns the servers' addresses, from the environment; usually there are none."""
-    text = os.environ.get("PYDIST_PACKS_SERVERS", "")
+    text = os.environ.get(SERVERS, "")
     return [address.strip() for address in text.split(",") if address.strip()]
 
 
@@ -55,10 +57,10 @@ def serve(folder: str | Path, address: str, threads: int = 8) -> native.PackServ
 
 def secret() -> bytes:
     """Returns the key that is derived from the job's secret; raises `UsageError`."""
-    text = os.environ.get("PYDIST_PACKS_SECRET", "")
+    text = os.environ.get(SECRET, "")
     if len(text) < _SHORTEST:
         raise UsageError(
-            f"PYDIST_PACKS_SECRET has {len(text)} characters: set it to {_SHORTEST} or more that "
+            f"{SECRET} has {len(text)} characters: set it to {_SHORTEST} or more that "
             "others do not know, the same for servers and readers"
         )
     return hashlib.blake2b(os.fsencode(text), digest_size=16, person=b"pydist packs").digest()

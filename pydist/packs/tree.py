@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +88,19 @@ class SourceTree:
     def full_path(self, number: int) -> bytes:
         """Returns the absolute path of a file or folder."""
         return os.path.join(self._root, self.path(number))  # noqa: PTH118  Path takes no bytes
+
+    def below(self, folders: Iterable[str]) -> set[int]:
+        """Returns the files below folders; raises `DataError` if one of them is not there."""
+        wanted = {os.fsencode(folder.strip("/")): folder for folder in folders}
+        inside = [False] * len(self.nodes)
+        for number, node in enumerate(self.nodes[1:], 1):  # folders come before what is in them
+            named = bool(wanted) and node.directory and self.path(number) in wanted
+            if named:
+                del wanted[self.path(number)]
+            inside[number] = named or inside[node.parent]
+        for folder in wanted.values():
+            raise DataError(f"{shown(self._root)}: no folder {folder!r} in it")
+        return {number for number in self.files if inside[number]}
 
     def digest(self) -> str:
         """Returns the SHA-256 of all that was found: names, kinds, modes, times and sizes."""

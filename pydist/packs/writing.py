@@ -9,11 +9,11 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydist import owner
 from pydist._loader import native
@@ -21,6 +21,7 @@ from pydist.data.lock import FILE_NAME as LOCK_NAME
 from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, need_space, publish, real_path
 from pydist.errors import DataError, DiskError, UsageError
+from pydist.packs.options import PackOptions
 from pydist.packs.tree import SourceTree, shown
 from pydist.parsing import byte_count, parse_json
 
@@ -31,30 +32,6 @@ LARGEST_ITEM = 255
 
 Progress = Callable[[int, int, str], None]
 """Called with (bytes done, bytes in total, the latest file), from one thread at a time."""
-
-
-@dataclass(frozen=True)
-class PackOptions:
-    """Options that say how a folder is packed.
-
-    Attributes:
-        partition_bytes: size of a partition before compression, such as "1GB" or a number of bytes.
-            A larger file has a partition that is as large as it is.
-        partitions: their number, instead of their size.
-        codec: compresses each file that gets smaller by it. Parts of a compressed file can't be
-            read without the rest. Files over 1 GiB stay raw.
-        item_size: bytes of one value in the files, such as 2 for int16, by which "blosc" sorts.
-        order: of the files in the partitions. Where files of one class are in one folder, sorted
-            partitions have few classes each.
-        seed: of the shuffled order.
-    """
-
-    partition_bytes: int | str = "1GB"
-    partitions: int | None = None
-    codec: Literal["raw", "zstd", "lz4", "blosc"] = "raw"
-    item_size: int = 1
-    order: Literal["shuffled", "sorted"] = "shuffled"
-    seed: int = 0
 
 
 def pack(
@@ -79,8 +56,8 @@ def pack(
         `files` and `folders`, and `bytes` before and `stored_bytes` after compression.
 
     Raises:
-        DataError: the source is missing, changes, or has links that can't be packed, sockets or
-            devices.
+        DataError: the source is missing, changes, has no such folder as is to be broadcast, or has
+            links that can't be packed, sockets or devices.
         UsageError: an option is out of range, the folder has other content, or another process
             writes there.
         NotSupported: the codec's library is missing.
@@ -93,11 +70,16 @@ def pack(
     if inner == outer or outer in inner.parents:
         raise UsageError(f"{folder}: inside of {source}, which is to be packed; choose another one")
     tree = SourceTree(source)
-    count = options.partitions or max(1, math.ceil(tree.size / limit))
-    if count > MOST_PARTITIONS:
+    shared = tree.below(options.broadcast)
+    shared_size = sum(tree.nodes[number].size for number in shared)
+    count = options.partitions or max(1, math.ceil((tree.size - shared_size) / limit))
+    shared_count = max(1, math.ceil(shared_size / limit)) if shared else 0
+    if count + shared_count > MOST_PARTITIONS:
+        least = math.ceil(tree.size / (MOST_PARTITIONS - 1 if shared else MOST_PARTITIONS))
+        better = "fewer" if options.partitions else f"partition_bytes of {least} or more"
         raise UsageError(
-            f"{tree.size} bytes in {count} partitions: at most {MOST_PARTITIONS}; choose "
-            f"partition_bytes of {math.ceil(tree.size / MOST_PARTITIONS)} or more"
+            f"{tree.size} bytes in {count + shared_count} partitions: at most {MOST_PARTITIONS}; "
+            f"choose {better}"
         )
     make_folder(root)
     with FolderLock(root) as lock:
@@ -107,7 +89,10 @@ def pack(
             return origin
         if options.codec == "raw":
             need_space(root, tree.size)
-        return _Packing(tree, root, options, progress).run(count, recipe, lock)
+        packing = _Packing(tree, root, options, progress)
+        others = set(tree.files) - shared
+        parts = packing.divided(others, count) + packing.divided(shared, shared_count)
+        return packing.run(parts, recipe, lock)
 
 
 def record_of(folder: native.PackFolder) -> dict[str, Any]:
@@ -124,7 +109,9 @@ def _recorded(options: PackOptions) -> dict[str, Any]:
     kept = asdict(options)
     if options.codec != "blosc":
         del kept["item_size"]
-    return kept
+    folders = sorted({folder.strip("/") for folder in options.broadcast})
+    del kept["broadcast"]
+    return {**kept, "broadcast": folders} if folders else kept
 
 
 def _checked(options: PackOptions) -> int:
@@ -210,14 +197,11 @@ class _Packing:
         self._reporting = threading.Lock()
         self._stopped = threading.Event()
 
-    def run(self, count: int, recipe: dict[str, Any], lock: FolderLock) -> dict[str, Any]:
-        """Writes the pack, and returns its origin."""
-        parts: list[list[int]] = [[] for _ in range(count)]
-        order = self._order()
-        sizes = [self._tree.nodes[number].size for number in order]
-        for number, part in zip(order, parts_by_bytes(sizes, count), strict=True):
-            parts[part].append(number)
-        finals = [self._root / native.partition_name(part) for part in range(count)]
+    def run(
+        self, parts: Sequence[Sequence[int]], recipe: dict[str, Any], lock: FolderLock
+    ) -> dict[str, Any]:
+        """Writes the pack with the files of each partition, and returns its origin."""
+        finals = [self._root / native.partition_name(part) for part in range(len(parts))]
         temporaries = [owner.temporary(path.with_name(f".{path.name}")) for path in finals]
         try:
             written = self._write_all(parts, temporaries)
@@ -237,17 +221,26 @@ class _Packing:
                     temporary.unlink(missing_ok=True)
         return origin
 
-    def _order(self) -> list[int]:
-        """Returns the files in the order of the partitions."""
+    def divided(self, files: Iterable[int], count: int) -> list[list[int]]:
+        """Returns the files of each of `count` partitions."""
+        parts: list[list[int]] = [[] for _ in range(count)]
+        order = self._ordered(files)
+        sizes = [self._tree.nodes[number].size for number in order]
+        for number, part in zip(order, parts_by_bytes(sizes, count), strict=True):
+            parts[part].append(number)
+        return parts
+
+    def _ordered(self, files: Iterable[int]) -> list[int]:
+        """Returns files in the order of the partitions."""
         if self._options.order == "sorted":
-            return sorted(self._tree.files, key=self._tree.path)
+            return sorted(files, key=self._tree.path)
         # By a hash of seed and path: the same order with every version of Python.
         seed = self._options.seed.to_bytes(8, "little")
 
         def key(number: int) -> bytes:
             return hashlib.blake2b(self._tree.path(number), key=seed, digest_size=16).digest()
 
-        return sorted(self._tree.files, key=key)
+        return sorted(files, key=key)
 
     def _write_all(self, parts: Sequence[Sequence[int]], files: Sequence[Path]) -> list[int]:
         """Writes all partitions, several at a time, and returns their sizes."""

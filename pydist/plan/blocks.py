@@ -21,6 +21,8 @@ class Blocks:
     Attributes:
         axes: of the mesh, along which the input's spatial dims are cut.
         cuts: of each spatial dim.
+        channel_axes: along which channels are cut: the channel axis, or where there is none the
+            spatial axes, for layers with thin blocks.
         channel: parts of the channels.
         samples: of a pass of a sample group, relative to those of the trace.
         is_cut: of each tensor, whether its spatial dims are cut.
@@ -29,10 +31,11 @@ class Blocks:
 
     def __init__(self, model: StepModel, grid: Grid) -> None:
         self._model, self._trace, self.grid = model, model.trace, grid
-        self._dims = len(self._trace.tensors[0].shape)
-        self.axes = tuple(axes_by_dim(self._dims - 2).values())
+        self.axes = tuple(axes_by_dim(self._trace.dims).values())
         self.cuts = model.cuts.of([grid.size((axis,)) for axis in self.axes])
-        self.channel = grid.size((CHANNEL_AXIS,))
+        self.has_channel_axis = grid.size((CHANNEL_AXIS,)) > 1
+        self.channel_axes = (CHANNEL_AXIS,) if self.has_channel_axis else grid.split(self.axes)
+        self.channel = grid.size(self.channel_axes)
         passes = grid.size(("data",)) * model.training.passes
         self.samples = math.ceil(model.training.batch / passes) / SAMPLES
         count = len(self._trace.tensors)
@@ -80,7 +83,7 @@ class Blocks:
 
     def is_whole_sample(self, shape: Sequence[int]) -> bool:
         """Returns whether a shape has the input's number of dims, so that it can be cut."""
-        return len(shape) == self._dims
+        return len(shape) == self._trace.dims + 2
 
     def problem(self, call: TracedCall, of_input: bool, of_result: bool) -> ConvProblem | None:
         """Returns the convolution that a rank computes; `None` if the call is none.
@@ -104,7 +107,7 @@ class Blocks:
         padding = tuple(before for before, _ in window.padding)
         return ConvProblem(
             source, weight, window.stride, padding, window.dilation, groups,
-            self._model.training.dtype,
+            self._model.dtype,
         )  # fmt: skip
 
     @property

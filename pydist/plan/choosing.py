@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from pydist import memory
 from pydist.errors import UsageError
-from pydist.grid import Grid
+from pydist.grid import OTHER_AXES, Grid
 from pydist.hardware import PROFILES, Hardware, load_hardware, this_machine
 from pydist.plan.estimate import Estimate, StepModel, Training
 from pydist.plan.kept import KeptConvs
@@ -34,7 +35,7 @@ def best_mesh(
 
         mesh = pydist.init(mesh=pydist.plan.best_mesh(network, (4, 128, 128, 128), Training(8)))
 
-    Along the channel axis it uses one rank.
+    It cuts samples and batches only.
 
     Args:
         model: the plain network; unchanged.
@@ -57,7 +58,10 @@ def best_mesh(
 
 
 def choose_mesh(
-    model: StepModel, ranks: int, data: int | None = None, channel: int = 1
+    model: StepModel,
+    ranks: int,
+    data: int | None = None,
+    parts: Mapping[str, int] = MappingProxyType({}),
 ) -> Estimate:
     """Returns the estimate of the fastest mesh that fits in the hardware's memory.
 
@@ -65,23 +69,25 @@ def choose_mesh(
         model: of the step.
         ranks: number of ranks.
         data: number of sample groups; by default any, up to a sample of a pass for each.
-        channel: parts of the channels.
+        parts: number of ranks along axes besides data and space, by name; others have one.
 
     Raises:
         UsageError: no mesh fits, or has these parts.
     """
     training = model.training
     most = max(1, training.batch // training.passes)
+    wanted = {axis: parts.get(axis, 1) for axis in OTHER_AXES}
 
     def allowed(grid: Grid) -> bool:
         groups = grid.size(("data",))
         fits = groups <= most if data is None else groups == data
-        return fits and grid.size(("channel",)) == channel
+        return fits and all(grid.size((axis,)) == size for axis, size in wanted.items())
 
     found = plan_meshes(model, ranks, allowed=allowed)
     if not found:
         of_data = f"data {data}" if data is not None else f"at most {most} sample groups"
-        raise UsageError(f"no mesh of {ranks} ranks has channel {channel} and {of_data}")
+        of_others = ", ".join(f"{axis} {size}" for axis, size in wanted.items())
+        raise UsageError(f"no mesh of {ranks} ranks has {of_others} and {of_data}")
     best, limit = found[0], model.hardware.memory
     if best.peak > limit:
         raise UsageError(

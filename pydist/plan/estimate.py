@@ -51,7 +51,7 @@ class Training:
         batch: samples of a step, of all groups.
         passes: in which a step's samples go through the network.
         state: bytes of the optimizer's state per byte of parameters: 2 for Adam, 1 with momentum.
-        dtype: in which convolutions compute.
+        dtype: in which convolutions of a network in float32 compute, as under autocast.
         partitioned: whether the optimizer is partitioned over the ranks (ZeRO-1).
         prefetch: batches that are read ahead.
         file_bytes: of a sample in its files; 0 without files.
@@ -95,6 +95,7 @@ class Estimate:
         seconds: of the slowest rank, by `PARTS`; in stages of one on the busiest mesh.
         memory: bytes of the largest rank by kind, see `pydist.plan.memory.KINDS`.
         gathered: layers whose thin blocks the ranks gather, by the paths of their modules.
+        on_channels: layers whose channels the ranks split over spatial axes, as blocks were thin.
         in_stages: the stages, if there are several.
     """
 
@@ -103,6 +104,7 @@ class Estimate:
     seconds: Mapping[str, float]
     memory: Mapping[str, float]
     gathered: tuple[str, ...] = ()
+    on_channels: tuple[str, ...] = ()
     in_stages: InStages | None = None
 
     def __str__(self) -> str:
@@ -162,7 +164,8 @@ class StepModel:
         self.trace, self.training, self.hardware, self.kept = trace, training, hardware, kept
         self.cuts = Cuts(trace)
         self.sweep = ActivationSweep(trace)
-        name = str(training.dtype).removeprefix("torch.")
-        self.flops = hardware.flops.get(name, hardware.flops["float32"])
+        given = trace.dtype
+        self.dtype = training.dtype if given == torch.float32 else given
+        self.flops = hardware.flops_of(self.dtype)
         # Activations under autocast; a trace has the input's dtype.
-        self.narrow = min(1.0, training.dtype.itemsize / 4)
+        self.narrow = min(1.0, self.dtype.itemsize / given.itemsize)

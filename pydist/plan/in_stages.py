@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -27,7 +27,8 @@ from pydist.plan.estimate import (
 )  # fmt: skip
 from pydist.plan.on_mesh import StepOnMesh
 from pydist.plan.trace import Trace
-from pydist.stages.plan import partition, times
+from pydist.stages.balance import partition
+from pydist.stages.plan import times
 from pydist.stages.schedule import Pass, Schedule, needed_passes
 
 
@@ -50,7 +51,8 @@ def estimate_in_stages(model: StepModel, grid: Grid, given: InStages) -> Estimat
     sent, legal = _cuts(step, trace)
     if 1 + int(legal.sum()) < given.stages:
         return None
-    at = partition([times(of_calls, 1)] * given.stages, sent, legal)
+    order = range(given.stages)
+    at = partition([times(of_calls, 1)] * given.stages, sent, legal, order)
     stages = [range(a, b) for a, b in pairwise([0, *at, len(trace.calls)])]
     schedule = Schedule(given.schedule, range(given.stages))
     link = _link(model, grid, given.stages)
@@ -61,25 +63,73 @@ def estimate_in_stages(model: StepModel, grid: Grid, given: InStages) -> Estimat
         [trace.parameters[n] for call in trace.calls[c.start : c.stop] for n in call.parameters]
         for c in stages
     ]
-    tails = [
-        step.of_gradients(own, sum(step.backward["compute"][calls.start : calls.stop]))
-        for own, calls in zip(parameters, stages, strict=True)
+    # A mesh has one stage; of GEMS two, which run a part of the micro-batches each.
+    on_mesh = [
+        [stage for stage in range(given.stages) if mesh in schedule.meshes(stage)]
+        for mesh in range(given.stages)
     ]
+    tails = [_tail(step, own, stages, parameters, link) for own in on_mesh]
     finished = [end + sum(tail.values()) for end, tail in zip(ends, tails, strict=True)]
+    placed = [schedule.placed(number) for number in range(given.micro_batches)]
     busy = [
-        {k: given.micro_batches * s for k, s in step.of_calls(calls).items()} | tail
-        for calls, tail in zip(stages, tails, strict=True)
+        _sums(
+            (sum(each[stage] == mesh for each in placed), step.of_calls(stages[stage]))
+            for stage in own
+        )
+        | tail
+        for mesh, (own, tail) in enumerate(zip(on_mesh, tails, strict=True))
     ]
     seconds = dict.fromkeys(PARTS, 0.0) | max(busy, key=lambda each: sum(each.values()))
     seconds["waiting"] += max(finished) - sum(seconds.values())
     seconds["reading"] = max(0.0, step.reading() - max(finished))
-    memories = [
+    of_stages = [
         step.memory_of(calls, own, schedule.most_alive(stage, given.micro_batches))
         for stage, (calls, own) in enumerate(zip(stages, parameters, strict=True))
     ]
+    memories = [_memory([of_stages[stage] for stage in own]) for own in on_mesh]
     largest = max(memories, key=lambda each: sum(each.values()))
     batch = model.training.batch
-    return Estimate(grid, batch, seconds, largest, step.gathered_layers(), given)
+    moved = step.gathered_layers(), step.layers_on_channels()
+    return Estimate(grid, batch, seconds, largest, *moved, in_stages=given)
+
+
+def _tail(
+    step: StepOnMesh, own: Sequence[int], stages: Sequence[range],
+    parameters: Sequence[Sequence[int]], link: Interconnect,
+) -> dict[str, float]:  # fmt: skip
+    """Returns the seconds of a mesh's gradients and optimizer, after its passes.
+
+    Args:
+        step: of the network.
+        own: stages of the mesh; two are also on another mesh, and their gradients are summed.
+        stages: calls of each stage.
+        parameters: bytes of each stage's parameters.
+        link: connection of a rank to one of another mesh.
+    """
+    hiding = sum(sum(step.backward["compute"][stages[s].start : stages[s].stop]) for s in own)
+    found = step.of_gradients([n for s in own for n in parameters[s]], hiding)
+    if len(own) > 1:
+        nbytes = sum(sum(parameters[s]) for s in own)
+        found["gradients"] += len(own) * link.latency + nbytes / link.bandwidth
+    return found
+
+
+def _sums(weighted: Iterable[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Returns weighted sums by key."""
+    found = dict[str, float]()
+    for weight, each in weighted:
+        for key, value in each.items():
+            found[key] = found.get(key, 0.0) + weight * value
+    return found
+
+
+def _memory(of_stages: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the bytes of a mesh by kind: it holds all stages, and runs one of them at a time."""
+    held = ("parameters", "gradients", "optimizer", "buckets")
+    return {
+        kind: (sum if kind in held else max)(each[kind] for each in of_stages)
+        for kind in of_stages[0]
+    }
 
 
 def _kept_of_batch(model: StepModel, grid: Grid) -> KeptSeconds:

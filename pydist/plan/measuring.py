@@ -73,8 +73,9 @@ def measure_hardware(world: Transport, name: str) -> Hardware:
     told = json.dumps([socket.gethostname(), this_machine()]).encode()
     found = [json.loads(each) for each in world.all_gather_bytes(told)]
     hosts = [host for host, _ in found]
-    convolving, alone = _convolution(), Mesh(LocalTransport())
+    convolving, alone = _convolution(torch.float32), Mesh(LocalTransport())
     flop, crowding_flops = _crowded(world, convolving)
+    wide, _ = _crowded(world, _convolution(torch.float64))
     norm, crowding_bytes = _crowded(world, _norm(alone))
     call, exchange, edge = _calls(world, alone)
     mine = [call, exchange, edge, _jitter(world, convolving), _optimizing()]
@@ -90,7 +91,7 @@ def measure_hardware(world: Transport, name: str) -> Hardware:
         source=f"pydist env --bench on {world.size} ranks, transport {world.name}",
         ranks_per_node=on_node,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // on_node,
-        flops={"float32": 3 * _CONV.flops / flop},
+        flops={"float32": 3 * _CONV.flops / flop, "float64": 3 * _CONV.flops / wide},
         bandwidth=_NORM_PASSES * _BYTES / 4 / norm,
         optimizing=1 / optimizing,
         call=call,
@@ -128,11 +129,13 @@ def _crowded(world: Transport, run: Callable[[], object]) -> tuple[float, float]
     return float(together), max(1.0, float(together / alone))
 
 
-def _convolution() -> Callable[[], object]:
+def _convolution(dtype: torch.dtype) -> Callable[[], object]:
     """Returns a call that computes a convolution and its gradients."""
-    times = KeptConvs(torch.get_num_threads(), measures=True)(_CONV, 1)
-    kernels = by_rule([_CONV], 0) if times is None else times.kernels
-    x, weight = kernels.in_format(torch.zeros(_CONV.input)), torch.zeros(_CONV.weight)
+    problem = replace(_CONV, dtype=dtype)
+    times = KeptConvs(torch.get_num_threads(), measures=True)(problem, 1)
+    kernels = by_rule([problem], 0) if times is None else times.kernels
+    x = kernels.in_format(torch.zeros(problem.input, dtype=dtype))
+    weight = torch.zeros(problem.weight, dtype=dtype)
     grad = kernels.run_forward(x, weight, None)
 
     def run() -> None:

@@ -12,13 +12,14 @@ import numpy as np
 from pydist.backend.conv_kernels import ConvKernels, by_rule
 from pydist.backend.problem import ConvProblem
 from pydist.gradients.buckets import ALONE_BYTES, BUCKET_BYTES
-from pydist.grid import CHANNEL_AXIS, SAMPLE_AXES, Grid
+from pydist.grid import SAMPLE_AXES, Grid
 from pydist.ops.channel_forms import cheapest_form
-from pydist.ops.coarsening import ELEMENT_BYTES, LAYERS, costs_of
+from pydist.ops.coarsening import ELEMENT_BYTES
 from pydist.plan.blocks import Blocks
 from pydist.plan.estimate import PARTS, PARTS_OF_CALLS, Estimate, StepModel
 from pydist.plan.memory import Workspace, workspace_of
 from pydist.plan.messages import MessageTimes
+from pydist.plan.thin_layers import ThinLayers
 from pydist.plan.trace import SAMPLES, TracedCall
 
 _OF_STATISTICS = 5
@@ -54,7 +55,8 @@ def estimate_step(model: StepModel, grid: Grid) -> Estimate:
     """
     step = StepOnMesh(model, grid)
     seconds = dict.fromkeys(PARTS, 0.0) | step.seconds()
-    return Estimate(grid, model.training.batch, seconds, step.memory(), step.gathered_layers())
+    moved = step.gathered_layers(), step.layers_on_channels()
+    return Estimate(grid, model.training.batch, seconds, step.memory(), *moved)
 
 
 class StepOnMesh:
@@ -69,6 +71,7 @@ class StepOnMesh:
         forward: seconds of each call in a pass, by `pydist.plan.estimate.PARTS`.
         backward: the same of its backward.
         gathered: for each call, whether ranks gather it, as its blocks are thin.
+        on_channels: for each call, whether ranks split its channels over spatial axes instead.
     """
 
     def __init__(self, model: StepModel, grid: Grid) -> None:
@@ -81,8 +84,9 @@ class StepOnMesh:
         self.blocks = Blocks(model, grid)
         calls = len(self._trace.calls)
         self.forward, self.backward = _zeros(calls), _zeros(calls)
-        self.gathered = [False] * calls
+        self.gathered, self.on_channels = [False] * calls, [False] * calls
         self.workspace = Workspace(calls)
+        self._thin = ThinLayers(model, self.blocks)
         self._formats: dict[int, _Format] = {}  # of tensors that follow a convolution
         self._computes_part = [(False, False)] * calls  # of the input's, of the result's channels
         for number, call in enumerate(self._trace.calls):
@@ -163,8 +167,15 @@ class StepOnMesh:
 
     def gathered_layers(self) -> tuple[str, ...]:
         """Returns the paths of the modules whose calls the ranks gather."""
-        calls = zip(self._trace.calls, self.gathered, strict=True)
-        return tuple(dict.fromkeys(call.module for call, is_gathered in calls if is_gathered))
+        return self._layers_where(self.gathered)
+
+    def layers_on_channels(self) -> tuple[str, ...]:
+        """Returns the paths of the modules whose channels the ranks split over spatial axes."""
+        return self._layers_where(self.on_channels)
+
+    def _layers_where(self, chosen: Sequence[bool]) -> tuple[str, ...]:
+        calls = zip(self._trace.calls, chosen, strict=True)
+        return tuple(dict.fromkeys(call.module for call, is_chosen in calls if is_chosen))
 
     def of_gradients(self, parameters: Sequence[int], hiding: float) -> dict[str, float]:
         """Returns the seconds of the reduction of gradients and of the optimizer.
@@ -203,20 +214,26 @@ class StepOnMesh:
         blocks = self.blocks
         parted = {self._trace.tensors[n].shape[1] for n in call.inputs if blocks.has_part[n]}
         is_cut = any(blocks.is_cut[n] for n in call.inputs)
-        if is_cut and self._is_thin(number) and call.window is not None:
-            self.gathered[number] = self._gathers(number, call)
+        if is_cut and self._thin.is_thin(number) and call.window is not None:
+            halo = self._halo(number, call.inputs[0], is_gradient=False)[1]
+            self.gathered[number] = self._thin.gathers(call, halo)
             is_cut = not self.gathered[number]
+        if is_cut and parted and not blocks.has_channel_axis:
+            self._move_back(number, call)
+            parted = set()
         for n in call.outputs:
             shape = self._trace.tensors[n].shape
             blocks.is_cut[n] = is_cut and blocks.is_whole_sample(shape)
             blocks.has_part[n] = bool(parted) and shape[1:2] != () and shape[1] in parted
         has_channels = len(self._trace.tensors[call.outputs[0]].shape) > 1
-        if call.weight and call.flops and has_channels and blocks.channel > 1:
+        may_split = call.weight and call.flops and has_channels
+        is_whole = not is_cut and not blocks.has_channel_axis
+        if may_split and (blocks.has_channel_axis or (is_whole and self._thin.splits(call))):
             self._split_channels(number, call, bool(parted))
         elif parted and call.name in _JOINING:
             self._join(number, call)
         elif parted and not any(blocks.has_part[n] for n in call.outputs):
-            axes, whole = (CHANNEL_AXIS,), blocks.of_all_channels(call.inputs[0])
+            axes, whole = blocks.channel_axes, blocks.of_all_channels(call.inputs[0])
             self._add("channels", number, self.messages.gather(axes, whole), 0.0)
 
     def _split_channels(self, number: int, call: TracedCall, has_part: bool) -> None:
@@ -227,7 +244,9 @@ class StepOnMesh:
         channels = shape[1] if blocks.is_whole_sample(shape) else shape[-1]
         of_input, of_result = blocks.of_all_channels(source), blocks.of_all_channels(out)
         foreign = (blocks.channel - 1) / blocks.channel
-        axes = (CHANNEL_AXIS,)
+        axes = blocks.channel_axes
+        self.on_channels[number] = not blocks.has_channel_axis
+        self.gathered[number] &= blocks.has_channel_axis
         if not has_part:
             blocks.has_part[out] = channels >= blocks.channel
             self._computes_part[number] = False, blocks.has_part[out]
@@ -263,32 +282,17 @@ class StepOnMesh:
         blocks, out = self.blocks, call.outputs[0]
         like = max(call.inputs, key=lambda n: (blocks.has_part[n], self._trace.tensors[n].nbytes))
         blocks.has_part[out] = blocks.has_part[like]
-        each = self.messages.gather((CHANNEL_AXIS,), blocks.nbytes(out))
+        each = self.messages.gather(blocks.channel_axes, blocks.nbytes(out))
         self._add("channels", number, each, each)
         foreign = (blocks.channel - 1) / blocks.channel
         self.workspace.messages[number] += 4 * foreign * blocks.nbytes(out)
 
-    def _is_thin(self, number: int) -> bool:
-        return any(cut.is_thin[number] for cut in self.blocks.cuts)
-
-    def _gathers(self, number: int, call: TracedCall) -> bool:
-        """Returns whether ranks gather a layer with thin blocks, by the costs that they use.
-
-        `pydist.ops.coarsening` also has layouts between that of the blocks and the whole.
-        """
-        costs = costs_of(self._hardware)
-        source, out = call.inputs[0], call.outputs[0]
-        samples = self.blocks.samples
-        nbytes = self._trace.tensors[source].nbytes * samples
-        flops = call.flops or self._trace.tensors[out].nbytes / ELEMENT_BYTES
-        weights = 3 * math.prod(call.weight or (0,)) * ELEMENT_BYTES * costs.byte
-        whole = max(3 * flops * samples * costs.flop, weights)
-        share = self.blocks.share_if_cut(out)
-        part = max(3 * flops * samples * costs.flop * share, weights)
-        halo = self._halo(number, source, is_gradient=False)[1]
-        exchanging = 2 * (costs.exchange + halo * costs.byte)
-        moving = 2 * (costs.exchange + nbytes * costs.byte)
-        return moving + LAYERS * whole < LAYERS * (part + exchanging)
+    def _move_back(self, number: int, call: TracedCall) -> None:
+        """Adds the time in which operands with cut channels are cut in space, beside others."""
+        blocks = self.blocks
+        moved = sum(blocks.nbytes(n) for n in call.inputs if blocks.has_part[n])
+        each = self.messages.gather(blocks.channel_axes, moved)
+        self._add("channels", number, each, each)
 
     # -- times ------------------------------------------------------------------------------
 
@@ -332,6 +336,10 @@ class StepOnMesh:
         if not any(blocks.is_cut[n] for n in call.inputs) or blocks.is_cut[call.outputs[0]]:
             return
         source = max(call.inputs, key=lambda n: self._trace.tensors[n].nbytes)
+        if self.gathered[number] or self.on_channels[number]:
+            each = self.messages.gather(blocks.axes, blocks.nbytes(source) / blocks.share(source))
+            self._add("gather", number, each, each)
+            return
         result = self._trace.tensors[call.outputs[0]]
         nbytes = result.nbytes * blocks.samples * self._model.narrow
         if result.nbytes < self._trace.tensors[source].nbytes:  # a sum or a mean
@@ -346,7 +354,7 @@ class StepOnMesh:
         if not call.flops:
             seconds = call.passes * moved / self._bandwidth
             if call.has_exponentials:
-                elements = moved / self._model.training.dtype.itemsize
+                elements = moved / self._model.dtype.itemsize
                 seconds += elements * self._hardware.exponential
             return seconds / 3, 2 * seconds / 3
         share = blocks.share(call.outputs[0])

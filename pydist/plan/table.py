@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from pydist.grid import AXES, Grid
+from pydist.grid import AXES, SPATIAL_AXES, Grid, axes_by_dim
 from pydist.plan.estimate import Estimate, InStages, StepModel
 from pydist.plan.in_stages import estimate_in_stages
 from pydist.plan.on_mesh import estimate_step
 
-SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
-"""Schedules that are compared, see `pydist.stages.schedule`."""
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "gems")
+"""Schedules that are compared, see `pydist.stages.schedule`; with pairs of micro-batches "gems" is
+MASTER."""
 _STAGED = 16
 """Meshes of a stage for which schedules are compared, those with the least work."""
 _PER_STAGE = 4
@@ -19,8 +20,14 @@ _MS = 1e3
 _GIB = 2**30
 
 
-def legal_meshes(ranks: int) -> Iterator[Grid]:
-    """Yields every mesh that `pydist.init` accepts for a number of ranks."""
+def legal_meshes(ranks: int, dims: int = 3) -> Iterator[Grid]:
+    """Yields every mesh that `pydist.init` accepts for a number of ranks, and that cuts samples.
+
+    Args:
+        ranks: their number.
+        dims: spatial dims of the samples: images are not cut along depth.
+    """
+    absent = tuple({*SPATIAL_AXES} - {*axes_by_dim(dims).values()})
 
     def shapes(left: int, axes: int) -> Iterator[tuple[int, ...]]:
         if axes == 1:
@@ -31,8 +38,9 @@ def legal_meshes(ranks: int) -> Iterator[Grid]:
                 for rest in shapes(left // size, axes - 1):
                     yield (size, *rest)
 
-    for shape in shapes(ranks, len(AXES)):
-        yield Grid(shape)
+    for grid in map(Grid, shapes(ranks, len(AXES))):
+        if grid.size(absent) == 1:
+            yield grid
 
 
 def plan_meshes(
@@ -66,7 +74,7 @@ def plan_meshes(
         if ranks % count:
             continue
         grids = [
-            grid for grid in legal_meshes(ranks // count)
+            grid for grid in legal_meshes(ranks // count, model.trace.dims)
             if grid.size(("data",)) <= model.training.batch and allowed(grid)
         ]  # fmt: skip
         each = sorted((estimate_step(model, grid) for grid in grids), key=order)
@@ -81,10 +89,13 @@ def _schedules(model: StepModel, grid: Grid, stages: int) -> list[Estimate]:
     """Estimates a step in stages for each schedule and number of micro-batches."""
     samples = model.training.batch // grid.size(("data",))
     counts = [1 << n for n in range(samples.bit_length()) if 1 << n <= _PER_STAGE * stages]
+    # Running statistics follow the micro-batches of one mesh, and "gems" has two for each stage.
+    has_statistics = any(call.name == "batch_norm" for call in model.trace.calls)
     found = (
         estimate_in_stages(model, grid, InStages(stages, count, schedule))
         for count in counts
         for schedule in SCHEDULES
+        if schedule != "gems" or not has_statistics
     )
     return [each for each in found if each is not None]
 
@@ -99,7 +110,7 @@ def mesh_table(found: Sequence[Estimate], alone: Estimate, memory: int) -> str:
     """
     head = (
         "mesh", "GiB", "fits", "compute", "halo", "sums", "gradient", "optimiz.", "waiting",
-        "reading", "ms", "samples/s", "effic.", "most time", "gathered",
+        "reading", "ms", "samples/s", "effic.", "most time", "gathered", "on channels",
     )  # fmt: skip
     rows: list[tuple[str, ...]] = [head]
     for each in found:
@@ -114,11 +125,13 @@ def mesh_table(found: Sequence[Estimate], alone: Estimate, memory: int) -> str:
                 str(each), f"{each.peak / _GIB:.2f}", "yes" if fits else "no",
                 *(f"{_MS * seconds:.4g}" for seconds in columns),
                 f"{each.samples_per_second:.4g}", f"{100 * efficiency(each, alone):.0f} %",
-                each.limit if fits else "memory", _paths(each.gathered),
+                each.limit if fits else "memory", _paths(each.gathered), _paths(each.on_channels),
             )
         )  # fmt: skip
-    if not any(each.gathered for each in found):
-        rows = [row[:-1] for row in rows]
+    for title, given in (("gathered", "gathered"), ("on channels", "on_channels")):
+        if not any(getattr(each, given) for each in found):
+            at = rows[0].index(title)
+            rows = [row[:at] + row[at + 1 :] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

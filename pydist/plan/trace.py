@@ -130,12 +130,19 @@ class Trace:
         memories: bytes of each memory, and the number of a tensor with its extents.
         calls: in order.
         parameters: bytes of each parameter that is trained, in the order of the model.
+        dtype: of the input.
     """
 
     tensors: list[TracedTensor]
     memories: list[tuple[int, int]]
     calls: list[TracedCall]
     parameters: list[int]
+    dtype: torch.dtype
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial dims that samples have."""
+        return len(self.tensors[0].shape) - 2
 
 
 def trace_network(
@@ -232,6 +239,7 @@ class _Recorder(TorchFunctionMode):
     def enter(self, x: Tensor) -> None:
         """Adds the input."""
         self._number(x, None)
+        self._dtype = x.dtype
 
     def save(self, x: Tensor) -> Tensor:
         """Is told a tensor that backward needs."""
@@ -321,7 +329,7 @@ class _Recorder(TorchFunctionMode):
         if call.kind == "view":
             return 0.0, True
         if call.kind == "norm":
-            return 8.0, False  # see pydist.ops.normalization.norm
+            return 8.0, False  # see pydist.ops.norm.norm
         if maker is not None and maker.kind == "norm":
             if func in _PRELUS:  # the norm's result is not written
                 self._memories[memory] = (0, self._memories[memory][1])
@@ -366,7 +374,7 @@ class _Recorder(TorchFunctionMode):
 
     def trace(self) -> Trace:
         """Returns the trace."""
-        return Trace(self._tensors, self._memories, self._calls, self._trained)
+        return Trace(self._tensors, self._memories, self._calls, self._trained, self._dtype)
 
 
 def _on_meta(value: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from pydist.tensor import ShardedTensor
 from pydist.tensor.stage import StageTensor
 from pydist.timers import Timers
+from pydist.watchdog import MODULE_PATH
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -42,7 +43,7 @@ class LayerHooks:
         # For each call in progress: the layer around it, and its measurement.
         self._open: list[tuple[str, AbstractContextManager[None]]] = []
         self._names = {
-            module: module.__dict__.get("_pydist_path", path or type(model).__name__)
+            module: module.__dict__.get(MODULE_PATH, path or type(model).__name__)
             for path, module in model.named_modules()
         }
         self._handles = [

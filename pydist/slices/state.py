@@ -61,7 +61,7 @@ def gathered(x: ShardedTensor) -> Tensor:
     Args:
         x: sharded weight or optimizer state, cut along one axis.
     """
-    ((dim, split),) = ((d, s) for d, s in enumerate(x._layout.splits) if s is not None)
+    ((dim, split),) = ((d, s) for d, s in enumerate(x.layout.splits) if s is not None)
     mesh, own = x.mesh, local_of(x).detach().contiguous()
     group = mesh.group(split.axes)
     to_first = _target.is_rank_0
@@ -71,7 +71,7 @@ def gathered(x: ShardedTensor) -> Tensor:
         if own.numel():
             group.send(own, 0)
         return x
-    whole = torch.empty(x._layout.shape, dtype=own.dtype, device=own.device)
+    whole = torch.empty(x.layout.shape, dtype=own.dtype, device=own.device)
     for rank in range(group.size):
         lo, hi = split.partition.interval(rank)
         place = whole.narrow(dim, lo, hi - lo)
@@ -87,7 +87,7 @@ def gathered(x: ShardedTensor) -> Tensor:
 def layout_of_slices(parameter: Tensor) -> Layout | None:
     """Returns the layout of a sharded weight; `None` of other parameters."""
     if isinstance(parameter, ShardedTensor) and is_sharded_weight(parameter):
-        return parameter._layout
+        return parameter.layout
     return None
 
 

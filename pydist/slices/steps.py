@@ -39,7 +39,8 @@ from pydist.tensor import ShardedTensor, local_of, wrap
 from pydist.tensor.operands import redistribute
 
 ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
-"""Optimizers that treat each element separately, so a part can be stepped alone."""
+"""Optimizers of torch that treat each element separately, so a part can be stepped alone. Other
+classes say so by an attribute ``elementwise = True``."""
 
 
 @runtime_checkable
@@ -128,7 +129,7 @@ class _Step:
         for place, parameter in enumerate(parameters):
             weight = self._weights.get(id(parameter))
             if weight is not None:
-                group = weight.mesh.group(weight._layout.used_axes)
+                group = weight.mesh.group(weight.layout.used_axes)
                 places.setdefault(group, []).append(place)
         for group, some in places.items():
             part = squares[:, some]
@@ -142,8 +143,8 @@ def own_part_of_state(value: Any, weight: Any) -> Any:
     if not isinstance(value, Tensor) or value.shape != weight.shape:
         return value
     if isinstance(value, ShardedTensor):
-        return local_of(redistribute(value, weight._layout)).detach()
-    box = weight._layout.box  # a whole tensor, from load_state_dict or from before parallelize
+        return local_of(redistribute(value, weight.layout)).detach()
+    box = weight.layout.box  # a whole tensor, from load_state_dict or from before parallelize
     part = value[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
     return torch.empty_like(own_slice(weight), dtype=value.dtype).copy_(part)
 
@@ -153,7 +154,7 @@ def shown_as(values: dict[str, Any], own: Tensor, weight: Any) -> dict[str, Any]
 
     def shown(value: Any) -> Any:
         is_part = isinstance(value, Tensor) and value.dim() > 0 and value.shape == own.shape
-        return wrap(value, weight._layout, weight) if is_part else value
+        return wrap(value, weight.layout, weight) if is_part else value
 
     return {name: shown(value) for name, value in values.items()}
 
@@ -165,7 +166,7 @@ def _before_step(
     given = (p for group in optimizer.param_groups for p in group["params"])
     if isinstance(optimizer, StepsParts) or not any(map(is_sharded_weight, given)):
         return None
-    obstacle = _obstacle(optimizer)
+    obstacle = step_obstacle(optimizer, "its step hooks would see slices")
     if obstacle is not None:
         raise NotSupported(
             f"a step of {type(optimizer).__name__} with sharded weights: {obstacle}; or "
@@ -205,15 +206,24 @@ def _within(step: _Step, closure: Callable[[], Any]) -> Callable[[], Any]:
     return evaluate
 
 
-def _obstacle(optimizer: Optimizer) -> str | None:
-    """Returns why an optimizer can't step slices, or `None`."""
-    if type(optimizer) not in ELEMENTWISE and not isinstance(optimizer, NeedsNorms):
+def step_obstacle(optimizer: Optimizer, of_hooks: str) -> str | None:
+    """Returns why an optimizer can't step parts of parameters, or `None`.
+
+    Args:
+        optimizer: that would get parts.
+        of_hooks: the reason if it has step hooks, which would see the parts.
+    """
+    elementwise = type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)
+    if not elementwise and not isinstance(optimizer, NeedsNorms):
         names = ", ".join(each.__name__ for each in ELEMENTWISE)
-        return f"it may look at more than one element at a time; possible are {names}"
+        return (
+            f"it may look at more than one element at a time; possible are {names}, subclasses of "
+            "pydist.optim.layerwise.LayerwiseOptimizer, and classes with elementwise = True"
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return "its step hooks would see slices"
+        return of_hooks
     return None
 
 

@@ -117,13 +117,13 @@ class Boundary:
         self._known = iter(()) if repeats is None else iter(repeats._messages)
         self._repeats = repeats is not None
 
-    def send(self, value: Tensor, route: Route, call: str, mark: PassMark) -> None:
+    def send(self, value: Tensor, route: Route, call: str, mark: PassMark, *, lends: bool) -> None:
         """Sends a tensor to the stage that needs it; see `Transfers.send`."""
         if self._repeats:
             transfer = next(self._known)[0]
         else:
             self._note(call, mark)
-            transfer = self._transfers.send(value, route, call, mark)
+            transfer = self._transfers.send(value, route, call, mark, lends=lends)
             if self._keeps:
                 self._messages.append((transfer, None))
         if transfer.spec.needs_grad:

@@ -77,12 +77,6 @@ class Call(NamedTuple):
         """The arguments of a norm that may update running statistics, by their names."""
         return {**dict(zip(_UPDATES[self.func], self.args, strict=False)), **self.kwargs}
 
-    @property
-    def draws(self) -> bool:
-        """Whether a call that may draw random numbers does: not with p=0, or in evaluation."""
-        given = {**dict(zip(("input", "p", "training"), self.args, strict=False)), **self.kwargs}
-        return bool(given.get("p", 0.5)) and bool(given.get("training", True))
-
     def run(self) -> Any:
         """Returns the result on the values of the arguments."""
         return self.func(*replaced(_value, self.args), **replaced(_value, self.kwargs))

@@ -20,6 +20,7 @@ from pydist.stages.ranks import Stages
 from pydist.stages.record import RecordedPass, record
 from pydist.stages.schedule import Schedule
 from pydist.structure import facts_of
+from pydist.watchdog import MODULE_PATH
 
 SKIPS = ("direct", "relay")
 RUNNING_STATISTICS = ("micro_batch", "batch")
@@ -58,9 +59,9 @@ def pipeline(
             for the plan, without other ranks.
         micro_batches: number of parts of a batch.
         schedule: "gpipe", "1f1b", "gems" or "zero-bubble"; see `pydist.stages.schedule`.
-        balance: what the largest stage has least of: "time" of a forward and backward pass, or
+        balance: what the largest mesh has least of: "time" of a forward and backward pass, or
             "memory" of the micro-batches that its schedule keeps at once. Both are divided by the
-            ranks that a stage has for a sample. Stages that share a mesh count each by itself.
+            ranks that a mesh has for a sample, and summed over the stages of a mesh.
         cuts: paths of the modules at which the stages from the second on begin; overrides
             `balance`.
         skips: "direct" sends a tensor from the stage that computes it to those that use it;
@@ -95,7 +96,7 @@ def pipeline(
         "sharded_weights": sharded_weights,
     }  # fmt: skip
     require_same(stages.world, {**given, **facts_of(model, devices=not stages.world.mixes)})
-    if any("_pydist_path" in module.__dict__ for module in model.modules()):
+    if any(MODULE_PATH in module.__dict__ for module in model.modules()):
         raise UsageError(
             f"this {type(model).__name__}, or a part of it, is parallelized already: give "
             "pipeline() the network itself"
@@ -107,8 +108,9 @@ def pipeline(
     parallelize(model, stages.mesh, batch_norm, group_weight, sharded_weights, form)
     elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.meshes_of(n, p)]
     entry_hook_of(model).release(elsewhere)
+    routes = plan.routes(recorded, orders, relays=skips == "relay")
     made = Pipeline(
-        model, stages, plan, uses, micro_batches, orders, skips,
+        model, stages, plan, uses, routes, micro_batches, orders, skips,
         recompute=recompute, collects=collects,
     )  # fmt: skip
     model.register_forward_pre_hook(_PipelineHook(made), with_kwargs=True)
@@ -188,7 +190,7 @@ def _plan_together(
         recorded = record(model, sample if isinstance(sample, tuple) else (sample,))
         ranks = [stages.meshes[mesh].sample_size for mesh in stages.order]
         alive = [orders.most_alive(stage, kept) for stage in range(stages.count)]
-        mine = make_plan(recorded, ranks, balance, cuts, alive)
+        mine = make_plan(recorded, ranks, balance, cuts, alive, stages.order)
     require_same(stages.world, {"the network's forward pass on the sample": str(recorded)})
     message = stages.world.broadcast_bytes(json.dumps(plan_to_json(mine)).encode())
     return recorded, plan_of_json(json.loads(message))

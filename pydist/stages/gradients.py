@@ -184,7 +184,7 @@ class StagedGradients:
         if isinstance(own.grad, PartitionedGradient):
             part = self._part(parameter)
             own.grad.piece.copy_(in_memory_order_of(own, whole)[part.start : part.stop])
-            own.grad.family.forget_norms()
+            own.grad.gradient_set.forget_norms()
         else:
             own.grad = whole
 

@@ -19,7 +19,7 @@ from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.ops.fusion.handover import hook_on_saved
 from pydist.stages.boundary import Boundary
 from pydist.stages.calls import Call, Calls, Key, memory_id
-from pydist.stages.draws import DRAWS, refuse_to_draw_again, run_drawing
+from pydist.stages.draws import draws, refuse_to_draw_again, run_drawing
 from pydist.stages.left_layers import run_leaving
 from pydist.stages.messages import PassMark, Route
 from pydist.stages.ranks import Stages, device_of
@@ -86,9 +86,12 @@ class MicroBatch(Calls):
         """The numbers in plain tensors with which the criterion calls, such as a loss scale."""
         self.statistics: BatchStatistics | None = None
         """Collects the statistics of norms, which change running ones after the batch."""
+        self.samples: range | None = None
+        """Indices of its samples in the global batch, in a step."""
         self.of_groups = 1.0
         """Its samples, divided by the samples of all groups' micro-batches."""
         self._lent = set[int]()  # memory that others need unchanged, by `memory_id`
+        self._entered = set[int]()  # memory of arguments, which a program may change after the pass
         self._brought = dict[int, weakref.ref[StageTensor]]()  # received for this stage, by ids
         self._stage, self.index = 0, index
         self._ended = False  # the network; what follows is the criterion
@@ -134,6 +137,7 @@ class MicroBatch(Calls):
                 return value
             x = self.enter(value)
             x.stages = set(range(self._stages.count))
+            self._entered.add(memory_id(x.meta))
             if self._lends:
                 self._lent.add(memory_id(x.meta))
             return x
@@ -157,8 +161,8 @@ class MicroBatch(Calls):
             self.bring(x, stage, str(call))
             if stage == self.own and hook_on_saved() is not None:
                 self._brought.pop(id(x), None)  # a checkpointed part may compute with it again
-        drawn = self._drawn[call.key.module]
-        self._drawn[call.key.module] += call.func in DRAWS
+        drawing, drawn = draws(call), self._drawn[call.key.module]
+        self._drawn[call.key.module] += drawing
         result, runs = None, stage == self.own
         if runs:
             for x in call.changed:
@@ -168,8 +172,7 @@ class MicroBatch(Calls):
         elif runs and call.is_batch_norm:
             result = self._run_norm(call)
         elif runs:
-            draws = call.func in DRAWS
-            result = self._run_drawing(call, drawn) if draws else self._run_layer(call)
+            result = self._run_drawing(call, drawn) if drawing else self._run_layer(call)
         for x in call.changed:
             x.owner, x.stages = stage, {stage}
             if stage != self.own:
@@ -239,7 +242,7 @@ class MicroBatch(Calls):
     def _run_drawing(self, call: Call, drawn: int) -> Any:
         mesh = self._stages.mesh
         forward = mesh.session.forwards if self._origin is None else self._origin.forward
-        return run_drawing(call, mesh, forward, drawn, self.index)
+        return run_drawing(call, mesh, forward, drawn, self.index, self.samples)
 
     def compute_again(self, call: Call) -> Any:
         """Computes a call that a checkpointed part repeats in backward."""
@@ -290,7 +293,8 @@ class MicroBatch(Calls):
             self._transfers.see(route, needs_grad=x.needs_grad)
             if source == self.own:
                 assert x.value is not None
-                self.boundary.send(self.of_batch(x.value), route, call, self._mark)
+                lends = memory_id(x.meta) not in self._entered
+                self.boundary.send(self.of_batch(x.value), route, call, self._mark, lends=lends)
             elif target == self.own:
                 x.value = self.boundary.receive(route, call, self._mark, x.meta, self._origin)
                 self._brought[id(x)] = weakref.ref(x)

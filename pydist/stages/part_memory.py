@@ -18,8 +18,8 @@ class PartMemory:
     until the call that made them. A gradient of a later stage waits only if no call of the part
     uses the tensor: else it is received when the pass arrives at the call that made it.
 
-    After the forward pass there are the saved tensors, those that later stages use, and copies of
-    these on their way.
+    After the forward pass there are the saved tensors, and those that later stages use too: made by
+    the part, or received for its calls, as the network still holds them.
 
     Args:
         found: the pass.
@@ -64,8 +64,8 @@ class PartMemory:
                 begun = first[first < call]
                 sending = saved.copy()
                 for memory, wait in crossing.items():
-                    sending[: wait.made + 1] += wait.nbytes
-                    sending[last.get(memory, -1) + 1 : wait.made + 1] += wait.nbytes
+                    held = max([wait.made, *(use for use in wait.uses if use < call)])
+                    sending[last.get(memory, -1) + 1 : held + 1] += wait.nbytes
                 yield saved[begun], np.maximum(most[begun], sending[begun])
             for before, wait in uses[call]:
                 if before == wait.made:

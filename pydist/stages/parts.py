@@ -24,6 +24,7 @@ class BatchPart(NamedTuple):
 
     Attributes:
         number: of earlier ones in its batch.
+        samples: their indices in the global batch, by which random numbers are drawn.
         share: its samples, divided by the samples of the group's batch.
         of_groups: its samples, divided by the samples of all groups' parts with this number.
         weight: of its gradient.
@@ -32,11 +33,17 @@ class BatchPart(NamedTuple):
     """
 
     number: int
+    samples: range
     share: float
     of_groups: float
     weight: float
     inputs: tuple[Any, ...]
     target: Any
+
+
+def is_count(micro_batches: Any) -> bool:
+    """Returns whether a value is a possible number of micro-batches."""
+    return isinstance(micro_batches, int) and micro_batches >= 1
 
 
 def check_count(micro_batches: int) -> None:
@@ -45,12 +52,12 @@ def check_count(micro_batches: int) -> None:
     Raises:
         UsageError: it is not a count >= 1.
     """
-    if not isinstance(micro_batches, int) or micro_batches < 1:
+    if not is_count(micro_batches):
         raise UsageError(f"micro_batches={micro_batches!r}: expected a count >= 1")
 
 
 def split_batch(
-    inputs: Any, target: Any, count: int, mesh: Mesh, *, weighs: bool, draws: bool
+    inputs: Any, target: Any, count: int, mesh: Mesh, dims: int, *, weighs: bool
 ) -> Iterator[BatchPart]:
     """Yields the micro-batches of a batch. Collective over the groups of a mesh.
 
@@ -59,8 +66,8 @@ def split_batch(
         target: the criterion's.
         count: number of micro-batches.
         mesh: of this rank's stage.
+        dims: number of dims of plain arguments that are cut over the mesh.
         weighs: whether sample groups are weighted by their samples.
-        draws: whether random numbers may be drawn.
 
     Raises:
         UsageError: there is no tensor among the inputs, or there are too few samples.
@@ -73,8 +80,7 @@ def split_batch(
     sizes = GroupSizes(mesh, samples, _given_first(arguments))
     if min(sizes.counts) < count:
         raise UsageError(f"{min(sizes.counts)} samples in {count} micro-batches")
-    # Random numbers are those of the whole batch: they go by the index of the sample in it.
-    begins = sizes.first_sample if draws else None
+    begins = sizes.first_sample
     cuts = [[n * i // count for i in range(count + 1)] for n in sizes.counts]
     for i, (a, b) in enumerate(pairwise(cuts[mesh.data_index])):
         share = weight = (b - a) / samples
@@ -82,9 +88,10 @@ def split_batch(
         if weighs:
             # Weights of groups make up for their different shares of this micro-batch.
             weight = of_groups / sum(sizes.counts)
-        cut = _Cut(mesh, samples, a, b, None if begins is None else begins + a)
+        cut = _Cut(mesh, dims, samples, a, b, begins + a)
         found = mapped(cut.sharded, arguments), mapped(cut, target)
-        yield BatchPart(i, share, (b - a) / of_groups, weight, *found)
+        numbers = range(begins + a, begins + b)
+        yield BatchPart(i, numbers, share, (b - a) / of_groups, weight, *found)
 
 
 class _Cut:
@@ -92,14 +99,17 @@ class _Cut:
 
     Args:
         mesh: of this rank's stage.
+        dims: number of dims of plain tensors that are cut over the mesh.
         samples: in the batch.
         start: the first sample.
         stop: index after the last sample.
-        first: index in the global batch of the first sample, where numbers are drawn.
+        first: index in the global batch of the first sample.
     """
 
-    def __init__(self, mesh: Mesh, samples: int, start: int, stop: int, first: int | None) -> None:
-        self._mesh, self._samples = mesh, samples
+    def __init__(
+        self, mesh: Mesh, dims: int, samples: int, start: int, stop: int, first: int
+    ) -> None:
+        self._mesh, self._dims, self._samples = mesh, dims, samples
         self._start, self._stop, self._first = start, stop, first
 
     def __call__(self, x: Any) -> Any:
@@ -113,29 +123,30 @@ class _Cut:
         return ShardedTensor.from_local(local, layout, self._first, x._origin.statistics)
 
     def sharded(self, x: Any) -> Any:
-        """Returns the samples of an argument of the network; volumes are cut over the stage."""
+        """Returns the samples of an argument of the network, cut over the stage."""
         part = self(x)
         if not self._is_batch(x):
             return x
         if len(part) < self._samples and not isinstance(part, ShardedTensor):
             part = part.clone()  # or micro-batches would notice each other's changes in place
-        return on_mesh(part, self._mesh, self._first)
+        return on_mesh(part, self._mesh, self._dims, self._first)
 
     def _is_batch(self, x: Any) -> bool:
         return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == self._samples
 
 
-def on_mesh(x: Tensor, mesh: Mesh, first_sample: int | None = None) -> Tensor:
-    """Returns an argument of the network as a stage's ranks hold it; volumes are cut over them.
+def on_mesh(x: Tensor, mesh: Mesh, dims: int, first_sample: int | None = None) -> Tensor:
+    """Returns an argument of the network as a stage's ranks hold it.
 
     Args:
-        x: plain or sharded; of plain ones only [N, C, D, H, W] are cut.
+        x: plain or sharded.
         mesh: of the stage.
-        first_sample: index of the first one in the global batch, where numbers are drawn.
+        dims: number of dims of plain tensors that are cut over the mesh; see `Grid.batch_dims`.
+        first_sample: index of the first one in the global batch, in a step.
     """
     if isinstance(x, ShardedTensor) or x.dim() < 3 or x.requires_grad:
         return x
-    return distribute_tensor(x, mesh, None if x.dim() == 5 else {}, first_sample=first_sample)
+    return distribute_tensor(x, mesh, None if x.dim() == dims else {}, first_sample=first_sample)
 
 
 def batch_checksum(values: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,11 +14,12 @@ from torch.amp import GradScaler
 from pydist.arguments import leaves, mapped
 from pydist.errors import NotSupported, RankFailed, RankLost, UsageError
 from pydist.exchange.left_weights import LeftWeights
-from pydist.parallel import entry_hook_of
+from pydist.parallel import dims_of_network, entry_hook_of
+from pydist.stages.gradient_watch import GradientWatch
 from pydist.stages.gradients import StagedGradients
-from pydist.stages.messages import PassMark, StageStopped
+from pydist.stages.messages import PassMark, Route, StageStopped
 from pydist.stages.micro_batch import NO_STAGE, MicroBatch
-from pydist.stages.parts import BatchPart, batch_checksum, check_count, split_batch
+from pydist.stages.parts import BatchPart, batch_checksum, check_count, is_count, split_batch
 from pydist.stages.pass_state import PassState
 from pydist.stages.plan import StagePlan
 from pydist.stages.ranks import Stages, device_of
@@ -48,6 +49,7 @@ class Pipeline:
         stages: Stages,
         plan: StagePlan,
         uses: Uses,
+        routes: Iterable[Route],
         micro_batches: int,
         schedule: Schedule,
         skips: str,
@@ -58,8 +60,9 @@ class Pipeline:
         self.model, self.stages, self.plan = model, stages, plan
         self._micro_batches, self._schedule = micro_batches, schedule
         self._relays, self._recomputes = skips == "relay", recompute
-        self._transfers, self._shapes = Transfers(stages), Shapes()
+        self._transfers, self._shapes = Transfers(stages, dims_of_network(model), routes), Shapes()
         self._gradients = StagedGradients(model, stages, uses)
+        self._watch = GradientWatch(model, stages)
         self._state = StagedState(model, stages, self._gradients.owner)
         self._statistics = BatchStatistics(stages) if collects else None
         self.running: MicroBatch | None = None
@@ -97,19 +100,24 @@ class Pipeline:
             all ranks with one data index.
 
         Raises:
-            UsageError: the number of micro-batches is no count >= 1, there are fewer samples than
-                micro-batches, ranks have different batches or make different calls, or a stage of
-                the plan does not begin.
+            UsageError: the number of micro-batches is no count >= 1, gradients are off, there are
+                fewer samples than micro-batches, ranks have different batches or make different
+                calls, or a stage of the plan does not begin.
         """
-        weighs = entry_hook_of(self.model).batches.weighs
+        entry = entry_hook_of(self.model)
         count = self._micro_batches if micro_batches is None else micro_batches
-        check_count(count)
-        draws = self.model.training
-        found = split_batch(inputs, target, count, self.stages.mesh, weighs=weighs, draws=draws)
-        parts = list(found)
-        passes = self._schedule.passes(len(parts))[self.stages.index]
         before = self._gradients.of_shared()
-        with self._over((inputs, target), len(parts)):
+        with self._over((inputs, target), count if is_count(count) else self._micro_batches):
+            check_count(count)
+            if not torch.is_grad_enabled():
+                raise UsageError(
+                    "a step without gradients (torch.no_grad): call the pipeline for its output"
+                )
+            found = split_batch(
+                inputs, target, count, self.stages.mesh, entry.dims, weighs=entry.batches.weighs
+            )
+            parts = list(found)
+            passes = self._schedule.passes(count)[self.stages.index]
             try:
                 losses, factors = self._run(passes, parts, criterion)
             except StageStopped:
@@ -120,6 +128,7 @@ class Pipeline:
                 raise
         self._gradients.compare_factors(factors)
         self._gradients.reduce_shared(before)
+        self._watch.note()
         if self._statistics is not None:
             self._statistics.update()
         return self._everywhere(losses, len(parts))
@@ -209,7 +218,9 @@ class Pipeline:
         Returns:
             The norm before.
         """
-        return self._gradients.clip_norm(max_norm)
+        norm = self._gradients.clip_norm(max_norm)
+        self._watch.note()
+        return norm
 
     def unscale_(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Unscales an optimizer's gradients, before `scaler.step(optimizer)`. Collective.
@@ -222,6 +233,7 @@ class Pipeline:
             optimizer: of parameters of the network, the same on all ranks.
         """
         self._gradients.unscale(scaler, optimizer)
+        self._watch.note()
 
     @contextmanager
     def _over(self, batch: Any, micro_batches: int) -> Iterator[None]:
@@ -235,6 +247,8 @@ class Pipeline:
             self._statistics.forget()
         try:
             yield
+            if torch.is_grad_enabled():
+                self._transfers.has_seen_all()
         except BaseException as error:
             # A script may continue; what other stages have sent belongs to this batch alone.
             owed = [(each.number, t) for each in self._made for t in each.boundary.owed]
@@ -308,6 +322,7 @@ class Pipeline:
         made.wrapped = None if entry.statistics == "rank" else entry.of_batch
         if part is not None:
             made.statistics, made.of_groups = self._statistics, part.of_groups
+            made.samples = part.samples
         if part is not None and repeats is None:
             self._made = [*(each for each in self._made if each.boundary.owed), made]
         return made

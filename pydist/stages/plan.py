@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from pydist.errors import UsageError
+from pydist.stages.balance import PartCosts, partition
 from pydist.stages.calls import Key
+from pydist.stages.messages import Route
 from pydist.stages.part_memory import PartMemory
 from pydist.stages.record import RecordedPass
 from pydist.stages.schedule import Schedule
 from pydist.stages.uses import Uses
-
-_SLACK = 1.02
-"""Stages may cost this much more than the best possible, if less is sent then."""
-
-PartCosts = Callable[[Sequence[int]], Iterator[np.ndarray]]
-"""What parts of a pass cost a stage, given the calls with which parts may begin: for each of them,
-the costs of the parts that end where the next one begins, by their first call."""
 
 
 @dataclass
@@ -45,12 +41,38 @@ class StagePlan:
             model: the network.
             schedule: says which mesh runs each stage.
         """
-        uses, stage = Uses(model), 0
-        for cost, operands in zip(found.costs, found.operands, strict=True):
-            if stage < len(self.starts) and cost.key == self.starts[stage]:
-                stage += 1
+        uses = Uses(model)
+        for cost, operands, stage in zip(
+            found.costs, found.operands, self._stages_of(found), strict=True
+        ):
             uses.note(cost.key.module, operands, schedule.meshes(stage))
         return uses
+
+    def routes(self, found: RecordedPass, schedule: Schedule, *, relays: bool) -> set[Route]:
+        """Returns the routes that tensors take between stages, by a recorded pass.
+
+        Args:
+            found: the recorded pass.
+            schedule: says which mesh runs each stage.
+            relays: whether a tensor goes through all stages between two.
+        """
+        stages = [*self._stages_of(found), len(self.starts)]
+        routes = set[Route]()
+        for made, use in found.flows:
+            source, target = stages[made], stages[use]
+            hops = range(source, target + 1) if relays else sorted({source, target})
+            for a, b in pairwise(hops):
+                placed = map(schedule.placed, range(2))
+                routes |= {Route(a, b, meshes[a], meshes[b]) for meshes in placed}
+        return routes
+
+    def _stages_of(self, found: RecordedPass) -> Iterator[int]:
+        """Yields the stage of each call of a recorded pass."""
+        stage = 0
+        for cost in found.costs:
+            if stage < len(self.starts) and cost.key == self.starts[stage]:
+                stage += 1
+            yield stage
 
     def __str__(self) -> str:
         head = ("stage", "calls", "time", "memory", "receives", "begins with")
@@ -76,21 +98,22 @@ def make_plan(
     balance: str = "time",
     cuts: Sequence[str] | None = None,
     alive: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
 ) -> StagePlan:
     """Cuts a recorded forward pass into stages.
 
     Args:
         found: the pass.
         ranks: that each stage has for a sample; they divide its time and memory.
-        balance: what the largest stage has least of: "time", or "memory": what its micro-batches
+        balance: what the largest mesh has least of: "time", or "memory": what its micro-batches
             keep for their backward passes, and what one of these needs besides; see `PartMemory`.
         cuts: paths of modules whose first calls begin the stages from the second on; overrides
             `balance`.
         alive: the micro-batches that each stage keeps at once; by default one.
+        order: the mesh of each stage; by default one stage on each.
 
     Returns:
-        The plan: the cuts with the least maximum over stages, and of nearly equal ones those that
-        send least. Exact, by dynamic programming.
+        The plan: the best cuts; see `pydist.stages.balance.partition`.
 
     Raises:
         UsageError: there are fewer calls than stages, or a cut is none of the network.
@@ -105,7 +128,7 @@ def make_plan(
             times(seconds, n) if balance == "time" else memories(memory, n, kept)
             for n, kept in zip(ranks, alive, strict=True)
         ]
-        at = _balanced(found, costs)
+        at = _balanced(found, costs, order or range(len(ranks)))
     else:
         at = _at_modules(found, cuts, len(ranks))
     rows = []
@@ -174,68 +197,13 @@ def memories(memory: PartMemory, ranks: int, alive: int = 1) -> PartCosts:
     return columns
 
 
-def _balanced(found: RecordedPass, costs: Sequence[PartCosts]) -> list[int]:
+def _balanced(found: RecordedPass, costs: Sequence[PartCosts], order: Sequence[int]) -> list[int]:
     if 1 + int(found.legal.sum()) < len(costs):
         raise UsageError(
             f"{len(costs)} stages of a network whose forward pass can be cut at "
             f"{int(found.legal.sum())} calls"
         )
-    return partition(costs, found.sent, found.legal)
-
-
-def partition(costs: Sequence[PartCosts], sent: np.ndarray, legal: np.ndarray) -> list[int]:
-    """Cuts a sequence into parts so that the largest cost is least.
-
-    Args:
-        costs: of each part; a longer part costs no less.
-        sent: what a cut before each element costs in addition; its sum is least among partitions
-            whose largest part is at most 2 % above the least possible.
-        legal: whether a part may begin with each element; at least as many as there are parts.
-
-    Returns:
-        The first element of each part but the first.
-    """
-    starts = [0, *(int(i) for i in np.flatnonzero(legal) if i > 0)]
-    best = _search(costs, starts, np.zeros(len(starts)), None)[0]
-    prices = np.asarray([0.0, *(float(sent[i]) for i in starts[1:])])
-    return _search(costs, starts, prices, best * _SLACK)[1]
-
-
-def _search(
-    costs: Sequence[PartCosts],
-    starts: Sequence[int],
-    prices: np.ndarray,
-    limit: float | None,
-) -> tuple[float, list[int]]:
-    """Returns the least value of a partition, and its cuts.
-
-    The value is the largest part or, with a limit on parts, the sum of the cuts' prices.
-    """
-    # Of the parts so far, by where they end: before the next start.
-    value = np.asarray([column[0] for column in costs[0](starts)])
-    if limit is not None:
-        value = np.where(value <= limit * (1 + 1e-12), 0.0, np.inf)
-    chosen = []
-    for part_costs in costs[1:]:
-        new, cut = np.full(len(starts), np.inf), np.zeros(len(starts), dtype=int)
-        for j, column in enumerate(part_costs(starts)):
-            if j == 0:
-                continue
-            part = column[1:]
-            if limit is None:
-                candidates = np.maximum(value[:j], part)
-            else:
-                fits = part <= limit * (1 + 1e-12)
-                candidates = np.where(fits, value[:j] + prices[1 : j + 1], np.inf)
-            i = int(candidates.argmin())
-            new[j], cut[j] = candidates[i], i + 1
-        value = new
-        chosen.append(cut)
-    j, found = len(starts) - 1, list[int]()
-    for cut in reversed(chosen):
-        found.append(starts[cut[j]])
-        j = int(cut[j]) - 1
-    return float(value[-1]), found[::-1]
+    return partition(costs, found.sent, found.legal, order)
 
 
 def plan_to_json(plan: StagePlan) -> list[Any]:

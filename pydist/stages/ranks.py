@@ -11,7 +11,7 @@ import torch
 
 from pydist.comm import Transport
 from pydist.errors import UsageError
-from pydist.grid import AXES, OTHER_AXES, SAMPLE_AXES, SPATIAL_AXES, Grid
+from pydist.grid import AXES, OTHER_AXES, SAMPLE_AXES, SPATIAL_AXES, Grid, axes_by_dim
 from pydist.layout import Layout, Split, split_along
 from pydist.mesh import Mesh
 from pydist.partition import Box
@@ -53,15 +53,16 @@ class MeshRanks:
         return Layout(mesh, shape, splits).boxes
 
     def splits_like(
-        self, other: MeshRanks, shape: Sequence[int], splits: Sequence[Split | None]
+        self, other: MeshRanks, shape: Sequence[int], splits: Sequence[Split | None], dims: int
     ) -> tuple[Split | None, ...]:
         """Returns the splits of a tensor on this mesh.
 
         Args:
             other: the mesh that has the tensor.
             shape: of the tensor.
-            splits: on that mesh. A dim stays on its axes; of volumes, dims are cut along spatial
-                axes that the other mesh does not have.
+            splits: on that mesh. A dim stays on its axes; of batches of the network's dims, those
+                are cut along spatial axes that the other mesh does not have.
+            dims: number of spatial dims of the network.
         """
         mesh: Any = self
         found: list[Split | None] = []
@@ -72,8 +73,8 @@ class MeshRanks:
                 found.append(split_along(mesh, extent, split.axes[0]))
             else:
                 found.append(None)
-        if len(shape) == 5:
-            for dim, axis in enumerate(SPATIAL_AXES, start=2):
+        if len(shape) == self.grid.batch_dims(dims):
+            for dim, axis in axes_by_dim(len(shape) - 2).items():
                 if splits[dim] is None and other.grid.size((axis,)) == 1:
                     found[dim] = split_along(mesh, shape[dim], axis)
         return tuple(found)

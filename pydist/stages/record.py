@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -35,8 +35,8 @@ from pydist.stages.parts import on_mesh
 from pydist.stages.shapes import Shapes, replaced, tensors_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
+from pydist.watchdog import MODULE_PATH
 
-_PATH = "_pydist_path"
 _CONVOLUTIONS = frozenset({
     torch.conv1d, torch.conv2d, torch.conv3d,
     torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
@@ -91,6 +91,8 @@ class RecordedPass:
         operands: ids of the plain tensors among the arguments of each call, or of the parameters
             from which they were computed.
         waits: the tensors whose gradients come from later calls.
+        flows: pairs of calls: the one that made a tensor, or has changed it last, and one that uses
+            it; the number of calls for the criterion, which uses the network's results.
     """
 
     costs: list[Cost]
@@ -100,6 +102,7 @@ class RecordedPass:
     saved: list[dict[int, int]]
     operands: list[list[int]]
     waits: list[Wait]
+    flows: set[tuple[int, int]] = field(default_factory=set)
 
     def __str__(self) -> str:
         checksum = crc32(", ".join(str(cost.key) for cost in self.costs).encode())
@@ -179,7 +182,8 @@ class _PassRecorder(Calls):
         def entered(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return self.enter(on_mesh(value, self._mesh))  # every stage has it: it is never sent
+            # Every stage has it: it is never sent.
+            return self.enter(on_mesh(value, self._mesh, self._mesh.grid.batch_dims(3)))
 
         return mapped(entered, values)
 
@@ -316,8 +320,8 @@ class _PassRecorder(Calls):
             return 0
         return x.nbytes if call.inputs[0].made else 0
 
-    def record(self) -> RecordedPass:
-        """Returns the recorded pass."""
+    def record(self, results: Any) -> RecordedPass:
+        """Returns the recorded pass, whose results the network has returned."""
         calls = len(self.costs)
         inside = np.asarray(self._inside, dtype=bool)
         sent, legal = np.zeros(calls), ~inside
@@ -332,8 +336,17 @@ class _PassRecorder(Calls):
                 legal[first + 1 : last + 1] = False
         for calls_of in self._updates.values():
             legal[calls_of[0] + 1 : calls_of[-1] + 1] = False
-        waits = [each for own in self._waits.values() for each in own if each.uses and each.nbytes]
-        return RecordedPass(self.costs, sent, legal, inside, self._saved, self._operands, waits)
+        versions = [each for own in self._waits.values() for each in own]
+        flows = {(each.made, use) for each in versions for use in each.uses}
+        flows |= {
+            (self._waits[x.number][-1].made, calls)
+            for x in leaves((results,))
+            if isinstance(x, StageTensor) and x.number in self._waits
+        }
+        waits = [each for each in versions if each.uses and each.nbytes]
+        return RecordedPass(
+            self.costs, sent, legal, inside, self._saved, self._operands, waits, flows
+        )
 
 
 def _checkpointed_parts() -> list[FrameType]:
@@ -387,8 +400,8 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Recorde
             recorder = _PassRecorder(first.device, mesh, sources)
             arguments = recorder.adopt(tuple(inputs))
             with sources:
-                model(*arguments)
-            found.append(recorder.record())
+                results = model(*arguments)
+            found.append(recorder.record(results))
     for (name, p), version in zip(model.named_parameters(), versions, strict=True):
         if p._version != version:
             raise NotSupported(
@@ -437,9 +450,9 @@ def copied_buffers(
 def _named(model: nn.Module) -> Iterator[None]:
     """Gives the modules the paths by which calls are known, as `parallelize` does later."""
     for path, module in model.named_modules():
-        module.__dict__[_PATH] = path or type(model).__name__
+        module.__dict__[MODULE_PATH] = path or type(model).__name__
     try:
         yield
     finally:
         for module in model.modules():
-            module.__dict__.pop(_PATH, None)
+            module.__dict__.pop(MODULE_PATH, None)

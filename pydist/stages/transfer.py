@@ -41,10 +41,11 @@ class StageTransfer:
         spec: of the tensor.
         kept: tensors and gradients on their way between stages of this mesh.
         owed: gradients of passes that raised, which may still come; see `Transfers.drop`.
+        dims: number of spatial dims of the network.
     """
 
     def __init__(
-        self, stages: Stages, route: Route, spec: TensorSpec, kept: Queues, owed: Queues
+        self, stages: Stages, route: Route, spec: TensorSpec, kept: Queues, owed: Queues, dims: int
     ) -> None:
         self._stages, self.route, self.spec = stages, route, spec
         self._owed = owed[route.tag(BACKWARD)]
@@ -60,7 +61,7 @@ class StageTransfer:
             whole = Box([0], [math.prod(spec.shape)])
             self._boxes = [whole] * sender.sample_size, [whole] * receiver.sample_size
         else:
-            self.splits = receiver.splits_like(sender, spec.shape, spec.splits)
+            self.splits = receiver.splits_like(sender, spec.shape, spec.splits, dims)
             self._boxes = (
                 sender.boxes(spec.shape, spec.splits),
                 receiver.boxes(spec.shape, self.splits),
@@ -72,12 +73,17 @@ class StageTransfer:
         is_plain = self.spec.splits is None and not self.route.is_local
         return is_plain and self._stages.mesh.sample_size > 1
 
-    def send(self, local: Tensor) -> None:
-        """Sends this rank's shard to the target."""
+    def send(self, local: Tensor, *, lends: bool) -> None:
+        """Sends this rank's shard to the target.
+
+        Args:
+            local: the shard.
+            lends: whether it does not change until the target has it; see `Transport.send`.
+        """
         if self.route.is_local:
             self._kept[FORWARD].append(local)
         else:
-            self._send(local, FORWARD, self.spec.channels_last)
+            self._send(local, FORWARD, self.spec.channels_last, lends=lends)
 
     def receive(self) -> Tensor:
         """Returns this rank's shard, from the source."""
@@ -106,7 +112,7 @@ class StageTransfer:
             if index % mine.sample_size == mine.sample_index:
                 self._stages.world.send(found, source.rank(mine.data_index, index), tag)
         if grad is not None:
-            self._send(grad, BACKWARD, channels_last)
+            self._send(grad, BACKWARD, channels_last, lends=True)  # nobody changes a gradient
 
     def _averaged(self, grad: Tensor | None) -> Tensor | None:
         """Returns the gradient of a plain tensor, which is the mean over a stage's ranks."""
@@ -161,9 +167,10 @@ class StageTransfer:
                     f"stage {self.route.source} needs that of forward pass {number}"
                 )
 
-    def _send(self, local: Tensor, direction: int, channels_last: bool) -> None:
+    def _send(self, local: Tensor, direction: int, channels_last: bool, *, lends: bool) -> None:
         mine, start = self._stages.mesh, self._boxes[direction]
         tag, peers = self.route.tag(direction), self._stages.meshes[self._ends(direction)[1]]
+        lender = local if lends else None
         if self.splits is None:
             local = local.reshape(-1)
         for here, there, part in self._messages(direction):
@@ -174,7 +181,8 @@ class StageTransfer:
                 )
                 peer = peers.rank(mine.data_index, there)
                 block = local[index]
-                self._stages.world.send(_rows(block) if channels_last else block, peer, tag)
+                block = _rows(block) if channels_last else block
+                self._stages.world.send(block, peer, tag, lender=lender)
 
     def _receive(self, direction: int, channels_last: bool) -> Tensor:
         mine, end = self._stages.mesh, self._boxes[1 - direction]

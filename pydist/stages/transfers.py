@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,22 +29,31 @@ from pydist.tensor import ShardedTensor, local_of
 
 
 class Transfers:
-    """Transfers that connect stages of this rank's mesh with others, by the spec of the tensor."""
+    """Transfers that connect stages of this rank's mesh with others, by the spec of the tensor.
 
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
+    Args:
+        stages: the stages.
+        dims: number of spatial dims of the network.
+        routes: that tensors take according to the plan.
+    """
+
+    def __init__(self, stages: Stages, dims: int, routes: Iterable[Route]) -> None:
+        self._stages, self._dims = stages, dims
         self._known: dict[tuple[Route, TensorSpec], StageTransfer] = {}
         self._kept: Queues = defaultdict(deque)
         self._headers: Queues = defaultdict(deque)
         self._owed: Queues = defaultdict(deque)
         self._dropped = set[int]()
+        self._planned = dict.fromkeys(routes, True)  # until passes have shown them all
         self._seen: dict[Route, bool] = {}  # whether a gradient takes it back
 
     def see(self, route: Route, *, needs_grad: bool) -> None:
         """Records that a tensor takes a route; on all ranks, which all see all calls."""
         self._seen[route] = needs_grad or self._seen.get(route, False)
 
-    def send(self, value: Tensor, route: Route, call: str, mark: PassMark) -> StageTransfer:
+    def send(
+        self, value: Tensor, route: Route, call: str, mark: PassMark, *, lends: bool
+    ) -> StageTransfer:
         """Sends a sharded or plain tensor to another stage, for a call of a forward pass.
 
         Args:
@@ -52,6 +61,7 @@ class Transfers:
             route: from this stage to the other.
             call: names the call, for errors.
             mark: of the forward pass.
+            lends: whether the value does not change until the other stage has it.
         """
         if isinstance(value, ShardedTensor):
             local, splits = local_of(value), tuple(value.layout.splits)
@@ -72,7 +82,7 @@ class Transfers:
                 if index % mine.sample_size == mine.sample_index:
                     rank = receiver.rank(mine.data_index, index)
                     self._stages.send_bytes(message, rank, tag)
-        transfer.send(local.detach())
+        transfer.send(local.detach(), lends=lends)
         return transfer
 
     def receive(
@@ -162,6 +172,10 @@ class Transfers:
         for number, transfer in owed:
             self._owed[transfer.route.tag(BACKWARD)].append((number, transfer))
 
+    def has_seen_all(self) -> None:
+        """Notes that a batch was complete: its passes have taken all routes, and back."""
+        self._planned.clear()
+
     def stop(self, last: int, reason: str) -> None:
         """Tells all meshes that wait for this one that it sends no more of a batch.
 
@@ -170,7 +184,9 @@ class Transfers:
             reason: the error of this rank.
         """
         stages, mine, text = self._stages, self._stages.mesh, reason.encode()
-        for route, returns in self._seen.items():
+        planned, seen = self._planned, self._seen
+        for route in planned | seen:
+            returns = planned.get(route, False) or seen.get(route, False)
             ends = {FORWARD: (route.sender, route.receiver)}
             if returns and torch.is_grad_enabled():
                 ends[BACKWARD] = route.receiver, route.sender
@@ -197,7 +213,7 @@ class Transfers:
     def _find(self, route: Route, spec: TensorSpec) -> StageTransfer:
         found = self._known.get((route, spec))
         if found is None:
-            found = StageTransfer(self._stages, route, spec, self._kept, self._owed)
+            found = StageTransfer(self._stages, route, spec, self._kept, self._owed, self._dims)
             self._known[route, spec] = found
         return found
 

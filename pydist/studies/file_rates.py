@@ -42,7 +42,7 @@ class FileRate(NamedTuple):
 
 
 def file_rates(hardware: Hardware) -> list[FileRate]:
-    """Returns the modelled rates of `SIZES` on `NODES`.
+    """Returns the modeled rates of `SIZES` on `NODES`.
 
     Args:
         hardware: profile of the nodes; every rank of a node reads.
@@ -68,7 +68,7 @@ def _of_a_node(hardware: Hardware, size: int, nodes: int) -> float:
 
 
 def file_rates_table(rates: Sequence[FileRate], hardware: str) -> str:
-    """Formats modelled rates.
+    """Formats modeled rates.
 
     Args:
         rates: from `file_rates`.
@@ -77,7 +77,7 @@ def file_rates_table(rates: Sequence[FileRate], hardware: str) -> str:
     names = {size: name for name, size in SIZES.items()}
     of_a_node = {(r.size, r.nodes): r.files_per_second / r.nodes for r in rates}
     lines: list[tuple[str, ...]] = [
-        (f"modelled, {hardware}", "nodes", "files/s", "MB/s a node", "of 1 node", f"of {_FROM}")
+        (f"modeled, {hardware}", "nodes", "files/s", "MB/s a node", "of 1 node", f"of {_FROM}")
     ]
     for each in rates:
         own = of_a_node[each.size, each.nodes]

@@ -1,4 +1,4 @@
-"""Lists public measurements of CosmoFlow on GPUs and of FanStore, to see modelled numbers beside.
+"""Lists public measurements of CosmoFlow on GPUs and of FanStore, to see modeled numbers beside.
 
 Samples per second while training on cubes of 128³ voxels with 4 channels. No measurement of the
 paper's own networks at scale is public as a number. Sources: the MLPerf HPC submission logs of the

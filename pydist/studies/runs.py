@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +24,7 @@ from pydist.errors import DiskError, Stopped, UsageError
 from pydist.launch.backends import cores
 from pydist.train import config_io
 from pydist.train.config import Config
-from pydist.train.folder import LOG_FILE
-from pydist.train.log import read
+from pydist.train.log import LOG_FILE, read
 
 OUTPUT_FILE = "output.txt"
 """What the job of a run has printed, in the run's folder."""
@@ -114,7 +113,7 @@ def run_all(runs: Sequence[Run], ranks: int, command: CommandOf, tell: Tell) -> 
     waiting = [i for i, outcome in enumerate(outcomes) if outcome is None]
     under_way: dict[int, _Job] = {}
     threads = max(1, cores() // ranks)
-    with _stops() as stops:
+    with _stops() as stops, _ended_on_error(under_way):
         while under_way or (waiting and not stops):
             free = ranks - sum(runs[i].ranks for i in under_way)
             while waiting and not stops and runs[waiting[0]].ranks <= free:
@@ -222,6 +221,19 @@ def _start(run: Run, command: CommandOf, threads: int) -> subprocess.Popen[bytes
         raise UsageError(f"there is no program {error.filename!r} to start ranks with") from None
     except OSError as error:
         raise DiskError(f"can't start {run.name}: {error.strerror}") from error
+
+
+@contextmanager
+def _ended_on_error(under_way: Mapping[int, _Job]) -> Iterator[None]:
+    """Ends the jobs under way if the `with` block raises, as where the next one can't start."""
+    try:
+        yield
+    except BaseException:
+        for job in under_way.values():
+            job.process.terminate()
+        for job in under_way.values():
+            job.process.wait()
+        raise
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from pydist.data import Manifest, ShardDataset
 from pydist.data.lock import FolderLock
 from pydist.data.manifest import FILE_NAME, DataFile
 from pydist.data.publish import make_folder
-from pydist.data.universes import UniverseOptions, generate_universes
-from pydist.errors import DataError, DiskError, UsageError
+from pydist.data.universes.generate import generate_universes
+from pydist.errors import DataError, DiskError
+from pydist.studies.options import CUTS, SampleSizeOptions
 from pydist.studies.runs import Run
 from pydist.studies.summaries import (
     Array,
@@ -48,70 +49,7 @@ from pydist.train.report import PREDICTIONS_FILE
 if TYPE_CHECKING:
     from pydist.data.universes.generate import Progress
 
-CUTS = (1, 2, 4)
-"""Parts of a cube along each side: whole, sub-cubes of 1/8 and of 1/64 of the volume."""
 NETWORK, RIDGE, CONSTANT = "network", "ridge", "mean"
-
-
-@dataclass(frozen=True)
-class SampleSizeOptions:
-    """Options that the study has.
-
-    Attributes:
-        universes: number of synthetic universes.
-        width: voxels along a side of a universe, a multiple of 4.
-        cell: side of a voxel, Mpc/h.
-        validation: fraction of the universes on which errors are measured.
-        seeds: trainings of each input, which differ in weights and order; 3 or more show a spread.
-        epochs: passes over all voxels.
-        batch: universes in a step; of sub-cubes as many as they have voxels.
-        lr: learning rate, which decreases linearly to zero.
-        features: channels of the network's first convolution; each level doubles them.
-        levels: convolutions of the network, each with a pooling.
-    """
-
-    universes: int = 320
-    width: int = 32
-    cell: float = 4.0
-    validation: float = 0.25
-    seeds: int = 3
-    epochs: int = 20
-    batch: int = 4
-    lr: float = 2e-3
-    features: int = 8
-    levels: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("seeds", "epochs", "batch", "features", "levels"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} = {getattr(self, name)}: at least 1")
-        if self.width % CUTS[-1] or self.width < 2 * CUTS[-1]:
-            raise UsageError(f"width = {self.width}: multiples of 4 from 8 on are possible")
-        if 1 << self.levels > self.width:  # the next one would pool a single voxel
-            most = self.width.bit_length() - 1
-            raise UsageError(
-                f"levels = {self.levels}: at most {most} halve a cube of {self.width} voxels"
-            )
-        if not self.lr > 0:
-            raise UsageError(f"lr = {self.lr}: a positive number")
-        held_out = self.universe_options.validation_count
-        if held_out < 2 or self.universes - held_out < max(self.batch, 2):
-            raise UsageError(
-                f"universes = {self.universes} with validation = {self.validation}: "
-                f"{self.universes - held_out} to train on and {held_out} to validate; at least "
-                f"{max(self.batch, 2)} and 2 are needed"
-            )
-
-    @property
-    def universe_options(self) -> UniverseOptions:
-        """Options that the universes are made with."""
-        return UniverseOptions(
-            count=self.universes,
-            width=self.width,
-            box_width=self.width,
-            cell=self.cell,
-            validation=self.validation,
-        )
 
 
 @dataclass(frozen=True)
@@ -235,8 +173,14 @@ class Study:
         return fitted.predict(features), targets
 
     def record(self) -> dict[str, Any]:
-        """Returns what identifies the study, for `claim`."""
+        """Returns the options of the study as JSON holds them."""
         return {"study": "sample-size", "options": asdict(self.options), "ranks": self.ranks}
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what identifies the folder, for `claimed`: more seeds continue the study."""
+        found = self.record()
+        del found["options"]["seeds"]
+        return found
 
 
 def cut_universes(whole: Manifest, source: Path, folder: Path, cut: int) -> Manifest:

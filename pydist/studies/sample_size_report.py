@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from pydist.data.universes.options import TARGET_NAMES
-from pydist.studies.sample_size import CONSTANT, CUTS, NETWORK, RIDGE, Row, Study
+from pydist.studies.options import CUTS
+from pydist.studies.sample_size import CONSTANT, NETWORK, RIDGE, Row, Study
 from pydist.studies.tables import table
 from pydist.train.report import new_figure, save_figure
 

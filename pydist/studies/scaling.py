@@ -13,15 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 
-from pydist.data.medical import CTOptions, generate_ct
-from pydist.data.universes import UniverseOptions, generate_universes
-from pydist.errors import UsageError
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
+from pydist.data.universes.generate import generate_universes
+from pydist.data.universes.options import UniverseOptions
 from pydist.grid import Grid
 from pydist.packs import pack
+from pydist.studies.options import ScalingOptions
 from pydist.studies.runs import Run
 from pydist.studies.scaling_job import AWAITED, MEMORY
 from pydist.train.config import (
@@ -35,8 +37,7 @@ from pydist.train.config import (
     TrainConfig,
     UNet3dConfig,
 )  # fmt: skip
-from pydist.train.folder import LOG_FILE
-from pydist.train.log import read
+from pydist.train.log import LOG_FILE, read
 
 COSMOFLOW, UNET = "cosmoflow", "unet3d"
 STRONG, WEAK_BATCH, WEAK_SAMPLE, CHECK = "strong", "weak in batch", "weak in sample", "one rank"
@@ -50,38 +51,6 @@ _CHECKED_STEPS = 4
 TOLERANCE = 1e-3
 """Largest relative difference of losses between one rank and several. In float32 the orders of sums
 differ, which Adam amplifies; another computation differs by far more."""
-
-
-@dataclass(frozen=True)
-class ScalingOptions:
-    """Options that the study has.
-
-    Attributes:
-        networks: what is trained.
-        width: edge of CosmoFlow's cubes on one rank.
-        edge: edge of the U-Net's volumes on one rank, a multiple of 8.
-        features: channels of the U-Net's first level.
-        batch: samples of a step on one rank.
-        steps: measured steps of a point.
-        warmup: steps before them, in which convolutions are autotuned.
-    """
-
-    networks: tuple[Literal["cosmoflow", "unet3d"], ...] = ("cosmoflow", "unet3d")
-    width: Literal[32, 64, 128, 256, 512] = 64
-    edge: int = 32
-    features: int = 16
-    batch: int = 2
-    steps: int = 8
-    warmup: int = 15
-
-    def __post_init__(self) -> None:
-        for name in ("features", "batch", "steps", "warmup"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} = {getattr(self, name)}: at least 1")
-        if self.edge < 8 or self.edge % 8:
-            raise UsageError(f"edge = {self.edge}: multiples of 8 are possible")
-        if not self.networks or len(set(self.networks)) < len(self.networks):
-            raise UsageError(f"networks = {self.networks}: each once, at least one")
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from pydist.studies.awaited import without_overlap
 from pydist.train import config_io
 from pydist.train.config import Config
 from pydist.train.datasets import make_loader, store_options
-from pydist.train.folder import LOG_FILE
 from pydist.train.job import Job
-from pydist.train.log import EventLog
+from pydist.train.log import LOG_FILE, EventLog
 from pydist.train.trial import recorded_steps
 
 AWAITED, MEMORY = "awaited", "memory"

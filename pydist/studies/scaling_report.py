@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pydist.grid import AXES
 from pydist.hardware import Hardware
 from pydist.plan import Estimate
-from pydist.studies.file_rates import FileRate
-from pydist.studies.modelled import PaperPoint
+from pydist.studies.file_rates import FileRate, file_rates_table, published_files_table
+from pydist.studies.modeled import PaperPoint
 from pydist.studies.published import PUBLISHED, PUBLISHED_FILES
 from pydist.studies.scaling import (
     CHECK,
@@ -58,14 +58,14 @@ class ScalingResults:
 
     Attributes:
         measured: the points that ran.
-        modelled: estimates of the series, also beyond the ranks that ran.
+        modeled: estimates of the series, also beyond the ranks that ran.
         hardware: that the estimates assume.
         paper: the paper's experiments, by the model of a V100.
-        files: modelled rates of reading files.
+        files: modeled rates of reading files.
     """
 
     measured: Sequence[Measured]
-    modelled: Mapping[Point, Estimate]
+    modeled: Mapping[Point, Estimate]
     hardware: Hardware
     paper: Sequence[PaperPoint]
     files: Sequence[FileRate] = ()
@@ -74,10 +74,10 @@ class ScalingResults:
         """Returns the measured seconds of the step of one rank, from which a series starts."""
         return next(each.step for each in self.measured if _starts(each.point, point.network))
 
-    def modelled_alone(self, point: Point) -> float:
-        """Returns the modelled seconds of that step."""
+    def modeled_alone(self, point: Point) -> float:
+        """Returns the modeled seconds of that step."""
         return next(
-            found.step for each, found in self.modelled.items() if _starts(each, point.network)
+            found.step for each, found in self.modeled.items() if _starts(each, point.network)
         )
 
 
@@ -87,6 +87,16 @@ def _starts(point: Point, network: str) -> bool:
         and point.overlap
         and point.source == SPLIT
     )
+
+
+def tables(results: ScalingResults) -> Iterator[str]:
+    """Yields all tables, each in lines."""
+    yield measured_table(results)
+    yield modeled_table(results)
+    yield paper_table(results.paper)
+    yield published_table()
+    yield file_rates_table(results.files, results.hardware.name)
+    yield published_files_table()
 
 
 def measured_table(results: ScalingResults) -> str:
@@ -129,13 +139,13 @@ def unequal(results: ScalingResults) -> list[str]:
     return [p.name for p, value in found.items() if value is not None and not value <= TOLERANCE]
 
 
-def modelled_table(results: ScalingResults) -> str:
+def modeled_table(results: ScalingResults) -> str:
     """Formats what the model says of the series."""
     lines: list[tuple[str, ...]] = [
-        ("modelled", "series", "mesh", "voxels", "batch", "ms", "samples/s", "effic.", "most time")
+        ("modeled", "series", "mesh", "voxels", "batch", "ms", "samples/s", "effic.", "most time")
     ]
-    for point, found in results.modelled.items():
-        useful = scaling_efficiency(point, found.step, results.modelled_alone(point))
+    for point, found in results.modeled.items():
+        useful = scaling_efficiency(point, found.step, results.modeled_alone(point))
         lines.append(
             (
                 _NAMES[point.network], point.series, str(point.grid), _extents(point),
@@ -149,7 +159,7 @@ def modelled_table(results: ScalingResults) -> str:
 def paper_table(paper: Sequence[PaperPoint]) -> str:
     """Formats the paper's experiments by the model, at powers of four and the largest count."""
     lines: list[tuple[str, ...]] = [
-        ("modelled, V100", "series", "GPUs", "mesh", "batch", "ms", "samples/s", "effic.",
+        ("modeled, V100", "series", "GPUs", "mesh", "batch", "ms", "samples/s", "effic.",
          "GiB", "most time")
     ]  # fmt: skip
     last = {(p.network, p.edge, p.series): p for p in paper}
@@ -192,10 +202,10 @@ def scaling_record(study: Scaling, results: ScalingResults) -> dict[str, Any]:
          "difference_of_losses": differ[each.point]}
         for each in results.measured if each.point.series != CHECK
     ]  # fmt: skip
-    modelled = [
+    modeled = [
         {**_facts(point), **_estimate(found),
-         "efficiency": scaling_efficiency(point, found.step, results.modelled_alone(point))}
-        for point, found in results.modelled.items()
+         "efficiency": scaling_efficiency(point, found.step, results.modeled_alone(point))}
+        for point, found in results.modeled.items()
     ]  # fmt: skip
     paper = [
         {"network": p.network, "edge": p.edge, "series": p.series, "gpus": p.gpus,
@@ -206,7 +216,7 @@ def scaling_record(study: Scaling, results: ScalingResults) -> dict[str, Any]:
     files = [each._asdict() for each in results.files]
     published_files = [each._asdict() for each in PUBLISHED_FILES]
     return {**study.record(), "hardware": results.hardware.name, "measured": measured,
-            "modelled": modelled, "paper": paper, "published": published, "files": files,
+            "modeled": modeled, "paper": paper, "published": published, "files": files,
             "published_files": published_files}  # fmt: skip
 
 
@@ -226,7 +236,7 @@ def _mesh(shape: Sequence[int]) -> dict[str, int]:
 
 
 def draw_scaling(study: Scaling, results: ScalingResults) -> Path:
-    """Draws `result.png`: speed-up and parts of the time, measured and modelled.
+    """Draws `result.png`: speed-up and parts of the time, measured and modeled.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -235,15 +245,15 @@ def draw_scaling(study: Scaling, results: ScalingResults) -> Path:
     networks = study.options.networks
     figure = new_figure(16, 4.2 * len(networks) + 4.4)
     rows = figure.subplots(len(networks) + 1, 3)
-    for (speed, measured, modelled), network in zip(rows, networks, strict=False):
+    for (speed, measured, modeled), network in zip(rows, networks, strict=False):
         _draw_speed(speed, results, network)
         shown = [e for e in results.measured if e.point.network == network
                  and e.point.series != CHECK]  # fmt: skip
         _draw_parts(measured, [(_label(e.point), e.parts) for e in shown])
         measured.set(title=f"{_NAMES[network]}: measured step", ylabel="ms")
-        estimates = [(p, e) for p, e in results.modelled.items() if p.network == network]
-        _draw_parts(modelled, [(_label(p), e.seconds) for p, e in estimates])
-        modelled.set(title=f"{_NAMES[network]}: modelled step", ylabel="ms")
+        estimates = [(p, e) for p, e in results.modeled.items() if p.network == network]
+        _draw_parts(modeled, [(_label(p), e.seconds) for p, e in estimates])
+        modeled.set(title=f"{_NAMES[network]}: modeled step", ylabel="ms")
     for axes, series in zip(rows[-1], (STRONG, WEAK_BATCH), strict=False):
         _draw_paper(axes, [p for p in results.paper if p.series == series], series)
     _draw_published(rows[-1][2])
@@ -258,14 +268,14 @@ def _label(point: Point) -> str:
 
 
 def _draw_speed(axes: Axes, results: ScalingResults, network: str) -> None:
-    counts = [p.ranks for p in results.modelled if p.network == network]
+    counts = [p.ranks for p in results.modeled if p.network == network]
     axes.plot([1, max(counts)], [1, max(counts)], color="gray", linewidth=1, linestyle=":",
               label="ideal")  # fmt: skip
     for series, color in _COLORS.items():
         curve = sorted(_speeds(results, network, series, measured=False))
         points = sorted(_speeds(results, network, series, measured=True))
         if curve:
-            axes.plot(*zip(*curve, strict=True), "--", color=color, label=f"{series}, modelled")
+            axes.plot(*zip(*curve, strict=True), "--", color=color, label=f"{series}, modeled")
         if len(points) > 1:  # besides the one rank of all series
             axes.plot(*zip(*points, strict=True), "o", color=color, label=f"{series}, measured")
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="speed-up",
@@ -280,14 +290,14 @@ def _speeds(
     steps = (
         {e.point: e.step for e in results.measured}
         if measured
-        else {point: found.step for point, found in results.modelled.items()}
+        else {point: found.step for point, found in results.modeled.items()}
     )
     for point, step in steps.items():
         usual = point.overlap and point.source == SPLIT
         if not usual or point.network != network:
             continue
         if point.series == series or _starts(point, network):
-            alone = results.alone(point) if measured else results.modelled_alone(point)
+            alone = results.alone(point) if measured else results.modeled_alone(point)
             yield point.ranks, point.ranks * scaling_efficiency(point, step, alone)
 
 
@@ -311,7 +321,7 @@ def _draw_paper(axes: Axes, points: Sequence[PaperPoint], series: str) -> None:
         ideal = [rates[0] * p.gpus / own[0].gpus for p in own]
         axes.plot([p.gpus for p in own], ideal, ":", color=line.get_color(), linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="samples/s",
-             title=f"Modelled, V100 on Lassen: {series}")  # fmt: skip
+             title=f"Modeled, V100 on Lassen: {series}")  # fmt: skip
     axes.legend(fontsize=7)
 
 

@@ -165,10 +165,8 @@ def _disjoint(one: ViewPart | None, other: ViewPart | None) -> bool:
 class Aliased(Protocol):
     """The attributes of a sharded tensor that concern its memory."""
 
+    layout: Layout
     _view: View | None
-
-    @property
-    def _layout(self) -> Layout: ...
 
 
 def view_at(x: Aliased) -> View:
@@ -194,7 +192,7 @@ def record_change(x: Aliased) -> None:
         _record_partly(*view.memory.plain)
     if view is not None and (storage := view.memory.storage) is not None:
         source = source_line()
-        how = f"of shape {list(x._layout.shape)}{f' at {source}' if source else ''}"
+        how = f"of shape {list(x.layout.shape)}{f' at {source}' if source else ''}"
         storage.record(view.memory.key, view.part, how)
 
 
@@ -263,7 +261,7 @@ def remember_plain(x: Aliased, plain: Tensor) -> None:
     """
     is_fixed = plain.requires_grad and plain.is_leaf and torch.is_grad_enabled()
     if not is_fixed and not plain.is_inference():
-        view_at(x).memory.plain = weakref.ref(plain), x._layout
+        view_at(x).memory.plain = weakref.ref(plain), x.layout
 
 
 class _Changed(Function):
@@ -363,7 +361,7 @@ def refuse_stale(x: Aliased) -> None:
     if how:
         module, source = module_path(), source_line()
         raise NotSupported(
-            f"a tensor of shape {list(x._layout.shape)} is used"
+            f"a tensor of shape {list(x.layout.shape)} is used"
             f"{f' in module {module}' if module else ''}{f' at {source}' if source else ''} after "
             f"a change in place of another ({how}); in torch one may be a view of the other, here "
             "it is a copy, as its blocks were moved: take the view after the change, or use "

@@ -27,7 +27,7 @@ def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
         UsageError: the layout has another shape or another mesh.
     """
     local = local_of(x)
-    return x if x._layout == layout else wrap(redistributed(local, x._layout, layout), layout, x)
+    return x if x.layout == layout else wrap(redistributed(local, x.layout, layout), layout, x)
 
 
 def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
@@ -68,7 +68,7 @@ def parameter_for(
         return None
     use_weight(tensor, layout.mesh)
     if isinstance(tensor, ShardedTensor):
-        return _sharded_operand(tensor, target or tensor._layout.whole(), layout)
+        return _sharded_operand(tensor, target or tensor.layout.whole(), layout)
     prove_equal(tensor, layout if target is None else target)
     return _entered(tensor, None if target is None else _index_in(target), layout)
 
@@ -155,9 +155,9 @@ def _slice_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor:
     mesh, own = layout.mesh, local_of(x)
     observer.follow(own, mesh)
     factor = target.replicas / layout.replicas
-    if x._layout.boxes == target.boxes:
+    if x.layout.boxes == target.boxes:
         return _part(own, None, lambda own: scale_grad(own, factor), mesh) if factor != 1 else own
-    return scale_grad(redistributed(own, x._layout, target, is_averaged=True), factor)
+    return scale_grad(redistributed(own, x.layout, target, is_averaged=True), factor)
 
 
 def _entered(x: Tensor, index: tuple[slice, ...] | None, layout: Layout) -> Tensor:

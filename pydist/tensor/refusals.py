@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pydist.errors import NotSupported
+from pydist.watchdog import MODULE_PATH
 
 # Users do not look for their calls in these files.
 _INSIDE = (
@@ -138,7 +139,7 @@ def module_path() -> str:
             break
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            path = module.__dict__.get("_pydist_path")
+            path = module.__dict__.get(MODULE_PATH)
             if path is not None:
                 return str(path)
     return ""

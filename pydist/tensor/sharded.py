@@ -70,8 +70,9 @@ class ShardedTensor(torch.Tensor):
     `distribute_tensor` or `ShardedTensor.from_local`.
     """
 
+    layout: Layout = None  # type: ignore[assignment]  # hides torch's; each tensor has its own
+    """Layout that gives each rank its block (pydist's layout, not `torch.strided`)."""
     _shard: Tensor
-    _layout: Layout
     _origin: Origin
     _deferred: Deferred | None
     """Deferred work on the shard, done before it is used; `None` if the shard is not new."""
@@ -96,7 +97,7 @@ class ShardedTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        wrapper._shard, wrapper._layout, wrapper._origin = local, layout, origin
+        wrapper._shard, wrapper.layout, wrapper._origin = local, layout, origin
         wrapper._deferred = None
         if requires_grad:
             guard_gradient(wrapper)
@@ -156,14 +157,9 @@ class ShardedTensor(torch.Tensor):
         return cls(local, layout, Origin(layout.mesh.session.forwards, sizes, statistics))
 
     @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        """Layout that gives each rank its block (pydist's layout, not `torch.strided`)."""
-        return self._layout
-
-    @property
     def mesh(self) -> Mesh:
         """The mesh that holds the tensor."""
-        return self._layout.mesh
+        return self.layout.mesh
 
     @property
     def _local(self) -> Tensor:
@@ -181,12 +177,12 @@ class ShardedTensor(torch.Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """Global shape, which all ranks' blocks form together."""
-        return torch.Size(self._layout.shape)
+        return torch.Size(self.layout.shape)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
         """Number of dims that the global tensor has."""
-        return len(self._layout.shape)
+        return len(self.layout.shape)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -200,27 +196,31 @@ class ShardedTensor(torch.Tensor):
 
     def dim(self) -> int:
         """Returns the number of dims."""
-        return len(self._layout.shape)
+        return len(self.layout.shape)
 
     def size(self, dim: int | None = None) -> Any:
         """Returns the global shape, or its extent in one dim."""
-        return torch.Size(self._layout.shape) if dim is None else self._layout.shape[dim]
+        return torch.Size(self.layout.shape) if dim is None else self.layout.shape[dim]
 
     def to_local(self) -> Tensor:
         """Returns this rank's shard, a plain tensor in the same autograd graph."""
         local = local_of(self)
-        observer.lead_to(local, self.mesh, self._history, self._origin.sizes, self._layout)
+        self._show(local)
         if self._view is not None and (storage := self._view.memory.storage) is not None:
             storage.watch(self._view.memory.key, local)
-        self._shown = (local.grad_fn,)
         return local
+
+    def _show(self, local: Tensor) -> None:
+        """Marks the shard, which a program has: it may compute with it, or change it."""
+        observer.lead_to(local, self.mesh, self._history, self._origin.sizes, self.layout)
+        self._shown = (local.grad_fn,)
 
     def full_tensor(self) -> Tensor:
         """Returns the full tensor, plain, equal on all ranks of the sample group.
 
         The gradient that flows back into this tensor is the mean over the group.
         """
-        layout, local = self._layout, local_of(self)
+        layout, local = self.layout, local_of(self)
         with caused_by(self._history):
             whole = redistributed(local, layout, layout.whole())
         if whole is local:
@@ -241,15 +241,15 @@ class ShardedTensor(torch.Tensor):
         """
         if others or named or not isinstance(layout, Layout):
             raise UsageError(
-                f"redistribute of a ShardedTensor of shape {list(self._layout.shape)} takes one "
+                f"redistribute of a ShardedTensor of shape {list(self.layout.shape)} takes one "
                 "pydist.Layout, as in x.redistribute(x.layout.whole()); a device mesh and "
                 "placements are for torch's DTensor"
             )
         local = local_of(self)
-        if layout == self._layout:
+        if layout == self.layout:
             return self
         with caused_by(self._history):
-            moved = redistributed(local, self._layout, layout)
+            moved = redistributed(local, self.layout, layout)
         return view_of(self, moved, layout, is_copy=True)
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
@@ -258,7 +258,7 @@ class ShardedTensor(torch.Tensor):
             if (how := staleness(self))
             else f"local={self._local!r}"
         )
-        return f"ShardedTensor(shape={self._layout.shape}, {self._layout!r}, {what})"
+        return f"ShardedTensor(shape={self.layout.shape}, {self.layout!r}, {what})"
 
     def as_parameter(self) -> ShardedTensor:
         """Makes this a parameter whose slices the ranks hold, and returns it; see `pydist.slices`.
@@ -266,7 +266,7 @@ class ShardedTensor(torch.Tensor):
         The shard is a parameter of torch, with the gradient.
         """
         self.__dict__["_is_param"] = True  # for isinstance(_, torch.nn.Parameter)
-        used, grid = self._layout.used_axes, self.mesh.grid
+        used, grid = self.layout.used_axes, self.mesh.grid
         even = -(-self.numel() // grid.size(used))
         set_slicing(self._shard, Slicing(tuple(a for a in AXES if a not in used), even))
         return self
@@ -288,10 +288,10 @@ class ShardedTensor(torch.Tensor):
     def __copy__(self) -> ShardedTensor:
         # As in torch: a leaf that shares memory.
         local = local_of(self).detach().requires_grad_(self._shard.requires_grad)
-        return view_of(self, local, self._layout)
+        return view_of(self, local, self.layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        copied = wrap(self._local.__deepcopy__(memo), self._layout, self)
+        copied = wrap(self._local.__deepcopy__(memo), self.layout, self)
         return copied.as_parameter() if is_sharded_weight(self) else copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -370,7 +370,7 @@ def _unpacked(x: ShardedTensor) -> ShardedTensor:
     """
     # Deferred work is part of the graph, to which calls in __torch_dispatch__ do not add.
     with torch.overrides.enable_reentrant_dispatch(), torch.enable_grad():
-        made = wrap(x._local.detach(), x._layout, x)
+        made = wrap(x._local.detach(), x.layout, x)
     made._deferred = _Unpacked(made)
     return made
 
@@ -417,9 +417,7 @@ def _reenter(x: ShardedTensor) -> None:
     """Treats a shard that a program has changed in place like an argument of `from_local`."""
     shard = x._shard
     observer.follow(shard, x.mesh)
-    local = observer.scale_leaving_gradients(shard, x._layout)
-    x._shown = (local.grad_fn,)
-    replace_shard_(x, local, changed=False)
+    replace_shard_(x, observer.scale_leaving_gradients(shard, x.layout), changed=False)
 
 
 def view_of(
@@ -468,6 +466,8 @@ def replace_shard_(x: ShardedTensor, local: Tensor, changed: bool = True) -> Sha
     x._shard = local
     if changed:
         remember_change(x)
+    if x._shown is not None:
+        x._show(local)  # this change is not the program's own
     if changed and x._view is not None:
         record_change(x)
     if changed and not of_wrapper(torch.Tensor.is_inference, x):

@@ -14,6 +14,7 @@ collective ones.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -60,13 +61,19 @@ def is_checkpoint(folder: Path) -> bool:
     return all((folder / name).is_file() for name in (_MANIFEST, _STATE))
 
 
+def is_named(folder: Path) -> bool:
+    """Returns whether a path has the name of a checkpoint, or is a link, instead of a folder's."""
+    return _STEP.fullmatch(folder.name) is not None or folder.is_symlink()
+
+
 def write(folder: Path, step: int, parts: Mapping[str, object], keep: int = 2) -> Path:
     """Writes and publishes a checkpoint, then removes all but the latest `keep`.
 
     Args:
         folder: folder of the run's checkpoints; created if missing.
-        step: training steps done. An existing checkpoint of the same step is kept: a run that
-            resumes from it and stops immediately has nothing to add.
+        step: training steps done. An existing checkpoint of the same step is replaced, unless it
+            has the same content: a run that resumes from it and stops immediately has nothing to
+            add.
         parts: state by name (letters, digits, ``_``, ``-``), for `nested_state.flatten_state`.
         keep: number of complete checkpoints to keep, at least 1.
 
@@ -78,14 +85,19 @@ def write(folder: Path, step: int, parts: Mapping[str, object], keep: int = 2) -
         CheckpointError: a part holds a value that can't be stored.
     """
     files = _encode(parts)
+    files[_MANIFEST] = _manifest_of(step, files)
     final = folder / f"step-{step:06d}"
     work = owner.temporary(final)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not final.exists():
+        if not _is_published(final, files):
             work.mkdir()
-            _fill(work, step, files)
-            work.rename(final)
+            _fill(work, files)
+            if final.exists():
+                _exchange(work, final)
+                shutil.rmtree(work)
+            else:
+                work.rename(final)
             _sync_folder(folder)
         _point(folder / LAST, final.name)
         _remove_old(folder, keep)
@@ -140,14 +152,41 @@ def _encode(parts: Mapping[str, object]) -> dict[str, bytes]:
     return files
 
 
-def _fill(work: Path, step: int, files: Mapping[str, bytes]) -> None:
-    """Writes all files of a checkpoint into its unpublished folder, durably."""
+def _manifest_of(step: int, files: Mapping[str, bytes]) -> bytes:
     sums = {
         name: {"bytes": len(data), "crc32c": f"{native.crc32c(data):08x}"}
         for name, data in files.items()
     }
-    manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": sums}
-    for name, data in {**files, _MANIFEST: _seal(manifest)}.items():
+    return _seal({"format": FORMAT, "version": VERSION, "step": step, "files": sums})
+
+
+def _is_published(final: Path, files: Mapping[str, bytes]) -> bool:
+    try:
+        return all((final / name).read_bytes() == data for name, data in files.items())
+    except FileNotFoundError:
+        return False
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Exchanges two folders: atomically where the system can, else by renaming them in turn."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is not None:
+        here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+        if rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+            return
+    aside = owner.temporary(other)
+    other.rename(aside)
+    try:
+        one.rename(other)
+    except OSError:
+        aside.rename(other)
+        raise
+    aside.rename(one)
+
+
+def _fill(work: Path, files: Mapping[str, bytes]) -> None:
+    """Writes all files of a checkpoint into its unpublished folder, durably."""
+    for name, data in files.items():
         with (work / name).open("xb") as file:
             file.write(data)
             file.flush()

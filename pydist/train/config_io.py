@@ -18,8 +18,9 @@ from pydist.errors import UsageError
 from pydist.parsing import require_shallow
 from pydist.registry import MODELS, OPTIMIZERS
 from pydist.train import ranks
-from pydist.train.config import LIST_OF_STAGES, NUMBER_OF_STAGES, Config, StageConfig
-from pydist.train.gradients import TABLES as FORMS_OF_GRADIENTS
+from pydist.train.config import Config, StageConfig
+from pydist.train.config.gradients import TABLES as FORMS_OF_GRADIENTS
+from pydist.train.config.mesh import LIST_OF_STAGES, NUMBER_OF_STAGES
 
 if sys.version_info >= (3, 11):
     import tomllib

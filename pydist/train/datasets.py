@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pydist.data import Augmented, Manifest, MpiIo, ShardDataset
+from pydist.data.axes import without_flat
 from pydist.data.batch_sizes import BatchSizes, PassRule
 from pydist.data.loader import Loader
 from pydist.data.store.options import StoreOptions
@@ -24,12 +25,8 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
     """Opens the training set, and the validation set if there is one."""
     wanted = config.data
     manifest = Manifest.load(wanted.path)
-    # First, without normalization: if that does not fit, usually the network does not fit either.
-    task.check(ShardDataset(wanted.path, "train", normalize="none", manifest=manifest))
-    crop, multiple = wanted.augment.crop, task.multiple
-    if crop is not None and (multiple is None or any(n % multiple for n in crop)):
-        possible = "whole samples" if multiple is None else f"multiples of {multiple}"
-        raise UsageError(f"data.augment.crop = {list(crop)}: the network accepts {possible}")
+    # First: if normalization does not fit, usually the network does not fit either.
+    _checked(config, task, manifest)
 
     def normalized(split: str) -> ShardDataset:
         return ShardDataset(
@@ -41,9 +38,32 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
             ignore_label=config.train.ignore_label,
             driver=MpiIo() if wanted.mpi_io else None,
             untrusted=wanted.untrusted,
+            allow_roots=wanted.allow_roots,
         )
 
     return normalized("train"), normalized("val") if "val" in manifest.splits else None
+
+
+def shape_in_training(config: Config, task: Task, manifest: Manifest) -> tuple[int, int, int, int]:
+    """Returns the shape (C, D, H, W) that a sample has in training: that of the crop, if any.
+
+    Raises:
+        UsageError: the network does not accept the samples or the crop, or one is smaller than it.
+    """
+    return Augmented(_checked(config, task, manifest), config.data.augment).sample_shape
+
+
+def _checked(config: Config, task: Task, manifest: Manifest) -> ShardDataset:
+    """Returns the training set, not normalized, after checking that the network accepts it."""
+    data = ShardDataset(config.data.path, "train", normalize="none", manifest=manifest)
+    task.check(data)
+    crop, multiple = config.data.augment.crop, task.multiple
+    if crop is not None:
+        _, *extents = without_flat((1, *crop), manifest.dims)
+        if multiple is None or any(n % multiple for n in extents):
+            possible = "whole samples" if multiple is None else f"multiples of {multiple}"
+            raise UsageError(f"data.augment.crop = {list(crop)}: the network accepts {possible}")
+    return data
 
 
 def store_options(

@@ -9,10 +9,10 @@ from pydist.data.publish import real_path
 from pydist.errors import DiskError, UsageError
 from pydist.train import checkpoint, log, report
 from pydist.train.curves import CURVES_FILE
+from pydist.train.log import LOG_FILE
 from pydist.train.segmentation_report import DICE_FILE
 
 CONFIG_FILE = "config.toml"
-LOG_FILE = "log.jsonl"
 CHECKPOINTS = "ckpt"
 PICTURES = "samples"
 """Folder with a picture of a sample for each validation."""

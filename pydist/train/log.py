@@ -5,7 +5,8 @@ One JSON object per line, each with "event" and "time" (seconds since 1970):
 ===========  =====================================================================================
 start        device, transport, precision, unused_device (why an available CUDA device is not
              used), version, torch, ranks, mesh, threads, parameters, samples, batch, accumulate,
-             epochs, steps, step (where it starts), config
+             epochs, steps, step (where it starts), predicts ("volumes", "images" for the classes
+             of their voxels, or "samples" for values and classes of samples), config
 step         step, epoch, loss, lr, batch (samples of all groups), passes (in stages micro-batches),
              seconds, samples_per_second, gradient_bytes (that this rank has sent: "all", or
              "within" and "between" groups), parts (seconds by part)
@@ -44,6 +45,8 @@ from pydist.parsing import parse_json
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
+LOG_FILE = "log.jsonl"
+"""Name of the log in a run's folder."""
 PIPE_VARIABLE = "PYDIST_EVENTS"
 """Environment variable with the pipe of events to the launcher, which owns the terminal."""
 

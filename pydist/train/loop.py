@@ -18,10 +18,10 @@ from pydist.comm.consensus import any_rank, together
 from pydist.data.publish import make_folder, publish
 from pydist.errors import DataError, DiskError, PydistError, Stopped
 from pydist.train import report
+from pydist.train.config.gradients import name_of
 from pydist.train.cuda_graph import GraphedStep
 from pydist.train.data_log import DataLog
 from pydist.train.folder import TUNING_FILE
-from pydist.train.gradients import name_of
 from pydist.train.readback import LateLosses, TakenStep
 from pydist.train.signals import StopRequest
 from pydist.train.step import TrainStep

@@ -14,8 +14,9 @@ from pydist.data.store.options import StoreOptions
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.parsing import parse_json
 from pydist.train import checkpoint, config_io
-from pydist.train.config import TASKS, Config, FactoryConfig, OptimizerConfig
-from pydist.train.gradients import effective
+from pydist.train.config import Config, FactoryConfig, OptimizerConfig
+from pydist.train.config.gradients import effective
+from pydist.train.config.model import TASKS
 from pydist.train.tasks import Task, task_of
 
 

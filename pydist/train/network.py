@@ -24,8 +24,8 @@ from pydist.parallel import entry_hook_of, parallelize
 from pydist.stages import pipeline
 from pydist.stages.division import pipeline_of
 from pydist.train.averaged import Averaged
+from pydist.train.config.gradients import settings
 from pydist.train.device import autocast, memory_format
-from pydist.train.gradients import settings
 from pydist.train.job import Job
 from pydist.train.ranks import least_samples
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from pydist.gradients.forms.settings import Gradients
     from pydist.mesh import Mesh
     from pydist.optim.partitioned import Use
-    from pydist.stages import StagePlan
     from pydist.stages.pipelines import Pipeline
     from pydist.train.config import Config
     from pydist.train.tasks import Task
@@ -200,7 +199,9 @@ class StagedNetwork:
         self._job = Job.of(pipe.stages)
         self._mesh = pipe.stages.mesh
         self.gradients = Averaged(pipe.model, entry_hook_of(pipe.model).gradients)
-        self.notices: Sequence[str] = [_described(pipe.plan)]
+        self.notices: Sequence[str] = [
+            f"the stages, as parts of a sample's time on one rank:\n{pipe.plan}"
+        ]
         self._ahead = 0
 
     def partitioned(self, optimizer: Optimizer, wanted: Use) -> Optimizer:
@@ -350,14 +351,6 @@ def network_of(model: nn.Module) -> tuple[Job, Network]:
         return Job.of(pipe.stages), StagedNetwork(pipe)
     entry = entry_hook_of(model)
     return Job.of(entry.mesh), MeshNetwork(model, entry.mesh, entry.gradients)
-
-
-def _described(plan: StagePlan) -> str:
-    """Returns the cuts of a plan and the stages' shares of the time, on one line."""
-    total = sum(row[1] for row in plan.rows) or 1.0
-    shares = ", ".join(f"{row[1] / total:.0%}" for row in plan.rows)
-    starts = "; ".join(f"stage {i} begins with {key}" for i, key in enumerate(plan.starts, 1))
-    return f"of a sample's time on one rank the stages have {shares}; {starts or 'one stage'}"
 
 
 def _sample(loader: Loader, task: Task, config: Config) -> Tensor:

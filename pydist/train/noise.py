@@ -16,7 +16,7 @@ from pydist.optim.noise_scale import NoiseScale
 if TYPE_CHECKING:
     from pydist.data.loader import Batch, Loader
     from pydist.mesh import Mesh
-    from pydist.train.batch_schedules import BatchScheduleConfig
+    from pydist.train.config.batch_schedules import BatchScheduleConfig
 
 
 SquaredNorms = tuple[float, float, int]

@@ -87,7 +87,8 @@ def axis_of(
         )
     parts, extent = counts[name], _PERCENT
     if name in SPATIAL_AXES:
-        extent = Manifest.load(config.data.path).sample_shape[1 + SPATIAL_AXES.index(name)]
+        stored = Manifest.load(config.data.path).sample_shape
+        extent = config.data.augment.cropped(stored)[1 + SPATIAL_AXES.index(name)]
     elif name == "data":
         extent = config.train.batch
         if extent < parts:

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pydist.data import Manifest, ShardDataset
+from pydist.data import Manifest
+from pydist.data.axes import without_flat
 from pydist.errors import NotSupported, PydistError, UsageError
-from pydist.grid import CHANNEL_AXIS, SPATIAL_AXES, Grid
+from pydist.grid import SPATIAL_AXES, Grid
 from pydist.optim.partitioned import WORTHWHILE
 from pydist.plan import InStages, StepModel, Training, estimate_step, trace_network
 from pydist.plan.choosing import choose_mesh, hardware_here, step_model
@@ -25,6 +26,7 @@ from pydist.plan.in_stages import estimate_in_stages
 from pydist.stages import Stages
 from pydist.stages.shapes import tensors_of
 from pydist.train.config import MeshConfig
+from pydist.train.datasets import shape_in_training
 from pydist.train.parts import WARMUP
 from pydist.train.ranks import check_settings
 from pydist.train.tasks import task_of
@@ -55,17 +57,17 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
         ranks: number of ranks.
 
     Raises:
-        UsageError: the network does not suit the data set.
+        UsageError: the network does not suit the data set or its crops.
         DataError: there is no data set.
         NotSupported: the network reads values, so shapes do not tell what it computes.
     """
     check_settings(config)
     manifest = Manifest.load(config.data.path)
     task = task_of(config)
-    task.check(ShardDataset(config.data.path, "train", normalize="none", manifest=manifest))
+    shape = shape_in_training(config, task, manifest)
     with torch.device("meta"):
         network = task.network(manifest)
-    trace = trace_network(network, manifest.network_shape, _criterion(task))
+    trace = trace_network(network, without_flat(shape, manifest.dims), _criterion(task))
     parameters = sum(p.numel() for p in network.parameters())
     partitioned = config.optimizer.sharded == "always" or (
         config.optimizer.sharded == "auto"
@@ -79,7 +81,7 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
         dtype=_DTYPES[config.train.amp],
         partitioned=partitioned,
         prefetch=config.data.prefetch,
-        file_bytes=math.prod(manifest.sample_shape) * np.dtype(manifest.dtype).itemsize,
+        file_bytes=math.prod(shape) * np.dtype(manifest.dtype).itemsize,
     )
     return step_model(trace, training, hardware, ranks)
 
@@ -109,7 +111,7 @@ def chooser(config: Config, tell: Callable[[str], object] = print) -> Callable[[
     """Returns a function that chooses the mesh of a configuration, for `pydist.init`.
 
     Args:
-        config: its numbers of data and channel parts are kept, if given.
+        config: its numbers of parts along other axes than those of space are kept, if given.
         tell: receives a line about the choice.
     """
 
@@ -117,7 +119,7 @@ def chooser(config: Config, tell: Callable[[str], object] = print) -> Callable[[
         hardware = hardware_here(config.train.device != "cpu")
         wanted = config.mesh
         model = model_of(config, hardware, ranks)
-        found = choose_mesh(model, ranks, wanted.data, wanted.axes[CHANNEL_AXIS])
+        found = choose_mesh(model, ranks, wanted.data, wanted.axes)
         tell(f'mesh.spatial = "auto": {found.grid}, predicted {_told(found, hardware)}')
         return found.grid
 
@@ -160,7 +162,7 @@ def _predicted(config: Config, ranks: Mesh | Stages) -> tuple[Estimate, Hardware
         return estimate_step(model, ranks.grid), hardware
     mesh = config.mesh
     grids = {each.grid for each in ranks.meshes}
-    if len(grids) > 1 or mesh.order is not None or mesh.recompute or mesh.schedule == "gems":
+    if len(grids) > 1 or mesh.order is not None or mesh.recompute:
         raise NotSupported("only equal stages in the order of their meshes are planned")
     given = InStages(ranks.count, mesh.micro_batches, mesh.schedule)
     found = estimate_in_stages(model, grids.pop(), given)

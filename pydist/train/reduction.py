@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pydist.train.config import Config
-from pydist.train.gradients import (
+from pydist.train.config.gradients import (
     NAMES,
     STATEFUL,
     DgcConfig,
@@ -14,7 +14,7 @@ from pydist.train.gradients import (
     TorusConfig,
     name_of,
 )  # fmt: skip
-from pydist.train.optimizers import LayerwiseConfig
+from pydist.train.config.optimizers import LayerwiseConfig
 
 
 def mistakes(config: Config) -> Iterator[str]:

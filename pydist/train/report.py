@@ -57,15 +57,15 @@ def write_predictions(
 def draw_run(
     folder: Path,
     curves: Mapping[str, Mapping[int, float]],
-    data: Path,
+    data: ShardDataset,
     mesh: MeshConfig,
 ) -> Path:
-    """Draws a run: loss curves, predicted against true parameters, a universe and its blocks.
+    """Draws a run: loss curves, predicted against true parameters, a sample and its blocks.
 
     Args:
         folder: the run's folder, with the predictions; `result.png` is written to it.
         curves: training loss by step, by the name of the run.
-        data: folder of the data set, whose first universe is shown.
+        data: the training set, whose first sample is shown.
         mesh: the configuration of the grid of ranks, whose blocks are shown.
 
     Returns:
@@ -75,16 +75,15 @@ def draw_run(
         UsageError: matplotlib is not installed.
         DiskError: the file can't be written.
     """
-    universes = ShardDataset(data, normalize="log1p")
-    _, *extents = universes.sample_shape
-    first_channel = Box([0, 0, 0, 0], [1, *extents])
-    universe = universes.read_block(0, first_channel)[0].numpy()
-    universes.close()
+    samples = data.reopened(data.split)
+    _, *extents = samples.sample_shape
+    sample = samples.read_block(0, Box([0, 0, 0, 0], [1, *extents]))[0].float().numpy()
+    samples.close()
     figure = new_figure(15, 4.8)
     axes = figure.subplots(1, 3)
     draw_curves(axes[0], curves, "training loss (MSE)")
     _draw_predictions(axes[1], folder / PREDICTIONS_FILE)
-    _draw_universe(axes[2], universe, mesh)
+    _draw_sample(axes[2], sample, mesh)
     return save_figure(figure, folder / PICTURE_FILE)
 
 
@@ -210,12 +209,15 @@ def shown_dims(extents: Sequence[int]) -> tuple[int, int, int]:
     return (1, 2, 0) if extents[0] == 1 else (0, 1, 2)
 
 
-def _draw_universe(axes: Axes, universe: NDArray[Any], mesh: MeshConfig) -> None:
-    rows, columns, across = shown_dims(universe.shape)
-    place = universe.shape[across] // 2
-    picture = axes.imshow(universe.take(place, across), cmap="magma", origin="upper")
-    axes.figure.colorbar(picture, ax=axes, label="log(1 + particles)", shrink=0.8)
-    draw_blocks(axes, universe.shape, mesh, place)
+def _draw_sample(axes: Axes, sample: NDArray[Any], mesh: MeshConfig) -> None:
+    rows, columns, across = shown_dims(sample.shape)
+    place = sample.shape[across] // 2
+    shown, label = sample.take(place, across), "value"
+    if shown.min() >= 0:  # such as counts of particles, most of them small
+        shown, label = np.log1p(shown), "log(1 + value)"
+    picture = axes.imshow(shown, cmap="magma", origin="upper")
+    axes.figure.colorbar(picture, ax=axes, label=label, shrink=0.8)
+    draw_blocks(axes, sample.shape, mesh, place)
     axes.set(
         xlabel=f"{SPATIAL_AXES[columns]} (voxels)",
         ylabel=f"{SPATIAL_AXES[rows]} (voxels)",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pydist.train.state import random_state, set_random_state
@@ -62,12 +63,20 @@ class Resumable:
         self.epoch, self.batch = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, with the random numbers with which the epoch began."""
-        return {"epoch": self.epoch, "batch": self.batch, "begin": self._begin}
+        """Returns the position, with the random numbers with which the epoch began.
+
+        The generators' states now are those with which the next epoch begins.
+        """
+        generators = [g.get_state() for g in self._generators()]
+        return {
+            "epoch": self.epoch, "batch": self.batch, "begin": self._begin,
+            "generators": generators,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at another loader's position."""
         self.epoch, self.batch, self._begin = state["epoch"], state["batch"], state["begin"]
+        self._set_generators(state["generators"])
 
     def _samplers(self) -> tuple[Any, Any]:
         return self.loader.sampler, self.loader.batch_sampler
@@ -82,5 +91,8 @@ class Resumable:
 
     def _set_random_state(self, state: Mapping[str, Any]) -> None:
         set_random_state(state)
-        for generator, saved in zip(self._generators(), state["generators"], strict=True):
-            generator.set_state(saved)
+        self._set_generators(state["generators"])
+
+    def _set_generators(self, states: Sequence[Tensor]) -> None:
+        for generator, state in zip(self._generators(), states, strict=True):
+            generator.set_state(state)

@@ -25,6 +25,7 @@ from pydist.errors import CheckpointError, DoesNotFit, Stopped, UsageError, out_
 from pydist.optim import SampleLR, schedule
 from pydist.optim.layerwise import LayerwiseOptimizer
 from pydist.train import checkpoint, config_io, report
+from pydist.train.config.optimizers import LayerwiseConfig
 from pydist.train.curves import drawn_in
 from pydist.train.datasets import make_loader, open_datasets, store_options
 from pydist.train.device import (
@@ -37,7 +38,6 @@ from pydist.train.device import (
 from pydist.train.folder import (
     CHECKPOINTS,
     CONFIG_FILE,
-    LOG_FILE,
     PICTURES,
     refuse_data_folder,
     refuse_foreign,
@@ -45,12 +45,11 @@ from pydist.train.folder import (
 )
 from pydist.train.job import Job
 from pydist.train.layer_log import LayerLog
-from pydist.train.log import EventLog, Listener, done_at, losses
+from pydist.train.log import LOG_FILE, EventLog, Listener, done_at, losses
 from pydist.train.loop import Trainer
 from pydist.train.metadata import CheckpointMetadata
 from pydist.train.network import place_network
 from pydist.train.noise import AdaptiveBatch
-from pydist.train.optimizers import LayerwiseConfig
 from pydist.train.ranks import meshes_of
 from pydist.train.rebalancing import Rebalancing, resumed
 from pydist.train.shortage import with_advice
@@ -227,7 +226,7 @@ def _run_on(
             rebalancing,
             pictures=folder / PICTURES if config.output.plot else None,
         )
-        _announce(log, config, trainer)
+        _announce(log, config, task, trainer)
         slow = slow_precision(loader.device, config.train.amp)
         for text in filter(None, (slow, *state.network.notices)):
             log.emit("notice", text=text)
@@ -405,7 +404,7 @@ def _done_before(path: Path, state: RunState) -> tuple[bool, bool]:
     return bool(validated), bool(ended)
 
 
-def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:
+def _announce(log: EventLog, config: Config, task: Task, trainer: Trainer) -> None:
     job, state = trainer.job, trainer.state
     steps, epochs = trainer.expected()
     log.emit(
@@ -423,8 +422,16 @@ def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:
         epochs=epochs,
         steps=steps,
         step=state.step,
+        predicts=_predicts(task, trainer.loader.dims),
         config=config_io.to_dict(config),
     )
+
+
+def _predicts(task: Task, dims: int) -> str:
+    """Returns what `pydist predict` takes for a task; see `pydist.train.log`."""
+    if task.multiple is None:
+        return "samples"
+    return "volumes" if dims == 3 else "images"
 
 
 def _write_results(

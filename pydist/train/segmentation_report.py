@@ -79,10 +79,7 @@ def draw_run(
     report.draw_curves(axes[0], curves, "training loss")
     _draw_dice(axes[1], folder / DICE_FILE)
     if predicted is not None:
-        unseen = ShardDataset(
-            data.root, "val", normalize="none", manifest=data.manifest,
-            ignore_label=data.ignore_label,
-        )  # fmt: skip
+        unseen = data.reopened("val")
         found = Slice(unseen)
         unseen.close()
         found.draw_on(axes[2:], predicted)

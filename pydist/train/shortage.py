@@ -7,16 +7,19 @@ import math
 import os
 import re
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from pydist.errors import DoesNotFit, PydistError, out_of_memory, wanted_bytes
-from pydist.grid import CHANNEL_AXIS, OTHER_AXES, SPATIAL_AXES, Grid
+from pydist.errors import DoesNotFit, PydistError, UsageError, out_of_memory, wanted_bytes
+from pydist.grid import OTHER_AXES, SPATIAL_AXES, Grid
 from pydist.launch import launcher_env
 from pydist.plan import Estimate, estimate_step, legal_meshes, load_hardware
+from pydist.train.config import MeshConfig
 from pydist.train.planning import model_of
+from pydist.train.ranks import check_ranks, check_settings
 
 if TYPE_CHECKING:
     from pydist.train.config import Config
@@ -41,7 +44,9 @@ def with_advice(error: Exception, config: Config, grid: Grid) -> DoesNotFit:
         grid: the mesh on which memory is missing, whatever is predicted.
     """
     device = "cuda" if torch.cuda.is_available() and _OF_CUDA.search(str(error)) else "cpu"
-    wanted, held, limit = wanted_bytes(error), held_bytes(device), limit_bytes(device)
+    place = launcher_env.detect()
+    ranks = 1 if place is None else place.size
+    wanted, held, limit = wanted_bytes(error), held_bytes(device), limit_bytes(device, ranks)
     said = "the training step does not fit into memory: "
     if isinstance(error, DoesNotFit):
         said = f"{error}: "
@@ -50,7 +55,7 @@ def with_advice(error: Exception, config: Config, grid: Grid) -> DoesNotFit:
     traceback.clear_frames(error.__traceback__)
     error.__cause__ = error.__context__ = None
     gc.collect()
-    return DoesNotFit(f"{said}; {_advice(config, grid, limit, device)}")
+    return DoesNotFit(f"{said}; {_advice(config, grid, device)}")
 
 
 def held_bytes(device: str) -> int:
@@ -60,20 +65,25 @@ def held_bytes(device: str) -> int:
     return _pages()[1]
 
 
-def limit_bytes(device: str) -> int:
-    """Returns the memory that this process can have at most.
+def limit_bytes(device: str, ranks: int) -> int:
+    """Returns the memory that this process could have at most among a number of ranks.
 
-    Of a CUDA device all of it; of the host this rank's part of the memory, or of the limit of the
+    Of a CUDA device all of it; of the host a rank's part of the memory, or of the limit of the
     process (`ulimit -v`) or the container.
+
+    Args:
+        device: "cuda" or "cpu".
+        ranks: number of ranks, on the nodes of this job.
     """
     if device == "cuda":
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     place = launcher_env.detect()
-    ranks = 1 if place is None else place.local_size
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks]
+    nodes = 1 if place is None else max(1, place.size // place.local_size)
+    of_node = math.ceil(ranks / nodes)
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // of_node]
     container = Path("/sys/fs/cgroup/memory.max")
     if container.is_file() and (text := container.read_text().strip()).isdigit():
-        limits.append(int(text) // ranks)
+        limits.append(int(text) // of_node)
     try:
         import resource
     except ImportError:
@@ -95,10 +105,10 @@ def _pages() -> tuple[int, int]:
     return int(mapped) * page, int(resident) * page
 
 
-def _advice(config: Config, grid: Grid, limit: int, device: str) -> str:
+def _advice(config: Config, grid: Grid, device: str) -> str:
     """Returns a sentence about the smallest split that is predicted to fit."""
     try:
-        found, ranks = _smallest_that_fits(config, grid, limit, device)
+        found, ranks = _smallest_that_fits(config, grid, device)
     except PydistError as error:
         return f"no split can be predicted: {error}"
     except Exception as error:  # the search itself may not fit
@@ -107,26 +117,39 @@ def _advice(config: Config, grid: Grid, limit: int, device: str) -> str:
         return "`pydist plan` predicts which split fits"
     if found is None:
         return "no split is predicted to fit: choose a smaller batch, or more of train.accumulate"
-    sizes = dict(zip(("data", *OTHER_AXES, *SPATIAL_AXES), found.grid.shape, strict=True))
-    spatial = " ".join(str(sizes[axis]) for axis in SPATIAL_AXES)
+    mesh = _mesh_of(found.grid, config)
+    spatial = " ".join(map(str, mesh.spatial))
+    others = [f"mesh.{k}" for k, v in vars(config.mesh).items()
+              if k not in ("data", "spatial") and v != getattr(mesh, k)]  # fmt: skip
+    without = f" without {', '.join(others)}" if others else ""
     return (
         f"the smallest split that is predicted to fit: {ranks} rank{'s' if ranks > 1 else ''}, "
-        f"-n {ranks} --mesh.data {sizes['data']} --mesh.spatial {spatial}, "
+        f"-n {ranks} --mesh.data {mesh.data} --mesh.spatial {spatial}{without}, "
         f"{_size(int(found.peak))} for each; `pydist plan` shows others"
     )
 
 
-def _smallest_that_fits(
-    config: Config, grid: Grid, limit: float, device: str
-) -> tuple[Estimate | None, int]:
+def _mesh_of(grid: Grid, config: Config) -> MeshConfig:
+    """Returns the configuration of a mesh that has a split, and nothing else of the run's mesh."""
+    depth, height, width = (grid.size((axis,)) for axis in SPATIAL_AXES)
+    return MeshConfig(
+        spatial=(depth, height, width),
+        data=grid.size(("data",)),
+        transport=config.mesh.transport,
+    )
+
+
+def _smallest_that_fits(config: Config, grid: Grid, device: str) -> tuple[Estimate | None, int]:
     """Returns the estimate of the fastest mesh of the fewest ranks that fits; None if none does."""
     hardware = load_hardware("h100" if device == "cuda" else "cpu")
     model = model_of(config, hardware, _MOST_RANKS)
-    limit = min(limit, _LESS * estimate_step(model, grid).peak)
+    less = _LESS * estimate_step(model, grid).peak
     ranks, least = 1, math.inf
     while ranks <= _MOST_RANKS:
-        possible = (each for each in legal_meshes(ranks) if _possible(each, config))
+        legal = legal_meshes(ranks, model.trace.dims)
+        possible = (each for each in legal if _possible(each, config, ranks))
         found = [estimate_step(model, each) for each in possible]
+        limit = min(limit_bytes(device, ranks), less)
         fits = [each for each in found if each.peak <= limit]
         if fits:
             return min(fits, key=lambda each: each.step), ranks
@@ -137,9 +160,17 @@ def _smallest_that_fits(
     return None, _MOST_RANKS
 
 
-def _possible(grid: Grid, config: Config) -> bool:
-    """Returns whether there is a sample for each group, and the memory of the mesh is known."""
-    return grid.size(("data",)) <= config.train.batch and grid.size((CHANNEL_AXIS,)) == 1
+def _possible(grid: Grid, config: Config, ranks: int) -> bool:
+    """Returns whether the run can have a mesh, whose memory is known."""
+    if any(grid.size((axis,)) > 1 for axis in OTHER_AXES):
+        return False
+    wanted = replace(config, mesh=_mesh_of(grid, config))
+    try:
+        check_settings(wanted)
+        check_ranks(wanted, ranks)
+    except UsageError:
+        return False
+    return True
 
 
 def _size(nbytes: int) -> str:

@@ -24,8 +24,8 @@ from pydist.backend.problem import ROLES, ConvProblem
 from pydist.comm import LocalTransport
 from pydist.errors import UsageError
 from pydist.exchange.memory_formats import is_channels_last
-from pydist.ops.convolution import conv, conv_transpose
-from pydist.ops.convolution.local_conv import ConvChooser
+from pydist.ops.conv import conv, conv_transpose
+from pydist.ops.conv.local_conv import ConvChooser
 from support.equivalence import layout_at, on_ranks, randn, shard
 
 SHAPE = (1, 8, 12, 8, 8)

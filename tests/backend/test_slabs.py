@@ -111,7 +111,7 @@ def calls(monkeypatch) -> list[tuple[str, str]]:
         made.append((name, problem.role))
         run(name, problem, *args)
 
-    monkeypatch.setattr("pydist.ops.convolution.slab_kernels.run_slab", recorded)
+    monkeypatch.setattr("pydist.ops.conv.slab_kernels.run_slab", recorded)
     return made
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pydist.launch import available
+from pydist.launch.backends import available
 from support.jobs.children import child_environment
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "python" / "progress.py"

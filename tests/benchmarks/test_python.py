@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pydist.launch import available
+from pydist.hardware import CPU
+from pydist.launch.backends import available
 from support.jobs.children import child_environment
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "python"
@@ -228,7 +230,8 @@ def test_memory_frontier(tmp_path):
     """The peak of the largest edge is within the limit, and that of the next edge is not."""
     result = run("memory_frontier", tmp_path)
     limit, rows = result["limit_mib"], result["rows"]
-    one, four = ["plain torch", "one rank"], ["naive", "model-aware", "spatial", "composed"]
+    one = ["plain torch", "one rank"]
+    four = ["naive", "model-aware", "spatial", "composed", "composed, levels"]
     found = [(row["ranks"], row["division"]) for row in rows]
     assert found == [*((1, division) for division in one), *((4, division) for division in four)]
     for row in rows:
@@ -332,5 +335,14 @@ def test_augmentation(tmp_path):
 
 def test_augmented_dice(tmp_path):
     rows = run("augmented_dice", tmp_path)["rows"]
-    assert [(row["augment"], row["seed"]) for row in rows] == [("none", 0), ("nnunet", 0)]
+    assert [row["augment"] for row in rows] == ["none", "flips", "nnunet"]
     assert all(0 <= row[name] <= 1 for row in rows for name in ("liver", "tumor"))
+
+
+def test_two_profiles_are_compared_by_what_they_predict(tmp_path):
+    for name, profile in (("calm.json", CPU), ("busy.json", replace(CPU, optimizing=8e9))):
+        profile.save(tmp_path / name)
+    result = run("plan_accuracy", tmp_path, "--profiles", "calm.json", "busy.json")
+    ratios = {mesh: ratio for _, mesh, _, _, ratio in result["rows"]}
+    assert ratios.keys() >= {"1 rank", "data 2", "channel 2", "depth 2", "height 2", "width 2"}
+    assert all(1 < ratio < 2 for ratio in ratios.values())

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pydist.check import check, format_report
 from pydist.errors import UsageError
-from pydist.ops.convolution import local_conv
+from pydist.ops.conv import local_conv
 
 SAMPLE = (1, 8, 8, 6)
 
@@ -89,7 +89,7 @@ def test_a_cast_of_the_networks_own_is_judged_by_its_type(monkeypatch, narrow):
     assert report.bounds.outputs["conv"] <= 1e-11, "before the cast nothing is rounded"
     assert report.bounds.outputs["last"] > 1e-8
     right = local_conv.bias_gradient
-    monkeypatch.setattr("pydist.ops.convolution.correction.bias_gradient", lambda g: 0.5 * right(g))
+    monkeypatch.setattr("pydist.ops.conv.correction.bias_gradient", lambda g: 0.5 * right(g))
     assert "gradient of last.bias" in check(lambda: Net(gate), SAMPLE).failures
 
 

@@ -12,9 +12,12 @@ from pydist import ShardedTensor
 from pydist.check import check, format_report, load_factory
 from pydist.check.report import Report
 from pydist.cli.main import main
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.errors import NotSupported, UsageError
 from pydist.stages.transfer import StageTransfer
 from pydist.tensor import HANDLERS, local_of, wrap
+from pydist.tensor.stage import StageTensor
 
 FACTORIES = """
 import torch
@@ -165,6 +168,28 @@ def test_stages_and_micro_batches_of_a_network_that_trains_nothing(stages, dims)
     assert set(report.found.outputs) == {"", "0", "1"}
 
 
+@pytest.mark.parametrize("convolves", [True, False])
+def test_images_are_cut_on_the_stages(convolves):
+    heights = set()
+
+    class Seen(nn.Module):
+        def forward(self, x):
+            value = x.value if isinstance(x, StageTensor) else None
+            if value is not None and value.mesh.size > 1:  # the plan runs on one rank
+                heights.add(local_of(value).shape[2])
+            return x
+
+    layers = [nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)]
+    if not convolves:
+        layers = [nn.BatchNorm2d(1), nn.PReLU()]
+    report = check(
+        lambda: nn.Sequential(Seen(), layers[0], Seen(), layers[1], Seen()), (1, 8, 8), (2, 1),
+        stages=2,
+    )  # fmt: skip
+    assert report.ok, format_report(report)
+    assert heights == {4}
+
+
 def test_micro_batches_of_a_network_that_changes_what_it_computes_with():
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -209,10 +234,10 @@ def test_a_wrong_handler_is_found(monkeypatch):
 
 
 def test_a_wrong_gradient_is_found(monkeypatch):
-    from pydist.ops.convolution import local_conv
+    from pydist.ops.conv import local_conv
 
     right = local_conv.bias_gradient
-    monkeypatch.setattr("pydist.ops.convolution.correction.bias_gradient", lambda g: 0.5 * right(g))
+    monkeypatch.setattr("pydist.ops.conv.correction.bias_gradient", lambda g: 0.5 * right(g))
     report = check(lambda: nn.Conv3d(1, 2, 3, padding=1), (1, 6, 4, 4))
     assert report.failures == ["gradient of bias"]
 
@@ -240,6 +265,34 @@ def test_command(tmp_path, capsys):
         text = capsys.readouterr().out
         assert "2 × [1, 6, 4, 4] split 2×1×1 over 2 ranks, float64" in text
         assert "torch.conv3d" in text
+    for options, said in (
+        (["--channel", "2", "--spatial", "1,2,1"], "channel 2"),
+        (["--stages", "2", "--micro-batches", "3"], "in 3 micro-batches through 2 stages"),
+    ):
+        assert main(["check", f"{file}:good", "--sample", "1,6,4,4", *options]) == 0
+        assert said in capsys.readouterr().out
+
+
+def test_command_with_the_configuration_of_a_run(tmp_path, capsys):
+    """The network has the arguments and the numbers of channels and classes that the run has."""
+    generate_ct(tmp_path / "ct", CTOptions(count=2, shape=(16, 16, 16), validation=0.5))
+    file = tmp_path / "run.toml"
+    file.write_text(f"""
+[model]
+factory = "pydist.models:UNet3d"
+task = "segmentation"
+multiple = 2
+[model.args]
+features = 2
+levels = 1
+[data]
+path = "{tmp_path / "ct"}"
+augment = {{crop = [8, 16, 8]}}
+""")
+    assert main(["check", str(file), "--spatial", "1,2,1"]) == 0
+    assert "2 × [1, 8, 16, 8] split 1×2×1 over 2 ranks" in capsys.readouterr().out
+    assert main(["check", str(file), "--sample", "1,8,8,8"]) == 0
+    assert "2 × [1, 8, 8, 8] split 2×1×1 over 2 ranks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

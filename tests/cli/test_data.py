@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
+import h5py
 import pytest
 
 from pydist.cli.main import main
+from pydist.data.lock import FolderLock
 
 
 def test_ct_to_nifti_to_hdf5_and_verified(tmp_path, capsys, monkeypatch):
@@ -137,3 +140,103 @@ def test_a_split_without_a_good_file_has_no_range_in_info(tmp_path, capsys, monk
     (tmp_path / "a" / "ct_0001.hdf5").unlink()
     assert main(["data", "info", "a", "--deep", "--workers", "1"]) == 65
     assert "val        no file could be read" in capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture
+def packed(tmp_path, monkeypatch):
+    """Makes a pack of 3 files in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.txt", "b/y.txt", "b/z.txt"):
+        path = tmp_path / "a" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name * 100)
+    assert main(["data", "pack", "a", "-o", "p", "--codec", "zstd", "--partitions", "2"]) == 0
+    return tmp_path / "p"
+
+
+def test_info_of_a_pack(packed, capsys):
+    capsys.readouterr()
+    assert main(["data", "info", "p"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "files      3 in 2 folders, 1.9 kB"
+    assert shown[1].startswith("stored     ")
+    assert shown[1].endswith("%): 3 zstd")
+    assert shown[2:] == [
+        "pack       2 partitions, all here",
+        "checksums  not compared; --deep compares all of them",
+    ]
+    assert main(["data", "info", "p", "--deep"]) == 0
+    assert "checksums  all match" in capsys.readouterr().out
+    part = packed / "part-00000.pack"
+    content = part.read_bytes()
+    part.write_bytes(content[:-1] + b"?")
+    assert main(["data", "info", "p", "--deep"]) == 65
+    shown = capsys.readouterr()
+    assert "damaged    p: " in shown.out
+    assert "p does not match its checksums (files: 1)" in shown.err
+    part.unlink()
+    assert main(["data", "info", "p", "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert (described["files"], described["folders"], described["bytes"]) == (3, 2, 1900)
+    assert (described["codecs"], described["options"]["codec"]) == ({"zstd": 3}, "zstd")
+    assert (described["partitions"], described["partitions_here"]) == (2, 1)
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_verify_of_a_pack_reads_all_of_it(packed, capsys, workers):
+    options = ["--workers", workers]
+    assert main(["data", "verify", "p", *options]) == 0
+    assert main(["data", "verify", "p", "--deep", *options]) == 0
+    for part in packed.glob("*.pack"):
+        part.write_bytes(part.read_bytes()[:-1] + b"?")
+    capsys.readouterr()
+    assert main(["data", "verify", "p", *options]) == 65
+    assert "p does not match its checksums (files: 2)" in capsys.readouterr().err
+    assert main(["data", "verify", "p", "--workers", "0"]) == 2
+
+
+@pytest.mark.parametrize("command", ["info", "verify"])
+@pytest.mark.parametrize("option", [["--untrusted"], ["--allow-roots", "a"]])
+def test_options_about_the_files_of_data_sets_are_refused_with_a_pack(
+    packed, capsys, command, option
+):
+    assert main(["data", command, "p", *option]) == 2
+    assert "are for data sets, and p is a pack" in capsys.readouterr().err
+
+
+def test_verify_deep_finds_what_training_refuses(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("a", 1.0), ("b", float("nan"))):
+        with h5py.File(tmp_path / f"{name}.hdf5", "w") as file:
+            file["full"] = [[[[1.0, value]] * 2] * 2] * 2
+            file["unitPar"] = [0.5]
+    index = ["data", "index", ".", "--no-statistics", "--validation", "0", "--workers", "1"]
+    assert main(index) == 0
+    verify = ["data", "verify", ".", "--workers", "1"]
+    assert main(verify) == 0
+    for _ in range(2):
+        capsys.readouterr()
+        assert main([*verify, "--deep"]) == 65
+        assert "damaged    b.hdf5: 8 NaN, 0 infinite values" in capsys.readouterr().out
+    # Bits that a disk has lost: the file's time and size are the same.
+    assert main(["data", "info", ".", "--deep", "--workers", "1"]) == 0
+    status = (tmp_path / "a.hdf5").stat()
+    content = bytearray((tmp_path / "a.hdf5").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "a.hdf5").write_bytes(content)
+    os.utime(tmp_path / "a.hdf5", ns=(status.st_atime_ns, status.st_mtime_ns))
+    capsys.readouterr()
+    assert main([*verify, "--deep"]) == 65
+    assert "damaged    a.hdf5: checksum" in capsys.readouterr().out
+
+
+def test_a_second_command_on_a_folder_is_refused(packed, tmp_path, capsys):
+    assert main(["data", "universes", "u", "--count", "1", "--width", "8"]) == 0
+    commands = [["index", "u"], ["verify", "u"], ["verify", "u", "--deep"], ["info", "u", "--deep"]]
+    commands += [["verify", "p"], ["info", "p", "--deep"]]
+    for command in commands:
+        with FolderLock(tmp_path / command[1]):
+            assert main(["data", *command]) == 2
+        assert f"{command[1]} is in use: process " in capsys.readouterr().err
+    for command in commands[1:]:
+        assert main(["data", *command, "--workers", "1"]) == 0

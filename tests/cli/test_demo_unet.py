@@ -10,7 +10,8 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.train import log
 
 

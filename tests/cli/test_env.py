@@ -9,7 +9,7 @@ import pytest
 import pydist
 from pydist.cli import env, main
 from pydist.comm.transports.nccl import device_assignment
-from pydist.launch import Backend
+from pydist.launch.backends import Backend
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pydist.data import UniverseOptions, generate_universes
-from pydist.launch import available
+from pydist.launch.backends import available
 from pydist.train import checkpoint, log
 from support.jobs.children import wait_until
 

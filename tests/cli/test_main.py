@@ -13,21 +13,16 @@ from pydist.cli.options import override
 from pydist.errors import UsageError
 from pydist.train.config import Config
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["--version"],
-        *([c, "--help"] for c in ("env", "run", "train", "profile", "predict", "export")),
-    ],
-)
-def test_help_does_not_wait_for_torch(tmp_path, arguments):
+
+def test_no_help_waits_for_numpy_or_torch(tmp_path):
     program = (
-        "import sys\nfrom pydist.cli.main import main\n"
-        f"try:\n    main({arguments})\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'numpy', 'h5py', 'matplotlib'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
+        "import sys\nfrom pydist.cli.main import COMMANDS, main\n"
+        "for given in ('--help', '--version', *(f'{name} --help' for name in COMMANDS)):\n"
+        "    try:\n        main(given.split())\n    except SystemExit:\n        pass\n"
+        "    heavy = {'torch', 'numpy', 'h5py', 'matplotlib'} & set(sys.modules)\n"
+        "    assert not heavy, (given, heavy)"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program],
@@ -39,6 +34,16 @@ def test_help_does_not_wait_for_torch(tmp_path, arguments):
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout
+
+
+@pytest.mark.parametrize(
+    "example", sorted(path.name for path in EXAMPLES.glob("*.toml")), ids=lambda name: name[:-5]
+)
+def test_help_shows_the_settings_of_every_example(example, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", str(EXAMPLES / example), "--help"])
+    assert not ended.value.code
+    assert "--train.epochs" in capsys.readouterr().out
 
 
 def test_help_names_every_command_and_exit_code(capsys):
@@ -151,5 +156,12 @@ def test_options_add_a_factory_and_its_arguments():
     assert config.model.args == {"norm": ["group", 2], "act": "relu"}
     again = override(config, ["--model.args.act", "elu", "--model.args.width=3"], "pydist")
     assert again.model.args == {"norm": ["group", 2], "act": "elu", "width": 3}
+    options[3] = '["GROUP", {num_groups = 8}]'
+    nested = override(Config(), options, "pydist")
+    assert nested.model.args == {"norm": ["GROUP", {"num_groups": 8}], "act": "relu"}
+    kept = override(nested, ["--model.args.act=elu"], "pydist")
+    assert kept.model.args == {"norm": ["GROUP", {"num_groups": 8}], "act": "elu"}
+    changed = override(nested, ["--model.args.norm", '["GROUP", {num_groups = 4}]'], "pydist")
+    assert changed.model.args["norm"] == ["GROUP", {"num_groups": 4}]
     with pytest.raises(UsageError, match="a value is expected, in TOML"):
         override(config, ["--model.args.width"], "pydist")

@@ -12,8 +12,9 @@ import pytest
 
 from pydist.cli.main import main
 from pydist.data.index import verify_dataset
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.nifti import outline_of, read_nifti
+from pydist.data.medical.options import CTOptions
 from pydist.data.publish import publish
 from pydist.errors import DataError, DiskError
 
@@ -93,7 +94,9 @@ def refused(capsys, arguments: list[str], code: int) -> str:
         ("predict run", 2, "are required: -o/--output; pydist predict --help tells more"),
         ("predict", 2, "error: the following arguments are required: checkpoint, -o/--output;"),
         ("data convert scans", 2, "arguments are required: folder; pydist data convert --help"),
-        ("check", 2, "are required: factory, --sample; pydist check --help tells more"),
+        ("check", 2, "required: network; pydist check --help tells more"),
+        ("check nets.py:fits", 2, "--sample is required without CONFIG.toml; pydist check --help"),
+        ("check run.toml", 65, "none: no such folder; `pydist data universes none`"),
         ("predict run file -o x.nii -n x", 2, "error: -n/--ranks x: INT is expected"),
         ("predict run file -o x.nii --spatial 2 1", 2, "--spatial 2 1: INT INT INT is expected"),
         ("check nets.py:fits --sample 1,8 --seed x", 2, "error: --seed x: INT is expected"),

@@ -19,6 +19,7 @@ from pydist.train import log
 START = {
     "event": "start", "steps": 4, "epochs": 2, "step": 0, "parameters": 9437636, "samples": 6,
     "mesh": "4 ranks: data 2 × depth 2",
+    "predicts": "volumes",
     "config": {"train": {"batch": 3}, "model": {"name": "unet3d"}, "output": {"folder": "runs/x"}},
     "device": "cpu", "transport": "mpi", "precision": "fp32",
     "unused_device": "rank 3 on n07: torch sees no GPU",
@@ -67,18 +68,26 @@ def test_a_run_ends_with_its_results_and_the_next_commands(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     made = {"name": "factory", "factory": "nets.py:make", "task": "regression"}
+    own = {**made, "task": "mine.py:MyTask"}
     out = io.StringIO()
-    for model in ({"name": "unet3d"}, made):
+    for model, what in (({"name": "unet3d"}, "images"), (made, "samples"), (own, "volumes")):
         view = ProgressView(Console(file=out, width=200), verbose=True)
-        view({**START, "config": {"model": model, "output": {"folder": tmp_path}}})
+        config = {"model": model, "output": {"folder": tmp_path}}
+        view({**START, "predicts": what, "config": config})
         view({"event": "end", "status": "done", "step": 0, "seconds": 1.0, "reason": ""})
     lines = [line for line in out.getvalue().splitlines() if line.startswith(("result", "next"))]
+    made_by = "--factory nets.py:make"
+    code = f" {made_by} --task mine.py:MyTask"
     assert lines == [
         f"result     {tmp_path}: dice.csv, log.jsonl, ckpt/last",
-        f"next       pydist predict {tmp_path} case.nii.gz -o labels.nii.gz",
+        f"next       pydist predict {tmp_path} image.npy -o labels",
         f"next       pydist export {tmp_path} model.safetensors",
         f"result     {tmp_path}: dice.csv, log.jsonl, ckpt/last",
-        f"next       pydist export {tmp_path} model.safetensors --factory nets.py:make",
+        f"next       pydist predict {tmp_path} sample.npy -o predictions.csv {made_by}",
+        f"next       pydist export {tmp_path} model.safetensors {made_by}",
+        f"result     {tmp_path}: dice.csv, log.jsonl, ckpt/last",
+        f"next       pydist predict {tmp_path} case.nii.gz -o labels.nii.gz{code}",
+        f"next       pydist export {tmp_path} model.safetensors{code}",
     ]
 
 

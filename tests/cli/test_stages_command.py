@@ -68,7 +68,7 @@ def test_a_run_in_stages_is_stopped_and_goes_on_without_them(place):
     assert process.returncode == 75, said
     assert "stopped by SIGINT after step" in said
     assert "3 ranks in 2 stages: depth 2 + " in shown
-    assert "stage 1 begins with call" in shown
+    assert "stage  calls  time" in shown
     (saved,) = checkpoint.complete(Path("run/ckpt"))
     step = checkpoint.read(saved)["step"]
     assert step == len(losses())

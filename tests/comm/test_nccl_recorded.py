@@ -220,7 +220,7 @@ def test_a_graph_that_was_not_reset_is_waited_for_with_a_limit(recorder: Recorde
     with pytest.raises(RankLost) as caught:
         group.close()
     assert str(caught.value) == (
-        "NCCL 2.32.3: rank 0 of 1: closing: not all ranks have come to it, or a CUDA graph that"
+        "NCCL 2.32.3: rank 0 of 1: closing: not all ranks have reached it, or a CUDA graph that"
         " holds operations of the group was not reset, within 1 s"
     )
     group.close()

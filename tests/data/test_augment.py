@@ -33,7 +33,7 @@ class Volumes:
     """Samples in memory whose labels number the voxels; float64."""
 
     num_targets = 0
-    labelled = True
+    labeled = True
     dtype = torch.float64
     identity = "volumes"
 
@@ -112,6 +112,19 @@ def test_flips_and_rotations_are_those_of_torch():
     for epoch in range(9):
         y = changed(flat, epoch, rotate=1.0)
         assert any(torch.equal(y, each) for each in possible)
+
+
+@pytest.mark.parametrize("extents", [(1, 4, 4), (1, 3, 5), (4, 1, 4), (1, 1, 5)])
+def test_an_image_is_turned_in_its_plane_only(extents):
+    """A turn out of it would mirror the image."""
+    data = Volumes(*extents)
+    dims = [d + 1 for d in range(3) if extents[d] > 1]
+    turns = [torch.rot90(data.inputs[0], k, dims) for k in (1, 2, 3)] if len(dims) == 2 else []
+    possible = [y for y in turns if y.shape == data.inputs[0].shape] or [data.inputs[0]]
+    found = [changed(data, epoch, rotate=1.0) for epoch in range(30)]
+    which = [[torch.equal(y, each) for each in possible] for y in found]
+    assert all(any(row) for row in which)
+    assert all(any(column) for column in zip(*which, strict=True))
 
 
 @pytest.mark.parametrize("epoch", range(4))

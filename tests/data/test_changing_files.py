@@ -62,8 +62,8 @@ def test_targets_and_labels_are_held_to_the_same_rule(
     path = root / "sample_1.hdf5"
     with h5py.File(path, "a") as file:
         file["label"] = np.ones((8, 8, 8), np.uint8)
-    labelled = Manifest(**{**vars(Manifest.load(root)), "label": "label"})
-    dataset = ShardDataset(root, manifest=labelled)
+    labeled = Manifest(**{**vars(Manifest.load(root)), "label": "label"})
+    dataset = ShardDataset(root, manifest=labeled)
     dataset.read_labels(1)
     cut(path, path.stat().st_size - 8)
     with pytest.raises(DataError, match="shrank from"):

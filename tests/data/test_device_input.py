@@ -15,7 +15,8 @@ from torch import Tensor
 from pydist.comm import Transport, run_local
 from pydist.data import BadSample, Loader, ShardDataset
 from pydist.data.device_input import DeviceInput
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.data.store.form import BlockForm
 from pydist.errors import UsageError
 from pydist.mesh import Mesh
@@ -43,7 +44,7 @@ class Arrays:
 
     sample_shape = (1, 4, 3, 5)
     num_targets = 2
-    labelled = False
+    labeled = False
     dtype = torch.float32
     identity = "arrays"
 

@@ -28,8 +28,11 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_option_of_packs_is_explained_with_its_default() -> None:
     table = dict(re.findall(r"^\| `(\w+)` \| \"?(\w*)\"? ?\|", PACKS, re.MULTILINE))
-    defaults = {field.name: field.default for field in dataclasses.fields(PackOptions)}
-    assert table == {name: "" if value is None else str(value) for name, value in defaults.items()}
+    defaults = {
+        field.name: "" if field.default in (None, ()) else str(field.default)
+        for field in dataclasses.fields(PackOptions)
+    }
+    assert table == defaults
 
 
 def test_every_entry_of_the_manifest_is_explained(universes: Path) -> None:

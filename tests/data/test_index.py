@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from pydist.data import Manifest, ShardDataset, index
-from pydist.data.convert import ConvertOptions, convert_dataset
-from pydist.data.index import IndexOptions, index_dataset, index_folder, verify_dataset
+from pydist.data.convert import convert_dataset
+from pydist.data.index import index_dataset, index_folder, verify_dataset
 from pydist.data.info import deep_facts
 from pydist.data.lock import FolderLock
+from pydist.data.options import ConvertOptions, IndexOptions
 from pydist.errors import DataError, UsageError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
@@ -21,8 +22,11 @@ from hypothesis import strategies as st
 pytest.importorskip("zarr")
 
 from pydist.data import BadSample, CTOptions, Manifest, ShardDataset, generate_ct, open_files
-from pydist.data.convert import ConvertOptions, convert_dataset
+from pydist.data.convert import convert_dataset
 from pydist.data.isolated import ReadingProcess
+from pydist.data.options import ConvertOptions
+from pydist.data.safe_open import safe_open
+from pydist.data.trust import FileTrust
 from pydist.errors import DataError, UsageError
 from pydist.partition import Box
 
@@ -96,6 +100,42 @@ def test_a_crash_names_the_file_and_the_next_read_works(
     with pytest.raises(DataError, match=r"ct_0002.* was ended by SIGKILL"):
         data.read_block(2)  # a file that was not open yet
     data.close()
+
+
+CRASHES = (
+    "import json, os, signal, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from pydist.data.safe_open import SafeFile; "
+    "SafeFile.texts = lambda self: os.kill(os.getpid(), signal.SIGSEGV); "
+    "from pydist.data.isolated_reader import serve_reads; serve_reads(sys.argv[2])"
+)
+
+
+def test_conversion_names_a_file_whose_texts_end_the_process(
+    volumes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pydist.data.isolated._START", CRASHES)
+    trust = FileTrust((tmp_path,), untrusted=True)  # roots that no kept process has
+    with pytest.raises(DataError, match=r"ct_0000\.hdf5: .* was ended by SIGSEGV"):
+        convert_dataset(volumes["hdf5"], tmp_path / "copy", ConvertOptions("numpy"), trust=trust)
+
+
+def test_conversion_keeps_long_texts(tmp_path: Path) -> None:
+    generate_ct(tmp_path / "data", CTOptions(count=1, shape=(8, 8, 8), validation=0))
+    path = tmp_path / "data" / "ct_0000.hdf5"
+    texts = {f"text {number}": str(number) * 30_000 for number in range(5)}
+    with h5py.File(path, "a") as file:
+        for name, text in texts.items():
+            file.attrs[name] = np.bytes_(text)
+    manifest = Manifest.load(tmp_path / "data")
+    entry = dataclasses.replace(manifest.files[0], bytes=path.stat().st_size, checksum="")
+    dataclasses.replace(manifest, files=(entry,)).save(tmp_path / "data")
+    untrusted = FileTrust(untrusted=True)
+    convert_dataset(
+        tmp_path / "data", tmp_path / "copy", ConvertOptions("hdf5", chunks=(4, 4, 4)),
+        trust=untrusted,
+    )  # fmt: skip
+    with safe_open(tmp_path / "copy" / "ct_0000.hdf5") as file:
+        assert texts.items() <= file.texts().items()
 
 
 def test_memory_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +233,7 @@ def test_replies_of_a_process_that_was_taken_over(
         f"sys.stdout.buffer.write({content} + bytes([10])); sys.stdout.flush(); sys.stdin.read()"
     )
     monkeypatch.setattr("pydist.data.isolated._START", script)
+    monkeypatch.setattr("pydist.data.isolated._LONGEST", 1 << 16)
     process = ReadingProcess("hdf5", (), 1 << 40, 4)
     with pytest.raises(ValueError, match=why) as caught:
         process.open(tmp_path / "x").dataset("volume")

@@ -9,7 +9,8 @@ import torch
 
 from pydist.comm import run_local
 from pydist.data import BadSample, Loader, ShardDataset
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.errors import DataError, UsageError
 from pydist.mesh import Mesh
 from pydist.partition import Box

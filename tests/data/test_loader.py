@@ -29,7 +29,7 @@ class Numbers:
 
     sample_shape = (1, 4, 3, 5)
     num_targets = 2
-    labelled = False
+    labeled = False
     dtype = torch.float64
     identity = "numbers"
 

@@ -108,10 +108,11 @@ def test_a_new_manifest_replaces_the_old_one_with_its_table(tmp_path: Path) -> N
     other = dataclasses.replace(EXAMPLE, files=EXAMPLE.files[:1])
     other.save(tmp_path)
     assert Manifest.load(tmp_path) == other
-    assert len([*tmp_path.iterdir()]) == 3
-    (table,) = tmp_path.glob("dataset-????????????????.index")
+    table = tmp_path / json.loads((tmp_path / "dataset.json").read_text())["files"]
     before = table.stat().st_ino
     dataclasses.replace(other, class_names=("a", "b")).save(tmp_path)
+    assert [*tmp_path.glob("dataset-????????????????.index")] == [table]
+    assert len([*tmp_path.iterdir()]) == 3
     assert table.stat().st_ino == before, "a table that is in use was replaced"
     (table / "part-00000.pack").write_bytes(b"damage")
     other.save(tmp_path)
@@ -121,6 +122,18 @@ def test_a_new_manifest_replaces_the_old_one_with_its_table(tmp_path: Path) -> N
         Manifest.load(tmp_path)
 
 
+def test_a_reader_of_the_old_manifest_opens_its_table_after_a_save(tmp_path: Path) -> None:
+    EXAMPLE.save(tmp_path)
+    text = (tmp_path / "dataset.json").read_text()
+    others = [dataclasses.replace(EXAMPLE, files=EXAMPLE.files[:count]) for count in (1, 2)]
+    others[0].save(tmp_path)
+    assert Manifest.loads(text, "dataset.json", tmp_path) == EXAMPLE
+    others[1].save(tmp_path)
+    assert len([*tmp_path.glob("*.index")]) == 2
+    with pytest.raises(DataError, match="No such file"):
+        Manifest.loads(text, "dataset.json", tmp_path)
+
+
 def test_a_writer_that_dies_leaves_the_old_manifest_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +141,9 @@ def test_a_writer_that_dies_leaves_the_old_manifest_or_the_new_one(
     other = dataclasses.replace(EXAMPLE, files=EXAMPLE.files[:1])
     rename, left = Path.replace, []
     for at in range(4):
-        EXAMPLE.save(tmp_path)
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        EXAMPLE.save(folder)
         steps = iter(range(10))
 
         def replace(path: Path, target: Path, at: int = at, steps: Any = steps) -> Path:
@@ -142,11 +157,12 @@ def test_a_writer_that_dies_leaves_the_old_manifest_or_the_new_one(
         with monkeypatch.context() as patch:
             patch.setattr(Path, "replace", replace)
             with pytest.raises(KeyboardInterrupt):
-                other.save(tmp_path)
-        left.append(len(Manifest.load(tmp_path).files))
-        other.save(tmp_path)
-        assert Manifest.load(tmp_path) == other
-        assert len([*tmp_path.iterdir()]) == 2
+                other.save(folder)
+        left.append(len(Manifest.load(folder).files))
+        other.save(folder)
+        other.save(folder)
+        assert Manifest.load(folder) == other
+        assert len([*folder.iterdir()]) == 2
     assert left == [3, 3, 3, 1]
 
 

@@ -17,9 +17,10 @@ descriptors = pytest.importorskip("google.protobuf.descriptor_pb2")
 from google.protobuf import descriptor_pool, message_factory  # noqa: E402
 
 from pydist.data import ShardDataset  # noqa: E402
-from pydist.data.convert import ConvertOptions, convert_dataset  # noqa: E402
+from pydist.data.convert import convert_dataset  # noqa: E402
 from pydist.data.hdf5_rules import Limits  # noqa: E402
-from pydist.data.index import IndexOptions, index_dataset, verify_dataset  # noqa: E402
+from pydist.data.index import index_dataset, verify_dataset  # noqa: E402
+from pydist.data.options import ConvertOptions, IndexOptions  # noqa: E402
 from pydist.data.tfrecord_file import TfrecordFile  # noqa: E402
 from pydist.errors import DataError  # noqa: E402
 

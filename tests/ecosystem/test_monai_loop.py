@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from pydist import checkpoint
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.train.checkpoint import read
 from support.equivalence import on_one_core
 from support.jobs.children import child_environment, wait_until

@@ -33,7 +33,7 @@ class Noise:
 
     sample_shape = (2, 16, 16, 16)
     num_targets = 3
-    labelled = False
+    labeled = False
     dtype = torch.float32
     identity = "noise"
 

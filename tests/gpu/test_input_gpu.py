@@ -196,7 +196,7 @@ class OnDevice:
 
     sample_shape = (1, 32, 32, 32)
     num_targets = 1
-    labelled = False
+    labeled = False
     dtype = torch.float32
     identity = "on device"
 

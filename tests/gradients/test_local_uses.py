@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pydist import ShardedTensor, distribute_tensor
+from pydist import ShardedTensor, distribute_tensor, parallelize
 from pydist.errors import NotSupported
 from support.equivalence import even_points, group_slice, layout_at, on_ranks, randn, shard
 from support.networks.small import check_use
@@ -251,3 +251,30 @@ def test_a_shard_that_changes_in_place(of_input, groups):
         return [p.grad for p in model.parameters()]
 
     check_use(lambda: Net(MIDDLES["layer"]), use, groups)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("channel", [1, 2])
+def test_a_call_in_place_after_to_local(channel, again):
+    """As hooks that look at results see them before `x += identity` of a residual block."""
+
+    def step(model, x):
+        x.requires_grad_()
+        y, identity = model.first(x), torch.cat([x, x], 1).relu()
+        seen = local(y)
+        local(identity)
+        y += identity
+        if again:
+            seen.mul_(model.k)
+        y.sin().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = step(Net(MIDDLES["layer"]), randn(*SHAPE))
+
+    def use(mesh):
+        model = Net(MIDDLES["layer"])
+        return step(parallelize(model, mesh), distribute_tensor(randn(*SHAPE), mesh))
+
+    for found in on_ranks((2, 1, 1), use, axes={"channel": channel}):
+        for grad, true in zip(found, expected, strict=True):
+            torch.testing.assert_close(grad, true, rtol=0, atol=1e-12)

@@ -14,8 +14,9 @@ from pydist.inference import dice
 NAMES = ("background", "liver", "tumor", "bone")
 
 
-def write(path, labels: np.ndarray):
-    nib.save(nib.Nifti1Image(labels.astype(np.uint8), np.eye(4)), path)
+def write(path, labels: np.ndarray, affine: np.ndarray | None = None):
+    affine = np.eye(4) if affine is None else affine
+    nib.save(nib.Nifti1Image(labels.astype(np.uint8), affine), path)
     return path
 
 
@@ -37,6 +38,17 @@ def test_other_extents_are_named(tmp_path):
     one, other = (write(tmp_path / f"{n}.nii", np.zeros((4, 4, n))) for n in (3, 5))
     with pytest.raises(DataError, match=r"has \(4, 4, 5\) voxels, .* \(4, 4, 3\)"):
         dice.dice_of_files(one, other, NAMES)
+
+
+def test_voxels_at_other_positions_are_refused(tmp_path):
+    """A file that lists the same voxels from the other side is another array."""
+    labels = np.random.default_rng(1).integers(0, 2, (4, 5, 6))
+    reversed_x = np.diag([-1.0, 1, 1, 1])
+    reversed_x[0, 3] = 3
+    found = write(tmp_path / "found.nii", labels)
+    truth = write(tmp_path / "truth.nii", labels[::-1], reversed_x)
+    with pytest.raises(DataError, match=r"truth\.nii has other positions than .*found\.nii"):
+        dice.dice_of_files(found, truth, NAMES)
 
 
 def test_a_truth_that_is_an_image_is_refused(tmp_path):

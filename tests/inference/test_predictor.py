@@ -15,11 +15,14 @@ import torch.nn.functional as F
 from safetensors import safe_open as open_weights
 from safetensors.torch import load_file
 
+from pydist.cli.main import main
 from pydist.comm import run_local
 from pydist.data import ShardDataset
-from pydist.data.medical import CTOptions, convert_nifti, generate_ct
 from pydist.data.medical.case import read_image
-from pydist.data.medical.grid import GridOptions, VoxelGrid
+from pydist.data.medical.convert import convert_nifti
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.grid import VoxelGrid
+from pydist.data.medical.options import CTOptions, GridOptions
 from pydist.data.normalize import Normalizer
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.inference import Predictor, Sliding, export_weights
@@ -38,6 +41,7 @@ from pydist.train.metadata import load_trained
 from support.training.runs import job
 
 SHAPE = (20, 18, 26)
+IMAGE = "nifti/imagesTr/ct_0000_0000.nii.gz"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,7 @@ def predict(
     trained: Path, out: Path, spatial=(1, 1, 1), image=None, data=1, **options
 ) -> np.ndarray:
     """Predicts a volume, by default the first; returns labels [x, y, z]."""
-    image = image or trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz"
+    image = image or trained / IMAGE
 
     def body(world):
         mesh = Mesh(world, data, spatial)
@@ -94,10 +98,21 @@ def test_any_number_of_ranks_predicts_the_same(trained, tmp_path):
         np.testing.assert_array_equal(header[name], truth.header[name])
 
 
+def test_a_network_that_diverged_predicts_no_labels(trained, tmp_path):
+    shutil.copytree(trained / "run", tmp_path / "run", symlinks=True)
+    last = (tmp_path / "run" / "ckpt" / "last").resolve()
+    parts = checkpoint.read(last)
+    next(iter(parts["model"].values())).fill_(math.nan)
+    checkpoint.write(last.parent, parts.pop("step"), parts)
+    with pytest.raises(DataError, match="the network's scores are NaN"):
+        predict(tmp_path, tmp_path / "a.nii", (2, 1, 1), trained / IMAGE)
+    assert not (tmp_path / "a.nii").exists()
+
+
 @pytest.mark.parametrize("kind", [nib.Nifti1Image, nib.Nifti2Image])
 def test_no_text_of_the_image_is_in_the_prediction(trained, tmp_path, kind):
     """Header fields, unused ones included, and an extension name a patient."""
-    source = nib.load(trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz")
+    source = nib.load(trained / IMAGE)
     image = kind(np.asarray(source.dataobj), source.affine)
     text = ("descrip", "aux_file", "intent_name", "data_type", "db_name", "unused_str")
     for field in text:
@@ -132,7 +147,7 @@ def test_it_is_what_the_plain_network_says(trained, tmp_path):
 
 def test_the_ranks_stay_up_between_volumes_of_any_shape_and_orientation(trained, tmp_path):
     """The ranks predict one volume as it is, flipped and cropped."""
-    source = nib.load(trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz")
+    source = nib.load(trained / IMAGE)
     flipped = nib.Nifti1Image(
         np.asarray(source.dataobj)[::-1].transpose(2, 0, 1),
         source.affine @ nib.orientations.inv_ornt_aff([[1, -1], [2, 1], [0, 1]], SHAPE[::-1]),
@@ -187,7 +202,7 @@ def test_scores_are_resampled_to_the_image(trained, tmp_path):
     """The oracle is the plain network on the training's grid, with torch's interpolation."""
     spacing = (2.0, 1.2, 0.9)
     made = checkpoint_on(tmp_path / "ckpt", trained, spacing=spacing)
-    source = nib.load(trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz")
+    source = nib.load(trained / IMAGE)
     turned = np.asarray(source.dataobj)[::-1].transpose(2, 0, 1)
     affine = source.affine @ nib.orientations.inv_ornt_aff([[1, -1], [2, 1], [0, 1]], SHAPE[::-1])
     nib.save(nib.Nifti1Image(turned, affine), tmp_path / "image.nii")
@@ -226,6 +241,51 @@ def test_scores_are_resampled_to_the_image(trained, tmp_path):
         assert written.get_data_dtype() == np.float32
         found = np.moveaxis(np.asarray(written.dataobj), 3, 0)
         np.testing.assert_allclose(found, probabilities, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def fold(trained, tmp_path_factory) -> Path:
+    """Returns a run of the same network whose weights differ."""
+    folder = tmp_path_factory.mktemp("fold")
+    parts = checkpoint.read((trained / "run" / "ckpt" / "last").resolve())
+    numbers = torch.Generator().manual_seed(0)
+    for weight in filter(torch.is_floating_point, parts["model"].values()):
+        weight.mul_(1 + 0.3 * torch.rand(weight.shape, generator=numbers))
+    return checkpoint.write(folder / "ckpt", parts.pop("step"), parts)
+
+
+@pytest.mark.parametrize("ranks", [(), ("-n", "2")])
+def test_command_with_windows_folds_probabilities_and_truth(trained, fold, tmp_path, capfd, ranks):
+    data, out = trained / "nifti", tmp_path / "out"
+    options = [
+        "--sliding", "16", "--overlap", "0.5", "--folds", str(fold), "--probabilities",
+        "--truth", str(data / "labelsTr"), "--device", "cpu", *ranks,
+    ]  # fmt: skip
+    assert (
+        main(["predict", str(trained / "run"), str(data / "imagesTr"), "-o", str(out), *options])
+        == 0
+    )
+    said = "".join(capfd.readouterr())
+    assert "liver" in said
+    names = {f"ct_{n:04}{part}.nii.gz" for n in range(4) for part in ("", "_probabilities")}
+    assert {path.name for path in out.iterdir()} == names
+
+    def body(world):
+        found = Predictor([trained / "run", fold], Mesh(world), Sliding(16, 0.5), "cpu")
+        found.predict_file([trained / IMAGE], tmp_path / "a.nii", tmp_path / "p.nii")
+        Predictor(trained / "run", Mesh(world), Sliding(16, 0.5), "cpu").predict_file(
+            [trained / IMAGE], tmp_path / "b.nii", tmp_path / "q.nii"
+        )
+
+    run_local(body, 1)
+    labels, likely, alone = (
+        np.asarray(nib.load(tmp_path / name).dataobj) for name in ("a.nii", "p.nii", "q.nii")
+    )
+    np.testing.assert_array_equal(np.asarray(nib.load(out / "ct_0000.nii.gz").dataobj), labels)
+    written = np.asarray(nib.load(out / "ct_0000_probabilities.nii.gz").dataobj)
+    np.testing.assert_array_equal(written, likely)
+    np.testing.assert_allclose(likely.sum(-1), 1, atol=1e-5)
+    assert np.abs(likely - alone).max() > 0.01  # the other fold counts
 
 
 def test_networks_of_other_grids_are_not_averaged(trained, tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +17,8 @@ import torch
 from pydist.cli import main as cli
 from pydist.comm import run_local
 from pydist.data import ShardDataset, UniverseOptions, generate_universes
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.inference import Predictor, Sliding
 from pydist.inference.loaded import load_network
@@ -260,10 +263,36 @@ def test_http(ranks, folder):
     run_local(body, ranks, timeout=60)
 
 
+class Idle:
+    """Stands in for a resident network that gets nothing to compute."""
+
+    groups = 1
+
+    def idle(self) -> None:
+        """Tells nobody."""
+
+    def end(self) -> None:
+        """Ends nothing."""
+
+
+def test_a_body_that_stalls_does_not_keep_the_service_from_ending():
+    pytest.importorskip("uvicorn")
+    from pydist.inference.http import HttpServer
+
+    service = Service(Idle())
+    server = HttpServer(service, "127.0.0.1", 0, 10_000)
+    with socket.create_connection((server.host, server.port), 30) as client:
+        client.sendall(b"POST /predict HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nhalf")
+        time.sleep(0.5)  # until the request is under way
+        server.close()
+        deadline = time.monotonic() + 20
+        service.run(lambda: server.is_over or time.monotonic() > deadline)
+        assert server.is_over
+        assert client.recv(1000).startswith(b"HTTP/1.1 503 ")
+
+
 def test_a_port_in_use_is_named(folder):
     pytest.importorskip("uvicorn")
-    import socket
-
     from pydist.inference.http import HttpServer
 
     def body(world):

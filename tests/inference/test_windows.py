@@ -170,6 +170,18 @@ def test_results_are_on_the_grid_of_the_image(ranks):
     run_local(job, ranks)
 
 
+@pytest.mark.parametrize("kind", [torch.uint16, torch.uint32, torch.uint64, torch.float16])
+def test_volumes_of_each_stored_type_are_read(kind):
+    whole = torch.arange(2 * math.prod(EXTENTS)).view(2, *EXTENTS).to(kind)
+
+    def body(world):
+        return gathered(volume(world, whole, regions(EXTENTS, world.size)))
+
+    found = run_local(body, 3)[0]
+    assert found.dtype == kind
+    np.testing.assert_array_equal(found.numpy(), whole.numpy())
+
+
 def test_values_are_added_in_the_order_of_the_ranks_that_give_them():
     numbers = (1e16, 1.0, -1e16, 1.0)
     expected = sum(numbers)

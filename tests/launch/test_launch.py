@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from pydist.errors import UsageError
-from pydist.launch import available, backend_named, backends, launch, processes
+from pydist.launch import backends, processes
+from pydist.launch.backends import available, backend_named
+from pydist.launch.supervisor import launch
 from support.jobs.children import child_environment
 
 BACKENDS = ("openmpi", "mpich", "gloo")

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from pydist import owner
-from pydist.launch import available, leftovers
+from pydist.launch import leftovers
+from pydist.launch.backends import available
 from support.jobs.children import child_environment, wait_until
 
 SCRIPT = """

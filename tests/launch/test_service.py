@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pydist.launch import launch
+from pydist.launch.supervisor import launch
 
 PROGRAM = """
 import signal, sys, time, pathlib

@@ -2,6 +2,7 @@
 // of boxes against a loop over their elements.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstdio>
@@ -49,6 +50,22 @@ TEST(Crc32c, SeveralLanesAtATimeAreThoseOfOne) {
     const std::uint32_t expected = crc32c_portable(bytes.data() + 1, size);
     ASSERT_EQ(crc32c(bytes.data() + 1, size), expected) << size;
     ASSERT_EQ(crc32c_by_instruction(bytes.data() + 1, size), expected) << size;
+  }
+}
+
+TEST(Crc32c, CopiesAtEveryLengthAndOffset) {
+  std::vector<unsigned char> bytes(700), copy(800);
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<unsigned char>(i * 37 + 11);
+  for (std::size_t offset = 0; offset < 40; ++offset) {
+    for (std::size_t size = 0; size + 9 <= bytes.size(); ++size) {
+      std::fill(copy.begin(), copy.end(), 0xA5);
+      const unsigned char* start = bytes.data() + offset % 9;
+      ASSERT_EQ(crc32c_copy(copy.data() + offset, start, size, 7), crc32c_portable(start, size, 7));
+      ASSERT_TRUE(std::equal(start, start + size, copy.data() + offset));
+      ASSERT_TRUE(std::all_of(copy.data(), copy.data() + offset, [](int b) { return b == 0xA5; }));
+      ASSERT_TRUE(std::all_of(copy.data() + offset + size, copy.data() + copy.size(),
+                              [](int b) { return b == 0xA5; }));
+    }
   }
 }
 

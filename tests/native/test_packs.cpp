@@ -147,7 +147,7 @@ TEST(PackIndex, FindsNothingElse) {
 TEST(PackIndex, NamesThatLeadElsewhereAreNeverReturned) {
   for (const char* name : {"..", ".", "a/b", "/etc", ""}) {
     IndexWriter writer(0755, 0);
-    writer.add(0, name, Kind::kFile, 0644, 0);
+    writer.add(0, name, EntryKind::kFile, 0644, 0);
     const std::vector<std::byte> bytes = writer.bytes(test_id(), {sizeof(PartitionHeader)}, "");
     const Index index = Index::view("hostile", bytes);
     expect_refused([&] { index.check(); }, "impossible name");
@@ -187,6 +187,55 @@ TEST(PackFolder, ReadsParts) {
   EXPECT_EQ(pack.pread(entry, ~std::uint64_t{0}, out), 0u);
   expect_refused([&] { pack.read(entry, out); }, "it has 201 bytes");
   expect_refused([&] { pack.pread(0, 0, out); }, "a directory");
+}
+
+// A pack with one raw file that is large enough to be copied from a map of its partition.
+void write_large(const TemporaryFolder& folder, const std::string& bytes) {
+  IndexWriter index(0755, 1);
+  PartitionWriter partition(folder / partition_name(0), 0, test_id());
+  write_file(folder / "source", bytes);
+  const Descriptor source(::open((folder / "source").c_str(), O_RDONLY));
+  const std::uint32_t entry = index.add(0, "large", EntryKind::kFile, 0644, 1);
+  index.store(entry, partition.append(source.get(), bytes.size(), Codec::kRaw));
+  const std::vector<std::uint64_t> sizes = {partition.finish()};
+  write_file(folder / kIndexName, text_of(index.bytes(test_id(), sizes, "{}")));
+}
+
+std::string large_content() {
+  std::string bytes(kMappedFile + 777, 0);
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<char>(i * i + i / 251);
+  return bytes;
+}
+
+TEST(PackFolder, LargeFilesAreReadWhole) {
+  const TemporaryFolder folder;
+  const std::string bytes = large_content();
+  write_large(folder, bytes);
+  const Folder pack(folder.path());
+  for (int time = 0; time < 2; ++time) EXPECT_EQ(content_of(pack, 1), bytes);
+}
+
+TEST(PackFolder, FindsAChangedByteOfALargeFile) {
+  const TemporaryFolder folder;
+  write_large(folder, large_content());
+  const std::string partition = folder / partition_name(0);
+  std::string stored = read_file(partition);
+  stored[stored.size() - 5] ^= 1;
+  write_file(partition, stored);
+  const Folder pack(folder.path());
+  std::vector<std::byte> out(pack.file(1).raw_size);
+  EXPECT_THROW(pack.read(1, out), PackError);
+}
+
+TEST(PackFolder, ALargeFileThatIsCutShortIsAnError) {
+  const TemporaryFolder folder;
+  const std::string bytes = large_content();
+  write_large(folder, bytes);
+  const Folder pack(folder.path());
+  std::vector<std::byte> out(pack.file(1).raw_size);
+  pack.read(1, out);  // which maps it
+  std::filesystem::resize_file(folder / partition_name(0), kMappedFile / 2);
+  EXPECT_THROW(pack.read(1, out), PackError);
 }
 
 TEST(PackFolder, RefusesPartitionsOfAnotherPack) {
@@ -272,13 +321,13 @@ TEST(PackWriter, RefusesFilesThatChange) {
 
 TEST(PackWriter, RefusesAnotherOrder) {
   IndexWriter index(0755, 0);
-  const auto b = index.add(0, "b", Kind::kDirectory, 0755, 0);
-  expect_refused([&] { index.add(0, "b", Kind::kFile, 0644, 0); }, "order");
-  expect_refused([&] { index.add(0, "a", Kind::kFile, 0644, 0); }, "order");
-  const auto file = index.add(b, "file", Kind::kFile, 0644, 0);
-  expect_refused([&] { index.add(0, "c", Kind::kFile, 0644, 0); }, "order");
-  expect_refused([&] { index.add(file, "c", Kind::kFile, 0644, 0); }, "order");
-  expect_refused([&] { index.add(17, "c", Kind::kFile, 0644, 0); }, "order");
+  const auto b = index.add(0, "b", EntryKind::kDirectory, 0755, 0);
+  expect_refused([&] { index.add(0, "b", EntryKind::kFile, 0644, 0); }, "order");
+  expect_refused([&] { index.add(0, "a", EntryKind::kFile, 0644, 0); }, "order");
+  const auto file = index.add(b, "file", EntryKind::kFile, 0644, 0);
+  expect_refused([&] { index.add(0, "c", EntryKind::kFile, 0644, 0); }, "order");
+  expect_refused([&] { index.add(file, "c", EntryKind::kFile, 0644, 0); }, "order");
+  expect_refused([&] { index.add(17, "c", EntryKind::kFile, 0644, 0); }, "order");
 }
 
 TEST(PackCodec, LimitsWhatIsDecompressed) {

@@ -31,12 +31,12 @@ std::unique_ptr<Board, Free> empty_board(std::size_t ranks) {
   return std::unique_ptr<Board, Free>(static_cast<Board*>(memory));
 }
 
-std::vector<Sample> both(Kind first, Kind second, std::uint64_t beats = 1) {
+std::vector<Sample> both(PhaseKind first, PhaseKind second, std::uint64_t beats = 1) {
   return {{first, beats, true}, {second, beats, true}};
 }
 
 // Seconds of silence until two ranks in these states count as hanging, 0 for never.
-int found_after(double limit, Kind first, Kind second, bool all_here = true) {
+int found_after(double limit, PhaseKind first, PhaseKind second, bool all_here = true) {
   Judge judge(limit, all_here);
   for (int now = 100; now < 2000; ++now) {
     if (judge.look(now, both(first, second))) return now - 100;
@@ -45,50 +45,50 @@ int found_after(double limit, Kind first, Kind second, bool all_here = true) {
 }
 
 TEST(WatchdogJudge, RanksThatNobodyWaitsForMayBeSilent) {
-  EXPECT_EQ(found_after(100, Kind::kSpan, Kind::kSpan), 0);
+  EXPECT_EQ(found_after(100, PhaseKind::kSpan, PhaseKind::kSpan), 0);
 }
 
 TEST(WatchdogJudge, AWaitEndsAtTheLimit) {
-  EXPECT_EQ(found_after(100, Kind::kWait, Kind::kSpan), 101);
-  EXPECT_EQ(found_after(100, Kind::kBlocked, Kind::kBlocked), 101);
+  EXPECT_EQ(found_after(100, PhaseKind::kWait, PhaseKind::kSpan), 101);
+  EXPECT_EQ(found_after(100, PhaseKind::kBlocked, PhaseKind::kBlocked), 101);
 }
 
 TEST(WatchdogJudge, RanksThatWaitForEachOtherEndSooner) {
-  EXPECT_EQ(found_after(300, Kind::kWait, Kind::kWait), 31);
-  EXPECT_EQ(found_after(50, Kind::kWait, Kind::kEnd), 11);
-  EXPECT_EQ(found_after(3, Kind::kWait, Kind::kWait), 4);
-  EXPECT_EQ(found_after(300, Kind::kWait, Kind::kWait, false),
+  EXPECT_EQ(found_after(300, PhaseKind::kWait, PhaseKind::kWait), 31);
+  EXPECT_EQ(found_after(50, PhaseKind::kWait, PhaseKind::kEnd), 11);
+  EXPECT_EQ(found_after(3, PhaseKind::kWait, PhaseKind::kWait), 4);
+  EXPECT_EQ(found_after(300, PhaseKind::kWait, PhaseKind::kWait, false),
             301);  // others may compute elsewhere
 }
 
 TEST(WatchdogJudge, AMachineWhoseRanksAllWaitSpeaksLater) {
-  const auto speaks = [](Kind second) {
+  const auto speaks = [](PhaseKind second) {
     Judge judge(3, /*all_here=*/false);
-    judge.look(0, both(Kind::kWait, second));
-    return judge.look(3.25, both(Kind::kWait, second)).has_value();
+    judge.look(0, both(PhaseKind::kWait, second));
+    return judge.look(3.25, both(PhaseKind::kWait, second)).has_value();
   };
-  EXPECT_FALSE(speaks(Kind::kWait));
-  EXPECT_TRUE(speaks(Kind::kSpan));
+  EXPECT_FALSE(speaks(PhaseKind::kWait));
+  EXPECT_TRUE(speaks(PhaseKind::kSpan));
 }
 
 TEST(WatchdogJudge, WorkAndTheEndHaveMoreTime) {
-  EXPECT_EQ(found_after(100, Kind::kWork, Kind::kWait), 301);
-  EXPECT_EQ(found_after(100, Kind::kEnd, Kind::kSpan), 301);
+  EXPECT_EQ(found_after(100, PhaseKind::kWork, PhaseKind::kWait), 301);
+  EXPECT_EQ(found_after(100, PhaseKind::kEnd, PhaseKind::kSpan), 301);
 }
 
 TEST(WatchdogJudge, ProgressOfAnyRankStartsTheTimeAgain) {
   Judge judge(10, true);
-  EXPECT_FALSE(judge.look(100, both(Kind::kWait, Kind::kSpan, 1)));
-  EXPECT_FALSE(judge.look(109, both(Kind::kWait, Kind::kSpan, 2)));
-  EXPECT_FALSE(judge.look(118, both(Kind::kWait, Kind::kSpan, 2)));
+  EXPECT_FALSE(judge.look(100, both(PhaseKind::kWait, PhaseKind::kSpan, 1)));
+  EXPECT_FALSE(judge.look(109, both(PhaseKind::kWait, PhaseKind::kSpan, 2)));
+  EXPECT_FALSE(judge.look(118, both(PhaseKind::kWait, PhaseKind::kSpan, 2)));
   judge.start_again();
-  EXPECT_FALSE(judge.look(125, both(Kind::kWait, Kind::kSpan, 2)));
-  EXPECT_TRUE(judge.look(136, both(Kind::kWait, Kind::kSpan, 2)));
+  EXPECT_FALSE(judge.look(125, both(PhaseKind::kWait, PhaseKind::kSpan, 2)));
+  EXPECT_TRUE(judge.look(136, both(PhaseKind::kWait, PhaseKind::kSpan, 2)));
 }
 
 TEST(WatchdogJudge, AMissingRankIsWaitedForAndNoDeadlock) {
   Judge judge(100, true);
-  std::vector<Sample> ranks{{Kind::kWait, 1, true}, {}};
+  std::vector<Sample> ranks{{PhaseKind::kWait, 1, true}, {}};
   EXPECT_FALSE(judge.look(0, ranks));
   EXPECT_FALSE(judge.look(99, ranks));
   EXPECT_TRUE(judge.look(101, ranks));
@@ -98,14 +98,14 @@ TEST(WatchdogBoard, FramesNestAndTheStrongestDecides) {
   const auto board = empty_board(2);
   Slot& slot = board->slot(1);
   EXPECT_EQ(doing(slot), "the program's own code");
-  slot.enter("saving", Kind::kWork);
-  slot.enter("halo", Kind::kSpan);
-  EXPECT_EQ(slot.kind(), Kind::kWork);
-  EXPECT_EQ(slot.activity(), Kind::kSpan);
+  slot.enter("saving", PhaseKind::kWork);
+  slot.enter("halo", PhaseKind::kSpan);
+  EXPECT_EQ(slot.kind(), PhaseKind::kWork);
+  EXPECT_EQ(slot.activity(), PhaseKind::kSpan);
   EXPECT_EQ(doing(slot), "saving: halo");
   slot.leave();
   slot.leave();
-  EXPECT_EQ(slot.kind(), Kind::kSpan);
+  EXPECT_EQ(slot.kind(), PhaseKind::kSpan);
   slot.leave();  // one too many has no effect
   EXPECT_EQ(slot.open_frames(), 0U);
 }
@@ -113,27 +113,27 @@ TEST(WatchdogBoard, FramesNestAndTheStrongestDecides) {
 TEST(WatchdogBoard, AWaitInsideOfACallIsAWait) {
   const auto board = empty_board(1);
   Slot& slot = board->slot(0);
-  slot.enter("halo", Kind::kBlocked);
-  EXPECT_EQ(slot.kind(), Kind::kBlocked);
-  slot.enter("messages", Kind::kWait);
-  EXPECT_EQ(slot.kind(), Kind::kWait);
+  slot.enter("halo", PhaseKind::kBlocked);
+  EXPECT_EQ(slot.kind(), PhaseKind::kBlocked);
+  slot.enter("messages", PhaseKind::kWait);
+  EXPECT_EQ(slot.kind(), PhaseKind::kWait);
   slot.leave();
   slot.leave();
-  slot.enter("the end of the program", Kind::kEnd);
-  slot.enter("a barrier", Kind::kWait);
-  EXPECT_EQ(slot.kind(), Kind::kEnd);
-  EXPECT_EQ(slot.activity(), Kind::kEnd);
+  slot.enter("the end of the program", PhaseKind::kEnd);
+  slot.enter("a barrier", PhaseKind::kWait);
+  EXPECT_EQ(slot.kind(), PhaseKind::kEnd);
+  EXPECT_EQ(slot.activity(), PhaseKind::kEnd);
 }
 
 TEST(WatchdogBoard, AWaitInsideOfLongWorkIsAWaitWithMoreTime) {
   const auto board = empty_board(1);
   Slot& slot = board->slot(0);
-  slot.enter("state_dict()", Kind::kWait);
-  slot.enter("saving", Kind::kWork);
-  EXPECT_EQ(slot.activity(), Kind::kSpan);
-  slot.enter("an all-gather", Kind::kWait);
-  EXPECT_EQ(slot.kind(), Kind::kWork);
-  EXPECT_EQ(slot.activity(), Kind::kWait);
+  slot.enter("state_dict()", PhaseKind::kWait);
+  slot.enter("saving", PhaseKind::kWork);
+  EXPECT_EQ(slot.activity(), PhaseKind::kSpan);
+  slot.enter("an all-gather", PhaseKind::kWait);
+  EXPECT_EQ(slot.kind(), PhaseKind::kWork);
+  EXPECT_EQ(slot.activity(), PhaseKind::kWait);
   // No initializers: GCC 12 would warn about its own clean-up after exceptions.
   const ProcessState runs{'R', "", false};
   const Finding found{0, 11, runs, ""};
@@ -147,11 +147,11 @@ TEST(WatchdogBoard, DeepAndLongThingsAreCut) {
   const auto board = empty_board(1);
   Slot& slot = board->slot(0);
   const std::string name(100, 'x');
-  for (int i = 0; i < 20; ++i) slot.enter(name, Kind::kWait);
+  for (int i = 0; i < 20; ++i) slot.enter(name, PhaseKind::kWait);
   EXPECT_EQ(slot.open_frames(), kFrames);
   EXPECT_EQ(slot.frames[0].name.load(), name.substr(0, 48));
   for (int i = 0; i < 20; ++i) slot.leave();
-  slot.enter("y", Kind::kWait);
+  slot.enter("y", PhaseKind::kWait);
   EXPECT_EQ(doing(slot), "y");
 }
 
@@ -160,7 +160,7 @@ TEST(WatchdogBoard, ReadersAndAWriterNeedNoLock) {
   std::atomic<bool> over{false};
   std::thread writer([&] {
     for (int i = 0; i < 20000; ++i) {
-      board->slot(0).enter(i % 2 ? "halo" : "statistics of a norm", Kind::kWait);
+      board->slot(0).enter(i % 2 ? "halo" : "statistics of a norm", PhaseKind::kWait);
       board->slot(0).leave();
     }
     over = true;
@@ -177,7 +177,7 @@ TEST(WatchdogReport, NamesRanksPhasesAndThoseThatNeverCame) {
   const auto board = empty_board(3);
   board->slot(0).pid = 11;
   board->slot(1).pid = 12;
-  board->slot(0).enter("an all-reduce", Kind::kWait);
+  board->slot(0).enter("an all-reduce", PhaseKind::kWait);
   board->slot(1).step = 7;
   board->slot(0).layer.store("enc.conv1");
   board->slot(0).call.store("call 7 of all ranks: barrier");

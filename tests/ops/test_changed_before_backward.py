@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pydist import ShardedTensor, distribute_tensor, parallelize
 from pydist.errors import UsageError
-from pydist.ops.normalization import norm_common
+from pydist.ops.norm import norm_common
 from support.equivalence import assert_same, even_points, layout_at, on_ranks, randn, shard
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
-from pydist.ops.normalization import norm_common
+from pydist.ops.norm import norm_common
 from support.equivalence import assert_same, on_ranks, randn
 
 

@@ -11,9 +11,9 @@ from pydist.gradients.partitioned import GradientSet
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.ops.constants import Constant
-from pydist.ops.normalization.norm_plan import plan_norm
-from pydist.ops.pooling.average import Averaging
-from pydist.ops.pooling.maximum import MaxPlan
+from pydist.ops.norm.norm_plan import plan_norm
+from pydist.ops.pool.average import Averaging
+from pydist.ops.pool.maximum import MaxPlan
 from pydist.ops.windows import Window, plan_window
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -16,7 +16,7 @@ from torch import nn
 
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.errors import NotSupported
-from pydist.ops.convolution import local_conv
+from pydist.ops.conv import local_conv
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard
 from support.equivalence.scripts import copy_of
 

@@ -99,7 +99,7 @@ def test_clipping_asks_the_others_once():
         model, _ = train(mesh, "always", steps=1)
         loss_of(model, mesh).backward()
         calls = []
-        transport = model[0].weight.grad.family.transport
+        transport = model[0].weight.grad.gradient_set.transport
         reduce = transport.all_reduce
         transport.all_reduce = lambda *args: calls.append(args) or reduce(*args)
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)

@@ -183,6 +183,65 @@ def test_instances_are_pickled_and_shared(files: PackFileSystem) -> None:
     assert all(results)
 
 
+def two_packs(tmp_path: Path) -> None:
+    """Packs two folders, each as `pack` in a folder of its own."""
+    for name in ("one", "other"):
+        (tmp_path / name / "source").mkdir(parents=True)
+        (tmp_path / name / "source" / "file").write_text(name)
+        pack(tmp_path / name / "source", tmp_path / name / "pack")
+
+
+def test_a_relative_path_leads_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_packs(tmp_path)
+    found = []
+    for name in ("one", "other"):
+        monkeypatch.chdir(tmp_path / name)
+        for files in (PackFileSystem("pack"), PackFileSystem(target="pack")):
+            assert files.read_text("file") == name
+            found.append(files)
+        with fsspec.open("pydist://pack/file", "r") as opened:
+            assert opened.read() == name
+    assert found[0] == found[1] != found[2] == found[3]
+    assert hash(found[0]) == hash(found[1])
+    assert found[0].pack is found[1].pack
+    assert found[0].read_text("file") == "one"
+    assert found[0].unstrip_protocol("file") == f"pydist://{tmp_path}/one/pack/file"
+
+
+def test_what_is_pickled_is_the_same_pack_or_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_packs(tmp_path)
+    monkeypatch.chdir(tmp_path / "one")
+    for files in (PackFileSystem("pack"), PackFileSystem(target="pack")):
+        pickled = pickle.dumps(files)
+        monkeypatch.chdir(tmp_path / "other")
+        again = pickle.loads(pickled)
+        assert (again.read_text("file"), again) == ("one", files)
+        monkeypatch.chdir(tmp_path / "one")
+    for name in ("one", "other"):
+        (tmp_path / name / "pack").rename(tmp_path / f"pack of {name}")
+    (tmp_path / "pack of other").rename(tmp_path / "one" / "pack")
+    with pytest.raises(DataError, match="one/pack: the pack was replaced by another one"):
+        pickle.loads(pickled)
+    assert PackFileSystem("pack").read_text("file") == "other"
+
+
+def test_extraction_makes_no_program_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "source" / "folder").mkdir(parents=True)
+    (tmp_path / "source" / "program").touch()
+    (tmp_path / "source" / "program").chmod(0o6755)
+    (tmp_path / "source" / "folder").chmod(0o3750)
+    pack(tmp_path / "source", tmp_path / "pack")
+    files = PackFileSystem(tmp_path / "pack")
+    assert files.info("program")["mode"] & 0o7777 == 0o6755
+    files.get("", f"{tmp_path}/extracted", recursive=True)
+    modes = [(tmp_path / "extracted" / name).stat().st_mode for name in ("program", "folder")]
+    assert [mode & 0o7777 for mode in modes] == [0o755, 0o750]
+
+
 def test_a_large_file_is_read_in_parts(packed: Path) -> None:
     files = PackFileSystem(packed)
     entry = files.entry("large.bin")

@@ -98,6 +98,20 @@ def test_readers_get_all_files_from_two_servers(
             assert dict(files) == expected
 
 
+def test_a_file_system_follows_the_servers_of_the_environment(
+    source: Path, nodes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match="No such file"):
+        PackFileSystem(nodes[2]).cat_file("large.bin")
+    servers = [serve(nodes[number], f"{nodes[number]}/socket") for number in (0, 1)]
+    monkeypatch.setenv("PYDIST_PACKS_SERVERS", ",".join(server.address for server in servers))
+    content = (source / "large.bin").read_bytes()
+    assert PackFileSystem(nodes[2]).cat_file("large.bin") == content
+    monkeypatch.delenv("PYDIST_PACKS_SERVERS")
+    with pytest.raises(DataError, match="No such file"):
+        PackFileSystem(nodes[2]).cat_file("large.bin")
+
+
 def source_partition(files: PackFiles, index: int) -> int:
     return PackFileSystem(files.folder).entry(files.path(index)).partition
 

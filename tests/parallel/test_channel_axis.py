@@ -15,7 +15,7 @@ import pydist
 from pydist import Mesh, ShardedTensor, run_local
 from pydist.errors import UsageError
 from pydist.ops.channel_forms import channel_form
-from pydist.ops.convolution import split_channels
+from pydist.ops.conv import split_channels
 from support.equivalence import FP64_BOUND, error
 from support.random_networks.blocks import ChannelAttention
 
@@ -245,9 +245,9 @@ def test_the_form_is_chosen_by_cost(channels, outputs, extent, form):
         )
         shape = (1, outputs, extent, extent, 4)
         if outputs > 1:
-            assert channel_form(cut._layout, shape) == form
+            assert channel_form(cut.layout, shape) == form
         result = F.conv3d(cut, torch.ones(outputs, channels, 1, 1, 1))
-        return result._layout.splits[1] is not None, result.to_local().shape[1]
+        return result.layout.splits[1] is not None, result.to_local().shape[1]
 
     own = outputs if form == "sum" else outputs // 2
     assert run_local(split, 2) == [(form != "sum", own)] * 2

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pydist.launch import available
+from pydist.launch.backends import available
 from support.jobs.children import child_environment
 from support.jobs.programs import path_of
 

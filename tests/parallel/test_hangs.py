@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pydist.launch import available
+from pydist.launch.backends import available
 from support.jobs.children import child_environment
 from support.jobs.hangs import hang, make_data, seconds_allowed
 from support.jobs.programs import path_of

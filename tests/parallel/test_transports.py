@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from pydist.comm import Transport
 from pydist.comm.transports.nccl import device_assignment as nccl_place
@@ -54,6 +55,22 @@ def test_a_message_of_another_length_is_named(world: Transport) -> None:
         with pytest.raises(UsageError, match="expects 12 bytes from rank 0, tag 5, and got 8"):
             world.recv(torch.zeros(3), 0, tag=5)
     world.barrier()
+
+
+def test_lent_memory_is_copied_only_if_a_part_of_it_is_sent(world: Transport) -> None:
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    lent, received = torch.ones(64, 1024), torch.empty(64, 1024)
+
+    def allocated(lender: torch.Tensor | None, rows: int) -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            world.send(lent[:rows], after, tag=6, lender=lender)
+        world.recv(received[:rows], before, tag=6)
+        events = recorded.profiler.kineto_results.events()
+        return sum(max(0, e.nbytes()) for e in events if e.name() == "[memory]")
+
+    assert allocated(None, 64) == lent.nbytes
+    assert allocated(lent, 32) == lent.nbytes // 2
+    assert allocated(lent, 64) == 0
 
 
 def test_torch_distributed_is_ready(world: Transport) -> None:

@@ -88,12 +88,12 @@ def test_the_choice_is_the_fastest_that_fits_and_has_the_wanted_parts(model: Ste
     tight = replace(model.hardware, memory=int(peaks[0]) + 1)
     narrow = StepModel(model.trace, model.training, tight)
     assert choose_mesh(narrow, 4).peak == peaks[0]
-    assert choose_mesh(model, 4, data=1, channel=2).grid.size(("channel",)) == 2
+    assert choose_mesh(model, 4, data=1, parts={"channel": 2}).grid.size(("channel",)) == 2
     small = StepModel(model.trace, model.training, replace(model.hardware, memory=1 << 20))
     with pytest.raises(UsageError, match=r"no mesh of 4 ranks fits in 0.00\d* GiB per rank"):
         choose_mesh(small, 4)
     with pytest.raises(UsageError, match="no mesh of 4 ranks has channel 3"):
-        choose_mesh(model, 4, channel=3)
+        choose_mesh(model, 4, parts={"channel": 3})
 
 
 def test_init_takes_the_mesh_that_rank_0_chooses() -> None:

@@ -18,6 +18,7 @@ from pydist.grid import Grid
 from pydist.hardware import PROFILES, Hardware, Interconnect
 from pydist.models import CosmoFlow
 from pydist.plan import StepModel, Training, estimate_step, trace_network
+from pydist.plan.blocks import Blocks
 
 SLOW = Hardware(
     name="slow", source="this test", ranks_per_node=2, memory=1 << 30, reserved=0, slack=1.0,
@@ -233,6 +234,20 @@ class Scaled(nn.Module):
 def test_a_plan_takes_constants() -> None:
     calls = [call.name for call in trace_network(Scaled(), (1, 8, 8, 8)).calls]
     assert calls == ["conv3d", "mul", "add", "__getitem__", "tensor_split", "cat"]
+
+
+def test_a_network_in_float64_takes_the_rate_of_float64() -> None:
+    found = model(conv().double())
+    assert seconds(found)["compute"] == pytest.approx(2 * 2 * FLOPS + SLOW.call, rel=1e-6)
+    found = StepModel(
+        found.trace,
+        Training(dtype=torch.bfloat16),
+        replace(SLOW, flops={"float32": 1.0, "float64": 0.25, "bfloat16": 8.0}),
+    )
+    assert seconds(found)["compute"] == pytest.approx(4 * 2 * FLOPS + SLOW.call, rel=1e-6)
+    problem = Blocks(found, Grid.of({})).problem(found.trace.calls[0], False, False)
+    assert problem is not None
+    assert problem.dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -20,6 +20,7 @@ from pydist.plan import (
     estimate_in_stages,
     estimate_step,
     plan_meshes,
+    table,
     trace_network,
 )  # fmt: skip
 
@@ -107,3 +108,44 @@ def test_each_stage_needs_less_memory_than_the_whole_network() -> None:
             assert each.memory["parameters"] < whole["parameters"]
             assert each.in_stages.micro_batches <= 8 / each.grid.size(("data",))
     assert sum(each.in_stages is not None for each in found) == 5 + 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_gems_takes_the_time_of_its_paper_and_keeps_one_micro_batch(
+    equal: StepModel, count: int
+) -> None:
+    """Source: Jain et al., GEMS (SC 2020); its MASTER has several pairs of micro-batches."""
+    stages, block = 4, 8**3 * 4
+    found = staged(equal, stages, count, "gems")
+    forward = LAYERS / stages * EQUAL.call / 3
+    expected = count * stages * 3 * forward - (count - 1) * (stages - 1) * forward
+    assert found.step == pytest.approx(expected)
+    assert found.memory["activations"] == pytest.approx(4 * block * 8 / count)
+    # Each mesh has the weights of two stages.
+    alone = staged(equal, stages, count, "1f1b")
+    assert found.memory["parameters"] == pytest.approx(2 * alone.memory["parameters"])
+
+
+def test_gems_sums_gradients_over_both_meshes_of_a_stage(equal: StepModel) -> None:
+    link = Interconnect(7.0, math.inf)
+    far = StepModel(equal.trace, equal.training, replace(EQUAL, within=link))
+    near = staged(equal, 2, 2, "gems").seconds["gradients"]
+    assert staged(far, 2, 2, "gems").seconds["gradients"] - near == pytest.approx(2 * link.latency)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_a_plan_has_gems_where_no_batch_norm_is(has_norm: bool) -> None:
+    norm = nn.BatchNorm3d(4) if has_norm else nn.InstanceNorm3d(4)
+    network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), norm, nn.Conv3d(4, 4, 3, padding=1))
+    model = StepModel(trace_network(network, (1, 8, 8, 8)), Training(batch=2), V100)
+    seen = set[str]()
+
+    def noted(model: StepModel, grid: Grid, given: InStages) -> Estimate | None:
+        seen.add(given.schedule)
+        return estimate_in_stages(model, grid, given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "estimate_in_stages", noted)
+        plan_meshes(model, 2, stages=(2,))
+    assert ("gems" in seen) is not has_norm
+    assert {"1f1b", "gpipe", "zero-bubble"} <= seen

@@ -14,7 +14,7 @@ from pydist.comm import Transport, run_local
 from pydist.errors import UsageError
 from pydist.grid import AXES, OTHER_AXES, SPATIAL_AXES, Grid
 from pydist.hardware import CPU, PROFILES, load_hardware
-from pydist.models import CosmoFlow
+from pydist.models import CosmoFlow, UNet2d
 from pydist.plan import StepModel, Training, legal_meshes, plan_meshes, trace_network
 
 
@@ -38,6 +38,15 @@ def test_the_legal_meshes_are_those_that_init_accepts(ranks: int) -> None:
     planned = list(legal_meshes(ranks))
     assert len(planned) == len({*planned})
     assert {*planned} == run_local(accepted, ranks)[0]
+
+
+def test_images_are_not_cut_along_depth() -> None:
+    with torch.device("meta"):
+        network = UNet2d(in_channels=1, classes=2, features=4, levels=2)
+        trace = trace_network(network, (1, 16, 16), lambda scores: scores.mean())
+    found = [each.grid for each in plan_meshes(StepModel(trace, Training(), PROFILES["v100"]), 4)]
+    assert {(grid.size(("depth",)), grid.size(("data",))) for grid in found} == {(1, 1)}
+    assert len({grid.size(("height",)) for grid in found}) == 3
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 
 from pydist._loader import native
 from pydist.cli.mounting import mounted
+from pydist.packs import PackOptions, pack
 from support.mounts import Case
 
 COMMANDS = {
@@ -147,6 +148,138 @@ with open("large", "rb", buffering=0) as file:
     assert output == b"1 0\nexit code 0"
 
 
+BETWEEN_THREADS = """
+import fcntl, os, signal, socket, struct, termios, threading, time
+signal.alarm(60)
+large = os.dup2(os.open("large", os.O_RDONLY), 70)
+lines = os.dup2(os.open("lines", os.O_RDONLY), 6)  # 64 less
+here, there = socket.socketpair()
+size = os.fstat(large).st_size
+
+def send():
+    sent = 0
+    while sent < size:
+        sent += os.sendfile(here.fileno(), large, None, size - sent)
+    here.close()
+
+thread = threading.Thread(target=send)
+thread.start()
+waiting = -1
+while True:  # until the socket is full
+    now = struct.unpack("i", fcntl.ioctl(there, termios.FIONREAD, b"0000"))[0]
+    if now == waiting > 0:
+        break
+    waiting = now
+    time.sleep(0.2)
+print(os.read(lines, 20), waiting < size)
+received = bytearray()
+while part := there.recv(1 << 20):
+    received += part
+thread.join()
+print(received == open("large", "rb").read(), os.lseek(large, 0, os.SEEK_CUR))
+"""
+
+
+@pytest.mark.parametrize("large", [None, "1B"])
+def test_a_thread_reads_while_another_one_sends_a_file_to_it(case: Case, large: str | None) -> None:
+    command = [sys.executable, "-c", BETWEEN_THREADS]
+    loose = case.loose(*command)
+    assert loose.endswith(b"exit code 0"), loose.decode()
+    assert case.packed(*command, large=large) == loose
+
+
+def test_parents_of_symbolic_links_are_those_of_their_targets(case: Case, tmp_path: Path) -> None:
+    """Links that lead from a real folder to another one, on paths that lead to the mount point."""
+    (tmp_path / "inner" / "deep").mkdir(parents=True)
+    (tmp_path / "inner" / "mount").mkdir()
+    (tmp_path / "inner" / "mount" / "lines").write_text("real\n")
+    (tmp_path / "down").symlink_to(tmp_path / "inner" / "deep")
+    (tmp_path / "inner" / "up").symlink_to(tmp_path / "inner")
+    (tmp_path / "file").touch()
+    with mounted(f"{tmp_path}/mount", str(case.packs)) as environment:
+        script = """
+            cat down/../mount/lines
+            head -n 1 inner/up/../mount/lines $PWD/inner/up/../mount/lines
+            head -n 1 inner/deep/../../mount/class/../lines inner/../mount/lines
+            cat file/../mount/lines; cat nothing/../mount/lines
+        """
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env={**environment, "LC_ALL": "C"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    first, *others = (line for line in done.stdout.splitlines() if line and "==>" not in line)
+    assert first == "real"
+    assert others == ["line 0"] * 4, done.stdout + done.stderr
+    errors = [line.rpartition(": ")[2] for line in done.stderr.splitlines()]
+    assert errors == ["Not a directory", "No such file or directory"]
+
+
+LIBRARY = r"""
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+__attribute__((constructor)) static void begin(void) {
+  fclose(fopen(PLACE "/begun", "w"));
+  while (access(PLACE "/go", F_OK) != 0) usleep(1000);
+}
+size_t ZSTD_compressBound(size_t size) { return size; }
+size_t ZSTD_compress(void* to, size_t room, const void* from, size_t size, int level) { return 0; }
+size_t ZSTD_decompress(void* to, size_t size, const void* from, size_t stored) {
+  memset(to, 0, size);
+  return size;
+}
+unsigned ZSTD_isError(size_t code) { return 0; }
+const char* ZSTD_getErrorName(size_t code) { return ""; }
+"""
+
+FORKS = """
+import os, pathlib, signal, sys, threading, time
+signal.alarm(60)
+here = pathlib.Path(sys.argv[1])
+found = []
+# The linker's lock is held, too, so all functions are looked up before.
+(here / "begun").exists(), open("raw", "rb").read()
+if os.fork() == 0:
+    os._exit(0)
+os.wait()
+thread = threading.Thread(target=lambda: found.append(open("one", "rb").read()))
+thread.start()
+while not (here / "begun").exists():
+    time.sleep(0.01)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    os._exit(any(open("other", "rb").read()))
+status = os.wait()[1]
+open(here / "go", "w").close()
+thread.join()
+print(status, found == [bytes(5000)])
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
+def test_a_fork_while_a_thread_opens_the_library_of_a_codec(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    for name in ("one", "other"):
+        (tmp_path / "source" / name).write_bytes(bytes(5000))
+    (tmp_path / "source" / "raw").write_bytes(b"raw")
+    pack(tmp_path / "source", tmp_path / "pack", PackOptions(codec="zstd"))
+    (tmp_path / "library.c").write_text(LIBRARY)
+    place = f'-DPLACE="{tmp_path}"'
+    command = ["gcc", "-shared", "-fPIC", place, "library.c", "-o", "libzstd.so.1"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    program = [sys.executable, "-c", FORKS, str(tmp_path)]
+    with mounted("/nowhere/data", str(tmp_path / "pack")) as environment:
+        done = subprocess.run(
+            ["bash", "-c", 'cd /nowhere/data && exec "$@"', "", *program],
+            env={**environment, "LD_LIBRARY_PATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.stdout == "0 True\n", done.stderr
+
+
 def test_a_damaged_file_fails_with_one_line(case: Case, tmp_path: Path) -> None:
     packs = tmp_path / "packs"
     shutil.copytree(case.packs, packs)
@@ -165,3 +298,23 @@ def test_a_damaged_file_fails_with_one_line(case: Case, tmp_path: Path) -> None:
         "cat: script: Input/output error",
         "exit code 1",
     ]
+
+
+def test_an_inherited_file_of_a_pack_that_is_gone_fails_with_one_line(
+    case: Case, tmp_path: Path
+) -> None:
+    packs = tmp_path / "packs"
+    shutil.copytree(case.packs, packs)
+    program = f"""
+import os, shutil, subprocess
+with open("large", "rb") as file:
+    os.chdir("/")
+    shutil.rmtree({str(packs)!r})
+    subprocess.run(["cat"], stdin=file)
+"""
+    output = Case(case.folder, packs, case.mount).packed(
+        sys.executable, "-S", "-c", program, large="1MB"
+    )
+    first, *lines = output.decode().splitlines()
+    assert first.startswith(f"pydist: {packs}/index.pdx: No such file or directory")
+    assert lines == ["cat: -: Input/output error", "exit code 0"]

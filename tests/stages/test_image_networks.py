@@ -13,9 +13,11 @@ import torch
 
 from pydist import Mesh, distribute_tensor, parallelize, run_local
 from pydist.stages import pipeline
-from support.equivalence import assert_equal, bounds_of, jittered
+from pydist.tensor import ShardedTensor, local_of
+from support.equivalence import Task, assert_equal, bounds_of, jittered, randn
 from support.networks.images import NETWORKS, cifar10, mnist, task_of
-from support.staged import ONE, check_stages, in_sequence, on_stages, results
+from support.networks.small import initialized
+from support.staged import HIGH, ONE, check_stages, in_sequence, on_stages, results
 
 SHARES = {"channel": (70, 25, 5)}
 UNEQUAL = {"channel": 3, "shares": SHARES}
@@ -72,6 +74,52 @@ def test_stages_that_cut_images(name, meshes):
         assert_equal(results(made, loss), expected, bounds)
 
     on_stages(meshes, rank)
+
+
+def heights(model):
+    """Returns the local and the global extents along the last dims but one that convolutions have
+    computed so far, in a list that grows with each call."""
+    seen = []
+
+    def note(module, inputs, out):
+        if isinstance(out.value, ShardedTensor):
+            seen.append((local_of(out.value).shape[-2], out.shape[-2]))
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_hook(note)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["ResNet", "U-Net"])
+@pytest.mark.parametrize("meshes", [[HIGH] * 2, [ONE, HIGH], [HIGH, ONE, HIGH]], ids=str)
+def test_plain_images_are_cut(name, meshes):
+    """As without stages, and on a stage after one that does not cut them."""
+    task = task_of(name)
+    expected = in_sequence(task, 2)
+    bounds = bounds_of(expected, in_sequence(task, 2, jittered))
+
+    def rank(stages):
+        own = copy.deepcopy(task.model)
+        made = pipeline(own, stages, task.x, micro_batches=2, balance="memory")
+        seen = heights(own)
+        loss = made.step(task.x, task.target, task.loss)
+        assert seen
+        parts = stages.mesh.sample_size
+        assert all(local < whole for local, whole in seen) == (parts > 1), seen
+        assert_equal(results(made, loss), expected, bounds)
+
+    on_stages(meshes, rank)
+
+
+def test_plain_lines_are_cut():
+    net = torch.nn.Sequential(
+        torch.nn.Conv1d(1, 4, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv1d(4, 2, 3, padding=1)
+    )
+    x, target = randn(4, 1, 8, seed=1), randn(4, 2, 8, seed=2)
+    task = Task(initialized(net), x, target, torch.nn.functional.mse_loss)
+    for meshes in ([{"spatial": (1, 1, 2)}, ONE], [ONE, {"spatial": (1, 1, 2)}]):
+        check_stages(task, meshes, 2)
 
 
 @pytest.mark.parametrize("name", ["MNIST", "CIFAR-10"])

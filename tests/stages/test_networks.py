@@ -19,8 +19,15 @@ CASES = [
     for i, name in enumerate(ZOO)
     for j, meshes in enumerate(MESHES)
     # Of slow networks one mesh each, another one every time.
-    if name not in NOT_COMPARED and (name not in WIDE or i % len(MESHES) == j)
+    if name not in NOT_COMPARED
+    and (name not in WIDE or i % len(MESHES) == j or (name == "r3d_18" and meshes in ("2", "4")))
 ]
+
+
+def test_convolutions_in_space_and_linear_layers_by_channel():
+    """CosmoFlow, whose linear layers have most of its weights."""
+    meshes = [DEEP, {"channel": 2}]
+    check_stages(task_of("CosmoFlow"), meshes, cuts=["network.head"], sharded_weights=True)
 
 
 @pytest.mark.parametrize(("name", "meshes"), CASES)

@@ -12,33 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pydist.errors import NotSupported, RankFailed
+from pydist.comm import Transport
+from pydist.errors import NotSupported
 from pydist.stages import pipeline
-from support.equivalence import randn
 from support.networks.small import initialized
-from support.staged import DEEP, ONE, TWO_GROUPS, on_stages
-
-X, TARGET = randn(8, 4, seed=1), randn(8, 4, seed=2)
-ORDERS = [None, [0, 1, 0, 1], [0, 1, 1, 0]]
-
-
-def layers(*between: nn.Module) -> nn.Module:
-    return initialized(nn.Sequential(
-        nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), *between, nn.Tanh(), nn.Linear(6, 4)
-    ))  # fmt: skip
-
-
-def in_sequence(net, micro_batches=4, criterion=F.mse_loss, x=X, target=TARGET):
-    """Runs micro-batches in sequence; returns the network and the loss."""
-    net, criterion = copy.deepcopy(net), copy.deepcopy(criterion)
-    total = 0.0
-    size = len(x) // micro_batches
-    for m in range(micro_batches):
-        rows = slice(m * size, (m + 1) * size)
-        loss = criterion(net(x[rows].clone()), target[rows].clone()) / micro_batches
-        loss.backward()
-        total += loss.item()
-    return net, total
+from support.staged import ONE, TWO_GROUPS, on_stages
+from support.staged_layers import TARGET, X, in_sequence, layers
 
 
 def assert_in_stages(net, order=None, meshes=None, criterion=F.mse_loss, **options):
@@ -63,77 +42,72 @@ def assert_in_stages(net, order=None, meshes=None, criterion=F.mse_loss, **optio
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14, msg=name)
 
 
-IN_LINE = [ONE] * 2
-STOPS = [
-    *((IN_LINE, schedule, order, 5) for schedule in ("gpipe", "1f1b") for order in ORDERS),
-    (IN_LINE, "gems", None, 5),
-    *((IN_LINE, "zero-bubble", order, at) for order in ORDERS for at in (0, 2, 5, 7)),
-    *((IN_LINE, schedule, [0, 1, 1, 0, 1], 5) for schedule in ("1f1b", "zero-bubble")),
-    ([ONE] * 3, "zero-bubble", [0, 1, 2, 2, 1, 0], 5),
-    ([TWO_GROUPS] * 2, "zero-bubble", [0, 1, 1, 0], 3),
-    ([DEEP, ONE], "zero-bubble", [0, 1, 1, 0], 5),
-]
+class Gate(nn.Module):
+    """Network whose second stage needs a part of the argument, which the first one takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        gate = x[:, :1]
+        return self.second(torch.tanh(self.first(x))) * gate
 
 
-@pytest.mark.parametrize(("meshes", "schedule", "order", "at"), STOPS, ids=str)
-def test_a_step_that_raised_leaves_nothing_to_the_next(meshes, schedule, order, at):
-    """The criterion raises on all ranks for a micro-batch, and the script goes on.
+def test_what_a_program_may_change_is_not_lent(monkeypatch):
+    """Transports copy no tensor between stages but parts of the arguments."""
+    lent, send = [], Transport.send
 
-    Meshes that need a later pass of one that has raised get to the same exception.
-    """
-    net, bad = layers(nn.Tanh(), nn.Linear(6, 6)), TARGET.clone()
-    bad[at :: 8 // meshes[0].get("data", 1)] = torch.nan
+    def record(self, tensor, dest, tag=0, *, lender=None):
+        if tensor.is_floating_point():
+            lent.append((tuple(tensor.shape), lender is not None))
+        send(self, tensor, dest, tag, lender=lender)
 
-    def loss_of(y, t):
-        if t.isnan().any():
-            raise ValueError("NaN in the target")
-        return F.mse_loss(y, t)
+    monkeypatch.setattr(Transport, "send", record)
+    net = initialized(Gate())
+    assert_in_stages(net, cuts=["second"])
+    hidden, gate = 2 * 6, 2
+    forward_and_backward = 2
+    assert Counter(lent) == {
+        ((hidden,), True): 4 * forward_and_backward,
+        ((gate,), False): 4,
+    }
 
-    expected, _ = in_sequence(net)
+
+@pytest.mark.parametrize(("schedule", "skips"), [("1f1b", "direct"), ("1f1b", "relay"),
+                                                 ("gems", "direct")])  # fmt: skip
+def test_a_plan_knows_the_routes_between_stages(schedule, skips):
+    """Those that passes show, also to the criterion, which uses a result of an early stage."""
+
+    class Early(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(6)])
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            first = torch.tanh(self.layers[0](x))
+            places = first.argmax(1)  # has no gradient
+            y = first
+            for layer in self.layers[1:]:
+                y = torch.tanh(layer(y))
+            return y + first, places, first
+
+    def criterion(found: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
+        y, places, first = found
+        return F.mse_loss(y, target) + F.mse_loss(first, target) + 0 * places.double().mean()
+
+    cuts = ["layers.2", "layers.4"]
 
     def rank(stages):
-        own = copy.deepcopy(net)
-        made = pipeline(own, stages, X[:2], micro_batches=4, schedule=schedule)
-        x, good, wrong = (t.chunk(stages.mesh.data_size)[stages.mesh.data_index]
-                          for t in (X, TARGET, bad))  # fmt: skip
-        for given in (wrong, good, wrong, wrong, good):
-            own.zero_grad()
-            try:
-                made.step(x, given, loss_of)
-            except ValueError:
-                assert given is wrong
-            else:
-                assert given is good
-        return own
+        made = pipeline(initialized(Early()), stages, X[:2], micro_batches=2, cuts=cuts,
+                        schedule=schedule, skips=skips)  # fmt: skip
+        planned = {*made._transfers._planned}
+        made.step(X, TARGET, criterion)
+        return planned, {*made._transfers._seen}
 
-    for own in on_stages(meshes, rank, order=order):
-        for ours, theirs in zip(own.parameters(), expected.parameters(), strict=True):
-            if ours.grad is not None:
-                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-14)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-@pytest.mark.parametrize("broken", [0, 1])
-def test_an_exception_on_one_mesh_alone_ends_the_step_on_all(schedule, broken):
-    """Those that wait for the mesh name its exception, instead of waiting forever."""
-
-    def rank(stages):
-        made = pipeline(layers(), stages, X[:2], micro_batches=4, schedule=schedule)
-        made.step(X, TARGET, F.mse_loss)
-        calls = 0
-
-        def loss_of(y, t):
-            nonlocal calls
-            calls += 1
-            if stages.index == broken and calls == 2:
-                raise ValueError("mine alone")
-            return F.mse_loss(y, t)
-
-        error = ValueError if stages.index == broken else RankFailed
-        with pytest.raises(error, match="mine alone"):
-            made.step(X, TARGET, loss_of)
-
-    on_stages([ONE] * 2, rank)
+    for planned, seen in on_stages([ONE] * 3, rank):
+        assert planned == seen
+        assert len(seen) > 1
 
 
 class Remembers(nn.Module):

@@ -57,7 +57,7 @@ def passes(calls, legal=(), sent=(), waits=()) -> RecordedPass:
 
 def most_at_once(calls, waits, a, b, frees):
     """Returns the bytes of the backward pass of calls [a, b), counted call by call, or of what
-    they keep and send if these are more."""
+    they keep, and have made or received that later calls use, if these are more."""
 
     def at(i):
         before = set().union(*(memories for *_, memories in calls[a:i]))
@@ -73,9 +73,9 @@ def most_at_once(calls, waits, a, b, frees):
         return sum(memory + 1 for memory in saved) + gradients + waiting
 
     kept = set().union(*(memories for *_, memories in calls[a:b]))
-    sent = [w for w in waits if a <= w.made < b <= w.uses[-1]]
+    held = [w for w in waits if w.uses[-1] >= b and {w.made, *w.uses} & {*range(a, b)}]
     sending = sum(memory + 1 for memory in kept)
-    sending += sum(w.nbytes * (1 if w.memory in kept else 2) for w in sent)
+    sending += sum(w.nbytes for w in held if w.memory not in kept)
     return max(sending, *map(at, range(a, b)))
 
 
@@ -185,6 +185,16 @@ def test_memory_is_that_of_the_micro_batches_alive(meshes, options, calls):
         return [row[0] for row in made.plan.rows]
 
     assert on_stages(meshes, planned) == [calls] * ranks_of(meshes)
+
+
+def test_a_mesh_is_balanced_as_a_whole():
+    """Of the order (0, 1, 0) one mesh has the memory of two stages."""
+
+    def planned(stages):
+        layers = nn.Sequential(*(nn.Conv3d(1, 1, 3, padding=1) for _ in range(11))).double()
+        return [row[0] for row in pipeline(layers, stages, X, balance="memory").plan.rows]
+
+    assert on_stages([ONE, ONE], planned, order=[0, 1, 0]) == [[3, 6, 2]] * 2
 
 
 def test_stages_begin_at_named_modules():

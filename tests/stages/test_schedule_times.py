@@ -180,6 +180,7 @@ def test_the_running_system_keeps_as_many(monkeypatch, schedule, order, expected
     ("schedule", "order", "expected"),
     [("gpipe", [0, 1, 2], 3 * 8), ("1f1b", [0, 1, 2], 3 * 8), ("gems", [0, 1, 2], 6 * 9 - 5 * 2),
      ("1f1b", [0, 1, 2, 0, 1, 2], 3 * 6 * 2 + 3 * 2), ("gpipe", [0, 1, 0, 1], 3 * 6 * 2 + 3),
+     ("zero-bubble", [0, 1, 2], 3 * 6 + 3),
      ("zero-bubble", [0, 1, 2, 2, 1, 0], 3 * 6 * 2 + 2)],
 )  # fmt: skip
 def test_the_running_system_takes_the_time_of_its_schedule(monkeypatch, schedule, order, expected):

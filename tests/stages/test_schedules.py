@@ -46,6 +46,14 @@ def test_several_stages_on_a_mesh(schedule, micro_batches, order):
     check_stages(unet_task(), meshes, micro_batches, schedule=schedule, order=order)
 
 
+@pytest.mark.parametrize("order", [[0, 1, 0, 1], [0, 1, 1, 0]], ids=str)
+@pytest.mark.parametrize("micro_batches", [2, 4])
+@pytest.mark.parametrize("schedule", LINES)
+def test_as_many_micro_batches_as_a_mesh_has_stages(schedule, micro_batches, order):
+    """And twice as many: whole rounds of the interleaved schedule."""
+    check_stages(unet_task(4), [ONE] * 2, micro_batches, schedule=schedule, order=order)
+
+
 @pytest.mark.parametrize("options", [{"recompute": True}, {"skips": "relay"}], ids=str)
 @pytest.mark.parametrize("meshes", [[DEEP, ONE], [TWO_GROUPS] * 2, [DEEP, DEEP]], ids=str)
 @pytest.mark.parametrize("order", [[0, 1, 0, 1], [0, 1, 1, 0]], ids=str)

@@ -194,7 +194,7 @@ def test_outputs_of_earlier_stages():
 
 @pytest.mark.parametrize("shape", [(4, 1, 6, 4, 4), (4, 8)], ids=str)
 def test_masks_of_one_module_differ_between_stages(shape):
-    """On volumes, and on plain tensors, whose masks come from torch's generator."""
+    """On volumes, and on plain tensors."""
 
     class Net(nn.Module):
         def __init__(self):

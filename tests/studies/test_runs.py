@@ -104,6 +104,23 @@ def test_a_signal_reaches_the_jobs_and_ends_the_study_in_order(tmp_path):
     assert (runs[0].folder / OUTPUT_FILE).read_text() == "stopped\n"
 
 
+def test_a_job_that_can_not_start_leaves_no_other_running(tmp_path):
+    runs = [run(tmp_path, name) for name in ("a", "b")]
+    started = runs[0].folder / "started"
+
+    def command(each):
+        if each is runs[0]:
+            wait = "for i in $(seq 200); do sleep 0.05; done"
+            return ["sh", "-c", f"trap 'echo ended; exit 75' TERM; touch '{started}'; {wait}"]
+        while not started.exists():
+            time.sleep(0.02)
+        return ["no such launcher"]
+
+    with pytest.raises(UsageError, match="there is no program 'no such launcher' to start ranks"):
+        run_all(runs, 2, command, Told())
+    assert (runs[0].folder / OUTPUT_FILE).read_text() == "ended\n"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

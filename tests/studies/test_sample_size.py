@@ -14,7 +14,8 @@ from pydist.data import Manifest, ShardDataset
 from pydist.errors import DataError, UsageError
 from pydist.setup import init
 from pydist.studies.claimed import claimed
-from pydist.studies.sample_size import NETWORK, Row, SampleSizeOptions, Study
+from pydist.studies.options import SampleSizeOptions
+from pydist.studies.sample_size import NETWORK, Row, Study
 from pydist.studies.sample_size_report import conclusion, draw_sizes, sizes_record, table_of
 from pydist.train.run import train
 
@@ -139,6 +140,19 @@ def test_a_folder_has_one_study(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(UsageError, match="has new and no study: choose another"):  # noqa: SIM117
         with claimed(tmp_path, record):
+            pass
+
+
+def test_more_seeds_continue_a_study_and_other_options_do_not(tmp_path):
+    def identity(**changes):
+        return Study(tmp_path, SampleSizeOptions(**changes)).identity()
+
+    with claimed(tmp_path, identity(seeds=1)):
+        pass
+    with claimed(tmp_path, identity(seeds=4)):
+        pass
+    with pytest.raises(UsageError, match="other options"):  # noqa: SIM117
+        with claimed(tmp_path, identity(seeds=4, epochs=2)):
             pass
 
 

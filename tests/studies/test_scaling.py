@@ -29,7 +29,8 @@ from pydist.studies.file_rates import (
     file_rates_table,
     published_files_table,
 )
-from pydist.studies.modelled import PaperPoint, modelled, paper_points, series_estimates
+from pydist.studies.modeled import PaperPoint, modeled, paper_points, series_estimates
+from pydist.studies.options import ScalingOptions
 from pydist.studies.runs import OUTPUT_FILE, finished, run_all
 from pydist.studies.scaling import (
     CHECK,
@@ -44,7 +45,6 @@ from pydist.studies.scaling import (
     WHOLE,
     Measured,
     Scaling,
-    ScalingOptions,
     cuts_for,
     loss_difference,
     loss_differences,
@@ -124,12 +124,12 @@ def test_the_model_is_asked_for_the_point(tmp_path):
     assert strong[1].seconds["halo"] == 0 < strong[2].seconds["halo"]
     assert str(strong[4].grid) == "depth 2 × height 2"
     point = next(p for p in found if p.series == WEAK_BATCH and p.ranks == 4)
-    assert modelled(point, study.options, hardware).step == found[point].step
+    assert modeled(point, study.options, hardware).step == found[point].step
 
 
 def test_the_papers_experiments_begin_where_a_sample_fits(monkeypatch):
-    monkeypatch.setattr("pydist.studies.modelled.EXPERIMENTS", ((COSMOFLOW, 512),))
-    monkeypatch.setattr("pydist.studies.modelled.MOST_GPUS", 8)
+    monkeypatch.setattr("pydist.studies.modeled.EXPERIMENTS", ((COSMOFLOW, 512),))
+    monkeypatch.setattr("pydist.studies.modeled.MOST_GPUS", 8)
     hardware = load_hardware("v100")
     found = list(paper_points(hardware))
     first = {
@@ -203,15 +203,15 @@ def test_results_are_shown(ran):
     assert head.split()[:5] == ["measured", "series", "mesh", "voxels", "batch"]
     assert len(lines) == len(measured)
     assert all("100%" in line for line in lines if "strong" in line and "split files" in line)
-    head, *lines = report.modelled_table(results).splitlines()
-    assert head.startswith("modelled")
+    head, *lines = report.modeled_table(results).splitlines()
+    assert head.startswith("modeled")
     assert len(lines) == len(estimates)
     assert len(report.paper_table(paper).splitlines()) == 3
     assert "105,800" in report.published_table()
     assert len(file_rates_table(results.files, "cpu").splitlines()) == 1 + len(results.files)
     assert "15,100" in published_files_table()
     record = json.loads(json.dumps(report.scaling_record(study, results)))
-    assert {"measured", "modelled", "paper", "published", "files"} < record.keys()
+    assert {"measured", "modeled", "paper", "published", "files"} < record.keys()
     assert record["measured"][0]["mesh"] == dict.fromkeys(record["measured"][0]["mesh"], 1)
     pytest.importorskip("matplotlib")
     assert report.draw_scaling(study, results).read_bytes().startswith(b"\x89PNG")
@@ -263,7 +263,7 @@ def test_without_overlap_messages_have_arrived_and_results_are_equal():
     [
         (["-n", "3"], "-n 3: powers of two are possible"),
         (["-n", "4096"], "-n 4096: this machine has cores for"),
-        (["--modelled", "12"], "--modelled 12: powers of two"),
+        (["--modeled", "12"], "--modeled 12: powers of two"),
         (["--edge", "12"], "edge = 12: multiples of 8"),
         (["--steps", "0"], "steps = 0: at least 1"),
         (["--networks", "unet3d", "unet3d"], "each once"),

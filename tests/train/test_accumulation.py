@@ -38,14 +38,12 @@ def batches(count: int, epochs: int, size_at) -> list[list[int]]:
     spatial=st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1)]),
     count=st.integers(5, 11),
     data=st.data(),
-    labelled=st.booleans(),
+    labeled=st.booleans(),
     partitioned=st.booleans(),
     by=st.sampled_from(["accumulate", "batch", "both"]),
     pad=st.booleans(),
 )
-def test_steps_are_those_of_one_device(
-    groups, spatial, count, data, labelled, partitioned, by, pad
-):
+def test_steps_are_those_of_one_device(groups, spatial, count, data, labeled, partitioned, by, pad):
     """Over groups, split samples, short batches, passes, and a batch that changes in an epoch."""
     batch = data.draw(st.integers(groups, 6), "batch")
     accumulate = data.draw(st.integers(1, batch // groups), "accumulate")
@@ -53,7 +51,7 @@ def test_steps_are_those_of_one_device(
     changed = data.draw(st.integers(max(groups, accumulate), 9), "changed batch")
     largest = -(-batch // accumulate) + 1 if by == "both" else None
     rule = PassRule(batch, accumulate, by, largest)
-    source = Samples(count, labelled=labelled)
+    source = Samples(count, labeled=labeled)
 
     def body(mesh):
         sizes = BatchSizes(batch, [(place, changed)])
@@ -61,7 +59,7 @@ def test_steps_are_those_of_one_device(
         return on_mesh(mesh, source, sizes, rule, partitioned=divides, pad=pad)
 
     steps = batches(count, 2, lambda seen: batch if seen < place else changed)
-    if labelled:
+    if labeled:
         # A step without any counted voxel has no mean in torch; of these labels none is such.
         assert all((source.labels[rows] != 1).any() for rows in steps)
     expected = plainly(source, steps)

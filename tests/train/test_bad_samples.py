@@ -10,7 +10,8 @@ import pytest
 
 from pydist.comm import run_local
 from pydist.data import Manifest
-from pydist.data.convert import ConvertOptions, convert_dataset
+from pydist.data.convert import convert_dataset
+from pydist.data.options import ConvertOptions
 from pydist.errors import DataError, UsageError
 from pydist.train import config_io, log
 from pydist.train.config import Config
@@ -45,8 +46,8 @@ def without(root: Path, to: Path) -> Path:
     files = [*training, *[f for f in manifest.files if f.split == "val"][1:]]
     for file in files:
         if not (to / file.path).exists():
-            (to / file.path).symlink_to(root / file.path)
-    (to / "again.hdf5").symlink_to(root / training[2].path)
+            (to / file.path).hardlink_to(root / file.path)
+    (to / "again.hdf5").hardlink_to(root / training[2].path)
     files[2] = replace(files[2], path="again.hdf5")
     replace(manifest, files=tuple(files)).save(to)
     return to

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pydist.comm import run_local
-from pydist.launch import available
+from pydist.launch.backends import available
 from pydist.train import config_io, log
 from pydist.train.config import Config
 from support.training.runs import assert_same_bits, change, job, last_state

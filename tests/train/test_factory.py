@@ -16,7 +16,8 @@ from pydist.cli.main import main
 from pydist.comm import LocalTransport
 from pydist.data import Manifest, ShardDataset
 from pydist.data.loader import Batch
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.errors import DataError, UsageError
 from pydist.inference import Predictor
 from pydist.inference.export import export_weights
@@ -151,7 +152,8 @@ def values_data(folder: Path, classes: int = 0) -> Path:
     """Makes a data set with a value of each sample, or with its class: whether it is bright."""
     import h5py
 
-    from pydist.data.index import IndexOptions, index_folder
+    from pydist.data.index import index_folder
+    from pydist.data.options import IndexOptions
 
     folder.mkdir()
     numbers = np.random.default_rng(0)

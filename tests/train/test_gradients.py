@@ -11,7 +11,8 @@ import torch
 
 from pydist.comm import LocalTransport, run_local
 from pydist.data.batch_sizes import BatchSizes
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.data.sampler import MeshSampler
 from pydist.errors import CheckpointError, UsageError
 from pydist.train import checkpoint, config_io, log
@@ -24,7 +25,7 @@ from pydist.train.config import (
     TrainConfig,
     UNet3dConfig,
 )
-from pydist.train.gradients import (
+from pydist.train.config.gradients import (
     DgcConfig,
     PostLocalConfig,
     PowerSgdConfig,

@@ -16,15 +16,21 @@ from torch import nn
 from pydist import Mesh, distribute_tensor, run_local
 from pydist.cli.main import main
 from pydist.comm import LocalTransport
-from pydist.data import Loader, Manifest, ShardDataset
-from pydist.data.index import IndexOptions, index_folder
+from pydist.data import AugmentOptions, Loader, Manifest, ShardDataset
+from pydist.data.index import index_folder
+from pydist.data.options import IndexOptions
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.inference import Predictor
+from pydist.inference.loaded import load_network
+from pydist.inference.resident import Resident
 from pydist.layout import layout_for_sample
 from pydist.train import config_io, log
+from pydist.train.datasets import shape_in_training
+from pydist.train.tasks import task_of
 from support.training.runs import change, job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+NETWORK = "pydist.models:UNet2d"
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +69,21 @@ def test_axes_have_the_names_of_the_dims():
     run_local(body, 4)
 
 
+def test_a_crop_of_an_image_has_a_depth_of_one(images, tmp_path):
+    def shape(*crop: int) -> tuple[int, ...]:
+        config = config_of(images, tmp_path, data={"augment": AugmentOptions(crop=crop)})
+        return shape_in_training(config, task_of(config), Manifest.load(images))
+
+    assert shape(1, 16, 8) == (1, 1, 16, 8)
+    with pytest.raises(UsageError, match="network accepts multiples of 4"):
+        shape(1, 16, 10)
+
+
 def test_a_loader_gives_images_by_blocks(images):
     whole = ShardDataset(images, "val")
     stored, labels = zip(*(whole[i] for i in range(2)), strict=True)
     assert stored[0].shape == (1, 1, 32, 32)
-    assert (whole.dims, whole.manifest.network_shape) == (2, (1, 32, 32))
+    assert (whole.dims, whole.sample_shape) == (2, (1, 1, 32, 32))
 
     def body(world):
         mesh = Mesh(world, 1, (1, 2, 2))
@@ -93,7 +109,31 @@ def test_the_example_trains_split_as_on_one_rank(images, tmp_path, monkeypatch):
     assert len(figures(tmp_path / "split")) == 3
     assert figures(tmp_path / "split") == pytest.approx(figures(tmp_path / "whole"), rel=1e-4)
     with pytest.raises(CheckpointError, match="trained on samples of 2 dims"):
-        Predictor(tmp_path / "split", run_local(Mesh, 1)[0], factory="pydist.models:UNet2d")
+        Predictor(tmp_path / "split", run_local(Mesh, 1)[0], factory=NETWORK)
+    check_service(images, tmp_path / "split")
+
+
+def check_service(images: Path, run: Path) -> None:
+    """Checks that a trained network on ranks computes for images what it computes alone."""
+    image = ShardDataset(images, "val")[0][0].numpy()[:, 0]
+
+    def served(world):
+        resident = Resident(run, Mesh(world, 1, (1, world.size, 1)), factory=NETWORK)
+        if world.rank:
+            resident.follow()
+            return None
+        for wrong in (image[None], image[:, 1:]):
+            with pytest.raises(DataError, match=r"accepts \[1, H, W\]|multiples of 4"):
+                resident.prepared(wrong)
+        (found,) = resident.predict([resident.prepared(image)])
+        resident.end()
+        return found
+
+    loaded = load_network(run, NETWORK)
+    with torch.no_grad():
+        expected = loaded.network(torch.from_numpy(image)[None])[0]
+    for ranks in (1, 2):
+        torch.testing.assert_close(run_local(served, ranks, timeout=60)[0], expected)
 
 
 def test_the_command_trains_and_draws_images(images, tmp_path, monkeypatch, capsys):

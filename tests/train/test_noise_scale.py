@@ -102,7 +102,7 @@ def figures_plainly(source: Samples, rows: list[int], parts: list[list[int]]):
     """Returns the figures of the first step in plain torch, from gradients of each part alone."""
 
     def square(some: list[int]) -> float:
-        model = network(labelled=False)
+        model = network(labeled=False)
         F.mse_loss(model(source.inputs[some]), source.targets[some]).backward()
         return float(sum(p.grad.double().square().sum() for p in model.parameters()))
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import math
+import shutil
 
+import h5py
 import numpy as np
 import pytest
 
 from pydist import Mesh, layout_for_sample, run_local
-from pydist.errors import DiskError, UsageError
+from pydist.data import IndexOptions, Manifest, ShardDataset, index_dataset
+from pydist.errors import DataError, DiskError, UsageError
 from pydist.grid import SPATIAL_AXES
 from pydist.train import report
 from pydist.train.config import MeshConfig, SharesConfig
@@ -59,8 +62,21 @@ def test_the_picture_is_drawn_with_and_without_a_validation_set(tmp_path, univer
         rows = np.zeros((3, 4))
         report.write_predictions(tmp_path / report.PREDICTIONS_FILE, NAMES, rows, rows)
     curves = {"4 ranks": {1: 0.5, 2: 0.25}, "1 rank": {1: 0.5, 2: 0.25}}
-    picture = report.draw_run(tmp_path, curves, universes, MeshConfig(spatial=(2, 1, 1)))
+    data = ShardDataset(universes)
+    picture = report.draw_run(tmp_path, curves, data, MeshConfig(spatial=(2, 1, 1)))
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+
+
+def test_signed_samples_are_drawn(tmp_path):
+    numbers = np.random.default_rng(0)
+    for index in range(2):
+        with h5py.File(tmp_path / f"{index}.h5", "w") as file:
+            file["full"] = numbers.normal(size=(1, 4, 4, 4)).astype("float32") - 2
+            file["unitPar"] = np.zeros(1, dtype="float32")
+    index_dataset(tmp_path, IndexOptions())
+    curves = {"1 rank": {1: 0.5, 2: 0.25}}
+    picture = report.draw_run(tmp_path, curves, ShardDataset(tmp_path), MeshConfig())
     assert picture.stat().st_size > 20_000
 
 
@@ -69,4 +85,16 @@ def test_a_missing_plot_library_is_named_with_the_remedy(tmp_path, universes, mo
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install 'pydist\[plot\]'"):
-        report.draw_run(tmp_path, {}, universes, MeshConfig())
+        report.draw_run(tmp_path, {}, ShardDataset(universes), MeshConfig())
+
+
+def test_a_run_from_links_that_are_allowed_is_drawn(tmp_path, universes):
+    folder = tmp_path / "links"
+    shutil.copytree(universes, folder)
+    for file in Manifest.load(folder).files:
+        (folder / file.path).rename(tmp_path / file.path)
+        (folder / file.path).symlink_to(tmp_path / file.path)
+    curves, data = {"1 rank": {1: 0.5, 2: 0.25}}, ShardDataset(folder, allow_roots=[tmp_path])
+    report.draw_run(tmp_path, curves, data, MeshConfig())
+    with pytest.raises(DataError, match="outside allow_roots"):
+        report.draw_run(tmp_path, curves, ShardDataset(folder), MeshConfig())

@@ -13,7 +13,8 @@ import torch
 
 from pydist.comm import run_local
 from pydist.data import AugmentOptions
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.train import checkpoint, config_io, log
 from pydist.train.config import (
@@ -76,7 +77,7 @@ def test_split_training_is_that_of_one_rank(segmentation, tmp_path, data, spatia
 
 
 @pytest.fixture(scope="session")
-def partly_labelled(tmp_path_factory) -> Path:
+def partly_labeled(tmp_path_factory) -> Path:
     """Makes volumes with unlabeled voxels: all of one volume, parts of two others."""
     folder = tmp_path_factory.mktemp("partly")
     generate_ct(folder, CTOptions(count=7, shape=(16, 8, 8), validation=3 / 7))
@@ -87,11 +88,11 @@ def partly_labelled(tmp_path_factory) -> Path:
 
 
 def test_class_weights_and_an_ignored_label_are_of_the_global_batch(
-    segmentation, partly_labelled, tmp_path
+    segmentation, partly_labeled, tmp_path
 ):
     """A batch has 3 volumes over 2 groups, and validation has 3 volumes."""
     weighted = {"class_weights": (0.2, 1.0, 3.0), "ignore_label": 255, "batch": 3, "steps": 1}
-    config = change(segmentation, data={"path": partly_labelled}, train=weighted)
+    config = change(segmentation, data={"path": partly_labeled}, train=weighted)
     whole = change(config, output={"folder": tmp_path / "whole"})
     expected = alone(whole).validation
     found = run_local(job, 4, config, 2, (2, 1, 1))[0].validation

@@ -21,7 +21,8 @@ from pydist.backend import conv_tuning
 from pydist.cli.options import override
 from pydist.comm import LocalTransport, run_local
 from pydist.data import UniverseOptions, generate_universes
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.errors import DataError, PydistError, UsageError
 from pydist.stages import Pipeline
 from pydist.stages.schedule import SCHEDULES
@@ -305,7 +306,11 @@ def test_one_rank_writes_log_tables_and_picture(volume_run):
     assert [event["event"] for event in heard] == [
         event["event"] for event in log.read(folder / "log.jsonl")
     ]
-    assert "stage 1 begins with call" in events(config, "notice")[0]["text"]
+    title, head, *rows = events(config, "notice")[0]["text"].splitlines()
+    assert title.startswith("the stages")
+    assert head.split() == "stage calls time memory receives begins with".split()
+    assert [row.split()[0] for row in rows] == ["0", "1"]
+    assert " call " in rows[1]
     metadata, weights = load_trained(folder)
     metadata.task().network(metadata.manifest).load_state_dict(weights)
     assert results[0].validation.samples == 3

@@ -34,6 +34,7 @@ struct SeenCall {
 // (SharedText), as it is only shown.
 class CallSlot {
  public:
+  // One writer: the rank that owns the page.
   void store(std::int64_t number, std::int64_t state, std::int64_t digest, std::string_view text) {
     number_.store(0, std::memory_order_relaxed);
     state_.store(state, std::memory_order_release);  // a reader of it also sees the 0
@@ -42,7 +43,8 @@ class CallSlot {
     number_.store(number);
   }
 
-  // The state after a call, if the slot holds that call.
+  // The state after a call, if the slot holds that call; nothing if it holds another one or is
+  // being written. Never waits: a writer that was killed half-way leaves a slot without a call.
   std::optional<std::int64_t> state_after(std::int64_t number) const {
     if (number_.load() != number) return std::nullopt;
     const std::int64_t state = state_.load(std::memory_order_acquire);
@@ -65,7 +67,8 @@ class CallSlot {
 
 static_assert(std::atomic<std::int64_t>::is_always_lock_free);
 
-// The last calls: the largest distance between two ranks whose calls can be compared.
+// The last calls of a rank, in a ring: call n is in slot n % kCalls. A rank that is kCalls or more
+// calls ahead of another has overwritten the slot, so the two are not compared.
 class CallPage {
  public:
   static constexpr std::int64_t kCalls = 64;
@@ -79,6 +82,12 @@ class CallPage {
   std::array<CallSlot, kCalls> slots_;
 };
 
+// What a rank has started in one group, and the comparison with its neighbors.
+//
+// The state is a running hash of all digests: once two ranks have made different calls, all of
+// their later states differ, so a neighbor that was missed at the first difference is found at a
+// later one. Not thread-safe: Python calls it with the GIL held. Pages and neighbors' pages are
+// borrowed, and must outlive the board; until `share` it has a page of its own.
 class CallBoard {
  public:
   using Stamp = std::array<std::int64_t, 4>;
@@ -87,13 +96,14 @@ class CallBoard {
   CallBoard(const CallBoard&) = delete;
   CallBoard& operator=(const CallBoard&) = delete;
 
-  std::int64_t count() const { return count_; }
-  std::int64_t state() const { return state_; }
+  std::int64_t count() const { return count_; }  // calls so far
+  std::int64_t state() const { return state_; }  // 0 before the first call
 
   // Of the last call: its number, the state and the digest before it, and its own digest.
   Stamp stamp() const { return {count_, state_before_, digest_before_, digest_}; }
 
-  // Enters the next call. Returns a neighbor whose call of this number left another state, or -1.
+  // Enters the next call. digest: a hash of what all ranks must pass equally; text: for messages,
+  // up to 304 bytes. Returns a neighbor whose call of this number left another state, or -1.
   // Neighbors that have not reached the call, or are too far ahead, are left out.
   int enter(std::int64_t digest, std::string_view text) {
     state_before_ = std::exchange(state_, mixed(state_, digest));

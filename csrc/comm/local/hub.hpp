@@ -54,8 +54,8 @@ struct PeerSegment {
 // collectives `finish`, has returned or thrown.
 class LocalHub {
  public:
-  using Group = int;
-  using Ticket = std::uint64_t;
+  using Group = int;             // number of a group, for all of its members
+  using Ticket = std::uint64_t;  // number of a collective within its group, from 0
   static constexpr Group kWorld = 0;
 
   explicit LocalHub(int size);
@@ -66,24 +66,33 @@ class LocalHub {
   // the number of earlier splits of `parent`, and get the same group.
   Group subgroup(Group parent, std::uint64_t sequence, const std::vector<int>& members);
 
+  // Copies the message, so the buffer is free afterwards, and does not wait.
   void send(Group group, int rank, int dest, int tag, Segment segment);
+
+  // Waits for the next message of `source` with this tag: those of one source and tag arrive in the
+  // order in which they were sent. Throws UsageError, and drops the message, if it has another
+  // size.
   void receive(Group group, int rank, int source, int tag, Segment segment);
 
   // Every rank sends inputs[r] to rank r and receives outputs[r] from it: one segment per rank of
-  // the group. If one side is null the other must be null. Gather, scatter, broadcast, all-gather
-  // and barrier are special cases.
+  // the group, of the same size on both sides; a null segment has 0 bytes. Gather, scatter,
+  // broadcast, all-gather and barrier are special cases.
   Ticket start_exchange(Group group, int rank, std::vector<Segment> inputs,
                         std::vector<Segment> outputs);
 
-  // In place.
+  // In place: the ranks' `count` elements at `data` become their reduction, in the order of ranks,
+  // so its bits are the same on all of them (reduce.hpp). All ranks must pass equal count, dtype
+  // and op.
   Ticket start_all_reduce(Group group, int rank, std::byte* data, std::size_t count, DType dtype,
                           ReduceOp op);
 
-  // Blocks until the collective is complete. Call once per ticket.
+  // Blocks until the collective is complete. Call once per ticket. Throws UsageError on every rank
+  // if the ranks' calls under this ticket, or the sizes of their messages, differ.
   void finish(Group group, int rank, Ticket ticket);
 
-  // Makes every blocked and every later call throw Aborted. Returns when no rank uses another one's
-  // buffers any longer. The first reason is kept.
+  // Makes every blocked and every later call throw Aborted, except for those whose message or
+  // result is there already. Returns when no rank uses another one's buffers any longer. The first
+  // reason is kept; after a deadlock the calls throw Deadlock.
   void abort(const std::string& reason);
 
   // This rank (of kWorld) will make no more calls.
@@ -143,13 +152,16 @@ class LocalHub {
   std::map<std::tuple<Group, std::uint64_t, std::vector<int>>, Group> subgroups_;
 };
 
-// Repeated messages with fixed peers and buffers.
+// Repeated messages with fixed peers and buffers. The buffers belong to the caller, who keeps them
+// alive. Call start and wait in turns, on the rank's thread.
 class LocalChannel {
  public:
   LocalChannel(std::shared_ptr<LocalHub> hub, LocalHub::Group group, int rank,
                std::vector<PeerSegment> sends, std::vector<PeerSegment> receives, int tag);
 
+  // Copies and sends all messages; the buffers of sends are free afterwards.
   void start();
+  // Receives all messages into their buffers.
   void wait();
 
  private:

@@ -204,7 +204,7 @@ void NcclCommunicator::close() {
   issue();
   const auto what = [] { return std::string("closing"); };
   settle(library_->comm_finalize(comm_), limits_.issue, what,
-         "not all ranks have come to it, or a CUDA graph that holds operations of the group was not"
+         "not all ranks have reached it, or a CUDA graph that holds operations of the group was not"
          " reset,");
   const NcclResult result = library_->comm_destroy(comm_.exchange(nullptr));
   if (!fine(result)) fail(result, what());

@@ -88,7 +88,7 @@ class NcclCommunicator {
   void issue();
   // `late`: the possible cause if that takes longer.
   void settle(NcclResult state, double seconds, const Describe& what,
-              const char* late = "not all ranks have come to it");
+              const char* late = "not all ranks have reached it");
   void require_sound(const Describe& what);
   [[noreturn]] void fail(NcclResult result, const std::string& what);
   [[noreturn]] void give_up(GroupError::Fault fault, const std::string& what);

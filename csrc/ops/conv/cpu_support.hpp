@@ -9,6 +9,7 @@
 
 namespace pydist::cpu {
 
+// The inner loops for the accumulator type T, float or double, of the instruction set in use.
 template <class T>
 const ConvIsa<T>& conv_isa() {
   const ConvTable& table = isa::chosen(PYDIST_ISA_TABLES(kConv));
@@ -19,7 +20,8 @@ const ConvIsa<T>& conv_isa() {
   }
 }
 
-// log2 of the rows of the largest tile of this instruction set with at most `rows` rows.
+// log2 of the rows of the largest tile of this instruction set with at most `rows` rows, which are
+// at least 1. Tiles have 1, 2, 4 or 8 rows; every instruction set has those with one row.
 template <class T>
 int conv_rows(const ConvIsa<T>& isa, index_t rows) {
   int log_rows = 3;
@@ -27,13 +29,17 @@ int conv_rows(const ConvIsa<T>& isa, index_t rows) {
   return log_rows;
 }
 
+// Elements of the weight, of all groups.
 inline index_t weight_elements(const ops::ConvProblem& problem) {
   index_t count = problem.groups * problem.out_channels * problem.in_channels;
   for (const ops::ConvDim& dim : problem.dims) count *= dim.kernel;
   return count;
 }
 
-// The problem with its weight replaced by a contiguous array that has no memory yet.
+// The problem with its weight replaced by a contiguous array, in C order, that has no memory yet:
+// the caller allocates weight_elements if it needs them. Forward and dgrad widen weights of half
+// types into such an array, once before they are used many times (visit_weight). Wgrad uses only
+// its strides: an offset is then the C-order number of a weight.
 inline ops::ConvProblem with_contiguous_weight(ops::ConvProblem problem) {
   index_t stride = 1;
   problem.weight.data = nullptr;
@@ -46,7 +52,8 @@ inline ops::ConvProblem with_contiguous_weight(ops::ConvProblem problem) {
   return problem;
 }
 
-// Calls f(i, offset) for every weight: its C-order index and its offset under `strides`.
+// Calls f(i, offset) for every weight, in C order: its C-order index and its offset under
+// `strides`, in elements. `strides`: of out, in / groups, and the three kernel dims.
 template <class F>
 void visit_weight(const ops::ConvProblem& problem, const index_t* strides, F&& f) {
   index_t i = 0;

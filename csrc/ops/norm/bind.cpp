@@ -13,7 +13,7 @@ using ops::NormProblem;
 
 // Whether the array is dense in the order [N, C, ...], or [N, ..., C] if channels are last. Strides
 // of dims of extent 1 do not matter.
-bool lies(const TensorView& view, bool channels_last) {
+bool is_dense(const TensorView& view, bool channels_last) {
   index_t expected = 1;
   const auto dim_ok = [&](int dim) {
     if (view.shape[dim] != 1 && view.strides[dim] != expected) return false;
@@ -45,10 +45,11 @@ NormProblem problem_of(const char* name, const TensorView& x, const char* rows_n
                     ": it needs a value for each channel, or each channel of each sample");
   require_same_device(name, x, rows_name, rows);
   require_contiguous(rows_name, rows);
-  if (x.elements() > 0 && !lies(x, false)) {
-    PYDIST_EXPECT(lies(x, true), describe(name, x) +
-                                     ": its memory must be dense and in the order [N, C, ...] or "
-                                     "[N, ..., C]");
+  if (x.elements() > 0 && !is_dense(x, false)) {
+    PYDIST_EXPECT(is_dense(x, true),
+                  describe(name, x) +
+                      ": its memory must be dense and in the order [N, C, ...] or "
+                      "[N, ..., C]");
     problem.shape.channels_last = true;
   }
   problem.x = x.data;
@@ -60,7 +61,7 @@ void check_alike(const char* name, const TensorView& view, const TensorView& x,
   require_same_dtype(name, view, "x", x);
   require_same_device(name, view, "x", x);
   PYDIST_EXPECT(
-      view.shape == x.shape && (x.elements() == 0 || lies(view, problem.shape.channels_last)),
+      view.shape == x.shape && (x.elements() == 0 || is_dense(view, problem.shape.channels_last)),
       describe(name, view) + ", " + describe("x", x) +
           ": they must have one shape and the same order in memory");
 }

@@ -59,14 +59,18 @@ struct NormWriteBody {
     return body;
   }
 
+  // `row`: of the values; channels-last, that of channel 0. `begin`: the first element of the
+  // array. `count`: vectors of N elements.
   struct Run {
-    index_t row, begin, count;  // an element, vectors; channels-last, the row of the first
+    index_t row, begin, count;
   };
 
+  // Vectors of a full run, by which the launcher chooses the lanes.
   PYDIST_HD index_t run_length() const { return piece * vectors.divisor; }
   PYDIST_HD index_t rows() const {
     return problem.shape.samples * (kChannelsLast ? 1 : problem.shape.channels) * pieces.divisor;
   }
+  // Run number = C-order index over (sample, channel unless channels-last, piece).
   PYDIST_HD Run row(index_t r) const {
     const auto number = static_cast<std::int32_t>(r);
     const std::int32_t line = pieces.quotient(number);
@@ -137,6 +141,7 @@ struct NormWriteBody {
     return given;
   }
 
+  // Computes and stores a vector. For M = 1 its elements share a row, else each has its own.
   template <int M>
   PYDIST_HD void write(index_t element, const Given& given, const Values<M>& values) const {
     Vector<Storage, N> results;
@@ -161,7 +166,8 @@ struct NormWriteBody {
   }
 };
 
-// Calls f(body) with the body for a problem. Storage and kActivation are the problem's.
+// Calls f(body) with the body for a problem: of vectors if all arrays and values can be accessed
+// so. Storage and kActivation are the problem's.
 template <bool kForward, Activation kActivation, class Storage, class F>
 void with_norm_write_body(const NormProblem& problem, const F& f) {
   const void* const grad = kForward ? nullptr : problem.grad;

@@ -1,5 +1,6 @@
 // pack, unpack and unpack_add: boxes of a view to and from a buffer. Views and buffers must have
-// passed the border's checks.
+// passed the border's checks: same dtype and device, boxes within the view, a contiguous buffer of
+// one dim with at least regions.elements() elements.
 #pragma once
 
 #include <cstdint>
@@ -28,9 +29,10 @@ class PreparedTransfer {
   // Whether the plan fits a view and buffer: dtype, shape, strides and alignment.
   bool fits(const TensorView& view, const TensorView& buffer) const;
 
-  // Memory that is read and written.
+  // Bytes of memory that are read and written.
   index_t traffic() const { return traffic_; }
 
+  // Does the transfer on the pool's threads, and returns when it is done. The plan must fit.
   void run(const TensorView& view, const TensorView& buffer) const;
 
  private:

@@ -109,12 +109,12 @@ void pool_forward(py::handle source, py::handle out, const Coords& source_lo, co
 void check_gate(const TensorView& gate, const TensorView& target) {
   require_same_dtype("gate", gate, "source_grad", target);
   require_same_device("gate", gate, "source_grad", target);
-  bool alike = gate.shape == target.shape;
-  for (int dim = 0; alike && dim < gate.ndim(); ++dim) {
-    alike = gate.shape[dim] == 1 || gate.strides[dim] == target.strides[dim];
+  bool same_layout = gate.shape == target.shape;
+  for (int dim = 0; same_layout && dim < gate.ndim(); ++dim) {
+    same_layout = gate.shape[dim] == 1 || gate.strides[dim] == target.strides[dim];
   }
-  PYDIST_EXPECT(alike, describe("gate", gate) + ", " + describe("source_grad", target) +
-                           ": they must have one shape and the same strides");
+  PYDIST_EXPECT(same_layout, describe("gate", gate) + ", " + describe("source_grad", target) +
+                                 ": they must have one shape and the same strides");
 }
 
 void pool_backward(py::handle grad, py::handle source_grad, const Coords& out_lo,

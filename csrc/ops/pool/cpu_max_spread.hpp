@@ -36,6 +36,7 @@ class MaxSpreader {
   static constexpr index_t kMinPlanes = 4;           // windows at their border are visited twice
 
  public:
+  // Keeps a reference to the problem, which must outlive it.
   explicit MaxSpreader(const ops::MaxProblem& problem)
       : problem_(problem),
         in_(problem.in),
@@ -61,6 +62,7 @@ class MaxSpreader {
       tap_offsets_.push_back(tap_offset(tap));
   }
 
+  // Writes the full array of inputs' gradients, on the pool's threads, and returns when it is done.
   void run() const {
     const index_t depth = dims_[0].in_extent;
     const index_t plane = dims_[1].in_extent * dims_[2].in_extent;
@@ -90,11 +92,13 @@ class MaxSpreader {
   struct TapOffset {
     index_t offset, z, y, x;
   };
+  // Planes of inputs of `channels` channels, from `channel` on, of one sample.
   struct Task {
     index_t sample, channel, channels;
     ops::Span planes;
   };
 
+  // From the number of a tap, (k_d * kernel_h + k_h) * kernel_w + k_w; steps are those of the sums.
   TapOffset tap_offset(index_t tap) const {
     const index_t row = tap / dims_[2].kernel;
     const index_t z = row / dims_[1].kernel * dims_[0].dilation;
@@ -148,7 +152,8 @@ class MaxSpreader {
     }
   }
 
-  // A row of outputs, and the start of its windows along depth and height.
+  // A row of outputs, and the first input of its windows along depth and height, which is negative
+  // where a window begins before the array. `to`: the sums, at the index 0 of all dims.
   template <class Element>
   struct Row {
     const Storage* grads;
@@ -195,7 +200,9 @@ class MaxSpreader {
     }
   }
 
-  // The outputs [xs.begin, xs.end) of a row. kHeld: all of their windows are in the task's planes.
+  // Adds the gradients of the outputs [xs.begin, xs.end) of a row. kHeld: all of their windows are
+  // in the task's planes, so no tap is checked, and its offset comes from the table. Element is T,
+  // or Storage where no input has two terms, so that each is rounded once.
   template <bool kHeld, class Element>
   void add(const Task& task, const Row<Element> row, ops::Span xs, index_t channel_stride) const {
     const index_t grad_x = problem_.out.strides[4], grad_c = problem_.out.strides[1];
@@ -226,6 +233,7 @@ class MaxSpreader {
     }
   }
 
+  // Whether an input belongs to the task; others are in another task, or outside of the array.
   bool inside(const Task& task, index_t z, index_t y, index_t x) const {
     return z >= task.planes.begin && z < task.planes.end && y >= 0 && y < dims_[1].in_extent &&
            x >= 0 && x < dims_[2].in_extent;

@@ -65,7 +65,7 @@ class PoolPasses {
         height_spans_(spans_of<kOp>(problem.dims[1], height_)),
         isa_(pool_line_isa<Storage>()),
         width_isa_(pool_width_isa<T>()),
-        rectifier_(static_cast<int>(ops::activation_of(problem.slope))) {
+        activation_(static_cast<int>(ops::activation_of(problem.slope))) {
     for (int dim = 0; dim < ops::kSpatialDims; ++dim) {
       const ops::PoolDim& along = problem.dims[dim];
       factors_[dim].assign(along.scale, along.scale + along.out_extent);
@@ -98,7 +98,7 @@ class PoolPasses {
     for (index_t y = 0; y < task.lines; y += lines_) {
       sum.targets = std::min(lines_, task.lines - y);
       if (task.channels == 1 || source_.strides[1] == 1) {
-        isa_.gather[kForward ? rectifier_ : 0](sum);
+        isa_.gather[kForward ? activation_ : 0](sum);
       } else {
         gather_strided(sum);
       }
@@ -144,7 +144,7 @@ class PoolPasses {
   // A source after the ReLU of forward.
   T value_of(Storage source) const {
     const T value = ops::load_as(source), slope = static_cast<T>(problem_.slope);
-    if (!kForward || rectifier_ == 0) return value;
+    if (!kForward || activation_ == 0) return value;
     if (slope == 0) return ops::activated<ops::Activation::kRelu>(value, slope);
     return ops::activated<ops::Activation::kLeakyRelu>(value, slope);
   }
@@ -187,8 +187,8 @@ class PoolPasses {
     sum.accumulate = problem_.accumulate;
     sum.stream = stream_;
     sum.slope = static_cast<T>(problem_.slope);
-    if (!kForward && rectifier_ != 0) sum.gate = gate_of(sum.to);
-    isa_.scatter[kForward ? 0 : rectifier_](sum);
+    if (!kForward && activation_ != 0) sum.gate = gate_of(sum.to);
+    isa_.scatter[kForward ? 0 : activation_](sum);
   }
 
   // The gate of a target: at the same offset, as gate and target have equal strides.
@@ -210,7 +210,7 @@ class PoolPasses {
   bool scaled_;                                // the width's scales are not all 1
   index_t lines_ = 1;                          // of a buffer, at most
   bool stream_ = false;
-  const int rectifier_;  // 0 for none, as of PoolLineIsa
+  const int activation_;  // 0 for none, as of PoolLineIsa
 };
 
 }  // namespace pydist::cpu

@@ -29,14 +29,14 @@ struct PoolRows {
 };
 
 // Where a ReLU is applied: nowhere, to the rows before they are summed, or to the sums, by a gate.
-enum class Rectified { kNo, kBefore, kBehind };
+enum class ReluAt { kNowhere, kSources, kSums };
 
 // to[x] (=|+=) sum over rows r of factor[r] * row[r][x], 0 <= x < length.
 //
 // Tiles of kVectors vectors stay in registers during the loop over rows; the rest of the length is
 // done by single vectors, then by shorter ones. `rows` is passed by value: otherwise its members
 // would be read again after each store.
-template <int kVectors, int kLanes, Rectified kWhere, Activation kActivation, class From, class To,
+template <int kVectors, int kLanes, ReluAt kWhere, Activation kActivation, class From, class To,
           class T>
 void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
   using Vector = typename VectorOf<T, kLanes>::type;
@@ -46,7 +46,7 @@ void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
   for (; length >= kVectors * kLanes; length -= kVectors * kLanes) {
     Vector tile[kVectors] = {};
     [[maybe_unused]] const Vector slope = rows.slope - Vector{};
-    if (rows.accumulate && kWhere != Rectified::kBehind) {
+    if (rows.accumulate && kWhere != ReluAt::kSums) {
       for (int v = 0; v < kVectors; ++v) tile[v] = widen<kLanes, T>(to + v * kLanes);
     }
     const From* row = rows.from;
@@ -59,13 +59,13 @@ void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
       }
       for (int v = 0; v < kVectors; ++v) {
         Vector value = widen<kLanes, T>(row + v * kLanes);
-        if constexpr (kWhere == Rectified::kBefore) {
+        if constexpr (kWhere == ReluAt::kSources) {
           value = ops::activated<kActivation>(value, slope);
         }
         tile[v] += scale * value;
       }
     }
-    if constexpr (kWhere == Rectified::kBehind) {
+    if constexpr (kWhere == ReluAt::kSums) {
       for (int v = 0; v < kVectors; ++v) {
         const Vector gate = widen<kLanes, T>(rows.gate + v * kLanes);
         tile[v] = ops::activation_gradient<kActivation>(gate, tile[v], slope);
@@ -82,7 +82,7 @@ void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
       narrow<kLanes, T>(tile[v], to + v * kLanes);
     }
     rows.from += kVectors * kLanes;
-    if constexpr (kWhere == Rectified::kBehind) rows.gate += kVectors * kLanes;
+    if constexpr (kWhere == ReluAt::kSums) rows.gate += kVectors * kLanes;
     to += kVectors * kLanes;
   }
   if constexpr (kVectors * kLanes > 1) {
@@ -93,7 +93,7 @@ void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
 }
 
 // All lines of a call. Lines and runs that follow each other without gaps become one long run.
-template <Rectified kWhere, Activation kActivation, class From, class To, class T>
+template <ReluAt kWhere, Activation kActivation, class From, class To, class T>
 void sum_lines(const PoolLines<From, To, T>& given) {
   PoolLines<From, To, T> lines = given;
   PoolRuns& runs = lines.runs;
@@ -119,12 +119,12 @@ void sum_lines(const PoolLines<From, To, T>& given) {
         lines.stream,
         lines.slope,
         lines.gate};
-    if constexpr (kWhere == Rectified::kBehind) rows.gate += y * lines.target;
+    if constexpr (kWhere == ReluAt::kSums) rows.gate += y * lines.target;
     if (lines.accumulate && rows.count == 0) continue;
     To* to = lines.to + y * lines.target;
     for (std::int64_t r = 0; r < runs.count; ++r, rows.from += runs.from, to += runs.to) {
       sum_run<4, VectorOf<T>::kLanes, kWhere, kActivation>(rows, to, runs.length);
-      if constexpr (kWhere == Rectified::kBehind) rows.gate += runs.to;
+      if constexpr (kWhere == ReluAt::kSums) rows.gate += runs.to;
     }
   }
 #if defined(__SSE2__)
@@ -239,11 +239,11 @@ template <class Storage, class T>
 constexpr PoolLineIsa<Storage, T> pool_line_isa() {
   constexpr auto kNone = Activation::kNone, kRelu = Activation::kRelu,
                  kLeaky = Activation::kLeakyRelu;
-  constexpr auto kNo = Rectified::kNo, kBefore = Rectified::kBefore, kBehind = Rectified::kBehind;
-  return {{&sum_lines<kNo, kNone, Storage, T, T>, &sum_lines<kBefore, kRelu, Storage, T, T>,
-           &sum_lines<kBefore, kLeaky, Storage, T, T>},
-          {&sum_lines<kNo, kNone, T, Storage, T>, &sum_lines<kBehind, kRelu, T, Storage, T>,
-           &sum_lines<kBehind, kLeaky, T, Storage, T>}};
+  constexpr auto kNowhere = ReluAt::kNowhere, kSources = ReluAt::kSources, kSums = ReluAt::kSums;
+  return {{&sum_lines<kNowhere, kNone, Storage, T, T>, &sum_lines<kSources, kRelu, Storage, T, T>,
+           &sum_lines<kSources, kLeaky, Storage, T, T>},
+          {&sum_lines<kNowhere, kNone, T, Storage, T>, &sum_lines<kSums, kRelu, T, Storage, T>,
+           &sum_lines<kSums, kLeaky, T, Storage, T>}};
 }
 
 }  // namespace

@@ -3,6 +3,10 @@
 // Results do not depend on the number of threads: every element is computed by one task, in a fixed
 // order. Maxima and their taps are bit-identical on CPU and devices; sums differ by rounding, as
 // the CPU sums dim by dim.
+//
+// Bindings have checked all arrays. Functions of cpu return when the results are written; those of
+// cuda put their work on the queue and return, and throw CudaError if it can't be launched, or
+// UsageError if indices do not fit into 32 bits.
 #pragma once
 
 #include "launch/device.hpp"

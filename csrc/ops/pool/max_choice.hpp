@@ -27,9 +27,10 @@ struct MaxScatterBody {
   using T = accumulator_t<Storage>;
   using Position = PoolLanes::Position;
   BasicPoolDim<std::int32_t> dims[kSpatialDims];
-  PoolLanes lanes;
-  SpatialArray in, out, taps;
+  PoolLanes lanes;             // over cells: positions are numbers of outputs, below 0 included
+  SpatialArray in, out, taps;  // `in` is the gradient that is written
 
+  // The problem must have disjoint windows.
   static MaxScatterBody make(const MaxProblem& problem) {
     MaxScatterBody body{};
     body.in = problem.in;
@@ -98,6 +99,7 @@ struct MaxScatterBody {
     const std::int32_t first = o * along.stride + along.base, left = along.in_extent - first;
     return {first, first < 0 ? -first : 0, left < along.stride ? left : along.stride};
   }
+  // Whether the array of outputs has number o; other cells have a gradient of 0.
   PYDIST_HD bool holds(int dim, std::int32_t o) const { return o >= 0 && o < dims[dim].out_extent; }
 
   static PYDIST_HD index_t offset_of(const SpatialArray& array, const Position& at) {
@@ -105,7 +107,9 @@ struct MaxScatterBody {
            at.y * array.strides[3];
   }
 
-  // `plane`: the cell's first input along depth and height, at the width's index 0.
+  // Writes all inputs of a cell: the gradient where the tap is, else 0. Inputs between two windows
+  // (stride above the kernel) have no tap's number. `plane`: the cell's first input along depth and
+  // height, at the width's index 0.
   PYDIST_HD void scatter(const Given& given, const Cell& depth, const Cell& height,
                          const Cell& width, Storage* plane) const {
     Vector<Storage, N> values;
@@ -138,7 +142,9 @@ struct MaxScatterBody {
   }
 };
 
-// Calls f(body) with the body for a problem. Storage and Tap are the problem's types.
+// Calls f(body) with the body for a problem: of vectors if all arrays can be accessed so, and
+// backward the scatter if windows are disjoint. Storage and Tap are the problem's types. Pick has
+// no vectors: adjacent channels have different taps, so their inputs are not adjacent.
 template <MaxOp kOp, class Storage, class Tap, class F>
 void with_max_body(const MaxProblem& problem, const F& f) {
   const auto with = [&]<int N>(std::integral_constant<int, N>) {

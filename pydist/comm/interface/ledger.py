@@ -29,6 +29,7 @@ from torch import nn
 from pydist._loader import native
 from pydist.comm.interface.board import Group, share_board
 from pydist.errors import RankFailed, RankLost, UsageError
+from pydist.watchdog import MODULE_PATH
 
 STAMP_BYTES = 32
 STAMPED_TAG = 1023
@@ -41,7 +42,6 @@ _MOST_NODES = 1 << 14
 """Most entries in the table; when it is full it is cleared."""
 _MODULE_CALL = nn.Module._call_impl.__code__
 _graph_task = torch._C._current_graph_task_id
-_PATH = "_pydist_path"
 IN_BACKWARD = "backward"
 
 
@@ -332,8 +332,8 @@ def calling_module() -> str:
         return IN_BACKWARD
     if CAUSE.module is not None:
         return CAUSE.module
-    module = native.called_object(_MODULE_CALL, _PATH)
-    return "" if module is None else str(module.__dict__[_PATH])
+    module = native.called_object(_MODULE_CALL, MODULE_PATH)
+    return "" if module is None else str(module.__dict__[MODULE_PATH])
 
 
 def _describe(what: What, module: str) -> str:
@@ -357,7 +357,7 @@ def _describe(what: What, module: str) -> str:
 
 def _kind_of_called() -> str:
     """Describes the innermost parallelized module that is being called."""
-    module = native.called_object(_MODULE_CALL, _PATH)
+    module = native.called_object(_MODULE_CALL, MODULE_PATH)
     if not isinstance(module, nn.Module):
         return ""
     said = "..." if list(module.children()) else module.extra_repr()

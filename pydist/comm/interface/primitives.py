@@ -30,8 +30,8 @@ class Primitives(ABC):
         name: the transport's name in `pydist.init(transport=...)`.
         rank: this rank's index in the group, 0 <= rank < size.
         size: number of ranks in the group.
-        watcher: called with every exchanger that starts here, with every tensor that is reduced or
-            gathered, and with the form in which a call exchanges, if it has several.
+        watcher: called with every exchanger that starts here, and with every tensor that is reduced
+            or gathered.
         concurrent: whether threads of a rank may call it concurrently; else they take turns.
         device: the CUDA device whose tensors it accepts besides host tensors; None for most.
         host_waits: whether the host waits for exchanges of device tensors, which CUDA graphs then
@@ -85,6 +85,10 @@ class Primitives(ABC):
 
         It may have any strides: the copy that waits for the receiver is contiguous.
         """
+
+    def _lend(self, tensor: Tensor, lender: Tensor, dest: int, tag: int) -> None:
+        """Sends like `_send` a contiguous tensor, which does not change while a lender is held."""
+        self._send(tensor, dest, tag)
 
     @abstractmethod
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:

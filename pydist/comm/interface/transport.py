@@ -92,18 +92,27 @@ class Transport(Collectives):
         check_tag(tag)
         return self._channel(sends, recvs, tag)
 
-    def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
+    def send(
+        self, tensor: Tensor, dest: int, tag: int = 0, *, lender: Tensor | None = None
+    ) -> None:
         """Sends a tensor, buffered: returns without waiting for the receiver.
 
         Args:
             tensor: any shape and strides; may be changed as soon as the call returns.
             dest: the receiver; may be this rank.
             tag: 0 <= tag < 2**15.
+            lender: a tensor with the memory of `tensor`, whose values do not change until the
+                receiver has them. If all of the memory is sent, it is not copied; the transport
+                holds the lender meanwhile, as autograd changes no gradient that others hold.
         """
         self._check("send", tensor, strided=True)
         check_peer(dest, self.size)
         check_tag(tag)
-        self._send(tensor.detach(), dest, tag)
+        fills = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        if lender is not None and fills:
+            self._lend(tensor.detach(), lender, dest, tag)
+        else:
+            self._send(tensor.detach(), dest, tag)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> None:
         """Receives into a tensor with the byte count that was sent. Blocks until it has arrived.

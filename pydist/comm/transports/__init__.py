@@ -7,6 +7,7 @@
 `nccl`                  each rank's CUDA device by NCCL, over one of the above
 `ipc`                   halos as copies between devices of one machine, over `nccl`
 `cuda_mpi`              device memory by a CUDA-aware MPI
+`staged`                ranks with and without a device, through host memory
 ======================  ======================================================================
 
 In a folder, `transport` defines the class that `pydist.runtime` instantiates. Shared base classes

@@ -101,7 +101,7 @@ class C10dTransport(HostTransport):
         self.size = dist.get_world_size(self._group)
         self._order = list(order) if order is not None else list(range(self.size))
         self.rank = self._order.index(dist.get_rank(self._group))
-        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._pending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
         # Keeps buffers alive: bytes of other ranks arrive even if no one waits.
         self._under_way: set[_C10dWork] = set()
         # gloo can't send to its own rank: tag -> messages of this rank to itself.
@@ -124,17 +124,24 @@ class C10dTransport(HostTransport):
         return C10dChannel(self, sends, recvs, tag)
 
     def _free_sent(self) -> None:
-        """Frees copies of messages that have been sent."""
+        """Frees messages that have been sent."""
         while self._pending and self._pending[0][0].is_completed():
             self._pending.popleft()
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
-        self._free_sent()
         copy = tensor.clone(memory_format=torch.contiguous_format)
+        self._post(copy, copy, dest, tag)
+
+    def _lend(self, tensor: Tensor, lender: Tensor, dest: int, tag: int) -> None:
+        self._post(tensor, lender, dest, tag)
+
+    def _post(self, message: Tensor, lender: Tensor, dest: int, tag: int) -> None:
+        """Sends a message, and keeps it and its lender until it has been sent."""
+        self._free_sent()
         if dest == self.rank:
-            self._own[tag].append(copy)
-        elif tensor.numel():
-            self._pending.append((self._isend(copy, dest, tag), copy))
+            self._own[tag].append(message)
+        elif message.numel():
+            self._pending.append((self._isend(message, dest, tag), message, lender))
 
     @_waits("a message")
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:

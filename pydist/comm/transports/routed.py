@@ -33,6 +33,9 @@ class RoutedTransport(Transport):
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
         self._of([tensor])._send(tensor, dest, tag)
 
+    def _lend(self, tensor: Tensor, lender: Tensor, dest: int, tag: int) -> None:
+        self._of([tensor])._lend(tensor, lender, dest, tag)
+
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
         self._of([tensor])._recv(tensor, source, tag)
 

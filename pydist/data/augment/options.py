@@ -111,6 +111,10 @@ class AugmentOptions:
             or any(self.likelihood(name) > 0 for name in _UNCHANGED)
         )
 
+    def cropped(self, shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+        """Returns the shape (C, D, H, W) that a sample has after the changes."""
+        return shape if self.crop is None else (shape[0], *self.crop)
+
     def likelihood(self, name: str) -> float:
         """Returns the probability of a change; 0 if its setting changes nothing."""
         if getattr(self, name) == _UNCHANGED[name]:

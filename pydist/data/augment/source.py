@@ -50,7 +50,7 @@ class KnownRange(Protocol):
 
 
 class Augmented:
-    """`BlockSource` that changes the samples of another one at random, in each epoch anew.
+    """`BlockSource` that changes the samples of another one at random, differently in each epoch.
 
     What is drawn depends on seed, epoch and sample, and noise also on the voxel: so each split of a
     sample over ranks has blocks of the same augmented sample. A rank reads the box that its block
@@ -106,8 +106,7 @@ class Augmented:
     @property
     def sample_shape(self) -> tuple[int, int, int, int]:
         """Shape (C, D, H, W) that a sample has; see `BlockSource.sample_shape`."""
-        shape = self.dataset.sample_shape
-        return shape if self.options.crop is None else (shape[0], *self.options.crop)
+        return self.options.cropped(self.dataset.sample_shape)
 
     @property
     def dims(self) -> int:
@@ -120,9 +119,9 @@ class Augmented:
         return self.dataset.num_targets
 
     @property
-    def labelled(self) -> bool:
-        """Whether the targets are the class of each voxel; see `BlockSource.labelled`."""
-        return self.dataset.labelled
+    def labeled(self) -> bool:
+        """Whether the targets are the class of each voxel; see `BlockSource.labeled`."""
+        return self.dataset.labeled
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,8 +143,7 @@ class Augmented:
 
     def shape_of(self, index: int) -> tuple[int, int, int, int]:
         """Returns the shape (C, D, H, W) of sample `index`; see `BlockSource.shape_of`."""
-        shape = self.dataset.shape_of(index)
-        return shape if self.options.crop is None else (shape[0], *self.options.crop)
+        return self.options.cropped(self.dataset.shape_of(index))
 
     def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
         """Returns a block of an augmented sample; see `BlockSource.read_block`."""
@@ -266,8 +264,10 @@ class Augmented:
             reverses[SPATIAL_AXES.index(axis)] = draws.uniform(f"flip {axis}") < 0.5
         if any(reverses):
             yield _turn(order, reverses, size)
-        if draws.uniform("whether rotate") < self.options.rotate:
-            a, b = ((0, 1), (0, 2), (1, 2))[draws.below("plane", 3)]
+        # An image, a volume of one slice, is turned in its plane only: another turn mirrors it.
+        planes = [plane for plane in combinations(range(3), 2) if min(size[d] for d in plane) > 1]
+        if planes and draws.uniform("whether rotate") < self.options.rotate:
+            a, b = planes[draws.below("plane", len(planes))]
             quarters = 1 + draws.below("quarters", 3)
             reverses = [dim in (a, b) for dim in range(3)]
             if quarters != 2 and size[a] == size[b]:

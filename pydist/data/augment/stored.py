@@ -120,8 +120,9 @@ class BoxStore(MemoryStore):
         """Decides where the boxes of a batch come from; starts the reads of blocks to be kept."""
         placed = {part: each.place(batches) for part, each in enumerate(self._directories)}
         moves = placed[self._part]
-        order = _Order(placed, self._source(moves, {}))
-        for sample in self._kept_here(moves):
+        kept = self._kept_here(moves)
+        order = _Order(placed, self._source(moves, {}, kept))
+        for sample in kept:
             future = self._filler.submit(self._fill_alone, order.keeper, sample)
             self._filling[sample] = future
             order.filled.append(future)
@@ -262,8 +263,8 @@ class BoxStore(MemoryStore):
             if entry.is_good:
                 inside = slices_of(box, block)
                 copy(entry.block[inside], piece.block)
-                labelled = self.unchanged.labelled
-                copy(entry.targets[inside] if labelled else entry.targets, piece.targets)
+                labeled = self.unchanged.labeled
+                copy(entry.targets[inside] if labeled else entry.targets, piece.targets)
                 piece.approve()
             order.memory.append(piece)
             sends.append((receiver, piece.memory))
@@ -282,7 +283,7 @@ class BoxStore(MemoryStore):
     def _format(self, box: Box) -> EntryFormat:
         unchanged, sizes = self.unchanged, tuple(box.shape)
         block = (unchanged.sample_shape[0], *sizes)
-        if unchanged.labelled:
+        if unchanged.labeled:
             return EntryFormat(block, self.form.dtype, sizes, self.form.label_dtype)
         return EntryFormat(block, self.form.dtype, (unchanged.num_targets,), unchanged.dtype)
 

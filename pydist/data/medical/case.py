@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.medical.collection import LabelledVolume
+from pydist.data.medical.collection import LabeledVolume
 from pydist.data.medical.dicom import read_dicom
-from pydist.data.medical.grid import GridOptions, VoxelGrid
+from pydist.data.medical.grid import VoxelGrid
 from pydist.data.medical.layouts import Case
 from pydist.data.medical.nifti import Nifti, OpenNifti, read_nifti
 from pydist.data.medical.nifti_header import NiftiHeader, without_private
 from pydist.data.medical.nifti_writing import write_nifti
+from pydist.data.medical.options import GridOptions
 from pydist.data.safe_open import SafeFile
 from pydist.errors import DataError, UsageError
 from pydist.parsing import parse_json
@@ -28,7 +29,7 @@ IMAGE_HEADER, LABEL_HEADER = "nifti_header", "nifti_label_header"
 GRID = "pydist_grid"
 
 
-def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False) -> LabelledVolume:
+def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False) -> LabeledVolume:
     """Reads one case and brings it to the grid.
 
     Args:
@@ -49,7 +50,7 @@ def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False)
         blocks = {name: without_private(block) for name, block in blocks.items()}
     attributes = {name: base64.b64encode(block).decode() for name, block in blocks.items()}
     attributes[GRID] = json.dumps(asdict(options))
-    return LabelledVolume(image, grid.label(_whole_numbers(label)), attributes)
+    return LabeledVolume(image, grid.label(_whole_numbers(label)), attributes)
 
 
 def read_image(paths: tuple[Path, ...], options: GridOptions) -> tuple[npt.NDArray[Any], Nifti]:
@@ -156,7 +157,7 @@ def require_alike(one: NiftiHeader, other: NiftiHeader) -> None:
     apart = (corners @ (theirs - mine)[:3, :3].T + (theirs - mine)[:3, 3]) / size
     if np.abs(apart).max() > 0.1:
         raise DataError(
-            f"{other.path} lies elsewhere than {one.path}: their affines put corners "
+            f"{other.path} has other positions than {one.path}: their affines put corners "
             f"{np.abs(apart).max():.1f} voxels apart"
         )
 

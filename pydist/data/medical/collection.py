@@ -34,7 +34,7 @@ _FOREGROUND_SAMPLES = 10_000
 
 
 @dataclass(frozen=True)
-class LabelledVolume:
+class LabeledVolume:
     """Image and label volume that one file of a set holds.
 
     Attributes:
@@ -63,7 +63,7 @@ class Source:
     name: str
     split: str
     recipe: str
-    make: Callable[[], LabelledVolume]
+    make: Callable[[], LabeledVolume]
     ignore_label: int | None = None
 
 
@@ -196,8 +196,8 @@ def _write(
         raise DataError(unlike(source.name, len(volume.image), other, like.channels))
     image = as_stored(volume.image, storage.dtype, name, ": use float32")
     label = volume.label.astype(_label_type(volume.label), copy=False)
-    labelled = label if source.ignore_label is None else label[label != source.ignore_label]
-    highest = int(labelled.max(initial=0))
+    labeled = label if source.ignore_label is None else label[label != source.ignore_label]
+    highest = int(labeled.max(initial=0))
     if classes and highest >= classes:
         raise DataError(f"{source.name}: labels go up to {highest}; there are {classes} classes")
 
@@ -235,11 +235,11 @@ def unlike(name: str, channels: int, other: str, its: int) -> str:
 
 
 def as_stored(image: npt.NDArray[Any], dtype: str, name: str, advice: str = "") -> npt.NDArray[Any]:
-    """Converts an image to a set's type; rounded to integers for int16.
+    """Converts an image to a set's type; rounded for a type of integers.
 
     Args:
-        image: any shape.
-        dtype: "int16" or "float32".
+        image: real numbers, any shape with elements.
+        dtype: of the set, real as well.
         name: names the volume in errors.
         advice: end of the error message.
 
@@ -248,12 +248,12 @@ def as_stored(image: npt.NDArray[Any], dtype: str, name: str, advice: str = "") 
     """
     if image.dtype == dtype:
         return image
-    if dtype == "int16":
+    if np.dtype(dtype).kind in "iu":
         if image.dtype.kind == "f":
             image = np.rint(image)
-        low, high = image.min(), image.max()
-        if not (low >= -(1 << 15) and high < 1 << 15):  # NaN fits nowhere
-            raise DataError(f"{name}: values from {low} to {high} do not fit int16{advice}")
+        possible, (low, high) = np.iinfo(dtype), (image.min().item(), image.max().item())
+        if not (low >= possible.min and high <= possible.max):  # NaN fits nowhere
+            raise DataError(f"{name}: values from {low} to {high} do not fit {dtype}{advice}")
     return image.astype(dtype)
 
 
@@ -270,13 +270,13 @@ def _foreground(
     return image.reshape(image.shape[0], -1)[:, found[picks]]
 
 
-def _read_again(name: str, content: bytes, recipe: str) -> LabelledVolume | None:
+def _read_again(name: str, content: bytes, recipe: str) -> LabeledVolume | None:
     """Returns the content of an earlier run's file, if made by the same recipe, else `None`."""
     try:
         with safe_open(name, driver=io.BytesIO(content)) as file:
             if file.text(RECIPE) != recipe:
                 return None
-            return LabelledVolume(file.dataset(VOLUME)[...], file.dataset(LABEL)[...])
+            return LabeledVolume(file.dataset(VOLUME)[...], file.dataset(LABEL)[...])
     except DataError:
         return None
 

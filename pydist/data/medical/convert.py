@@ -8,10 +8,9 @@ only its bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 from pydist.data.file_image import RECIPE, recipe_hash
 from pydist.data.made import state_of
@@ -19,60 +18,12 @@ from pydist.data.manifest import Manifest
 from pydist.data.medical.case import convert_case
 from pydist.data.medical.collection import Progress, Source, VolumeStorage, unlike, write_set
 from pydist.data.medical.dicom import outline_of_dicom
-from pydist.data.medical.grid import GridOptions
 from pydist.data.medical.layouts import Case, find_cases
 from pydist.data.medical.nifti import Outline, outline_of
+from pydist.data.medical.options import NiftiOptions
 from pydist.errors import DataError, UsageError
 
 _ORIGIN = "NIfTI files"
-
-
-@dataclass(frozen=True)
-class NiftiOptions:
-    """Options that say how a data set is made of NIfTI files.
-
-    Volumes are reoriented to RAS: width towards the patient's right, height to the front, depth up.
-
-    Attributes:
-        labels: folder with the labels, if SOURCE has only images.
-        grid: the grid that volumes are brought to; by default their own.
-        validation: fraction of the cases that goes to the split "val", the last by name.
-        dtype: "int16" (rounded to integers), "float32", or "auto": int16 if all images hold
-            integers.
-        storage: "contiguous", or "chunked" with a checksum in each chunk.
-        compression: "gzip" for chunked storage, or "none".
-        on_bad_case: "stop" at the first case that can't be used, or "skip" and report it.
-        ignore_label: label of unlabeled voxels, such as 255: it stays in the files, and is no
-            class. By default that of a class "ignore" in nnU-Net's `dataset.json`.
-        keep_header: keep the free text of the headers, which may name a patient.
-        overwrite: replace a data set made from other files or with other options.
-    """
-
-    labels: Path | None = None
-    grid: GridOptions = field(default_factory=GridOptions)
-    validation: float = 0.2
-    dtype: Literal["auto", "int16", "float32"] = "auto"
-    storage: Literal["contiguous", "chunked"] = "contiguous"
-    compression: Literal["none", "gzip"] = "none"
-    on_bad_case: Literal["stop", "skip"] = "stop"
-    ignore_label: int | None = None
-    keep_header: bool = False
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.validation < 1:
-            raise UsageError(f"validation={self.validation}: a fraction in [0, 1)")
-        if self.ignore_label is not None and self.ignore_label < 1:
-            raise UsageError(f"ignore_label={self.ignore_label}: 1 or more; 0 is background")
-        if self.compression == "gzip" and self.storage == "contiguous":
-            raise UsageError('compression="gzip" needs storage="chunked"')
-
-    def recipe(self) -> dict[str, Any]:
-        """Returns the options that determine the content of a volume's file."""
-        names = ("dtype", "storage", "compression", "keep_header")
-        found = {"grid": asdict(self.grid), **{name: getattr(self, name) for name in names}}
-        # Only if set: earlier versions had no such option, and their recipes stay valid.
-        return found if self.ignore_label is None else {**found, "ignore_label": self.ignore_label}
 
 
 def convert_nifti(

@@ -8,14 +8,12 @@ works, no more.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from math import inf
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pydist.errors import UsageError
+from pydist.data.medical.options import CTOptions
 
 CLASS_NAMES = ("background", "liver", "tumor")
 LEVELS = (-100.0, 110.0, 60.0)
@@ -33,62 +31,6 @@ _PERIOD = 2.6
 _HIGHEST_MODE = 3
 _TUMOR_RADIUS = (0.08, 0.18)
 _TUMOR_DEPTH = 0.8
-
-
-@dataclass(frozen=True)
-class CTOptions:
-    """Options that determine a set of synthetic CT volumes.
-
-    Attributes:
-        count: volumes to make.
-        shape: voxels along depth, height and width.
-        spacing: mm between voxels along depth, height and width.
-        seed: volume i depends only on (seed, i), `shape` and `noise`; its anatomy only on
-            (seed, i).
-        noise: standard deviation, 0 to 10000 Hounsfield units.
-        validation: fraction of the volumes that goes to the split "val", the last ones.
-        format: "hdf5" is read by blocks, for training; "nifti" writes the folders of nnU-Net;
-            "both" also writes those, into FOLDER/nifti.
-        storage: "contiguous", or "chunked" with a checksum in each chunk.
-        compression: "gzip" for chunked storage, or "none".
-        overwrite: replace a data set that was made with other options.
-    """
-
-    count: int = 8
-    shape: tuple[int, int, int] = (64, 64, 64)
-    spacing: tuple[float, float, float] = (4.0, 4.0, 4.0)
-    seed: int = 0
-    noise: float = 20.0
-    validation: float = 0.25
-    format: Literal["hdf5", "nifti", "both"] = "hdf5"
-    storage: Literal["contiguous", "chunked"] = "contiguous"
-    compression: Literal["none", "gzip"] = "none"
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        lengths = all(0 < mm < inf for mm in self.spacing)
-        faults = [
-            (self.count < 1, f"count={self.count}: at least 1 volume"),
-            (self.seed < 0, f"seed={self.seed}: 0 or more"),
-            (min(self.shape) < 8, f"shape={self.shape}: at least 8 voxels along each side"),
-            (not lengths, f"spacing={self.spacing}: lengths in mm > 0"),
-            (not 0 <= self.noise <= 1e4, f"noise={self.noise}: 0 to 10000 Hounsfield units"),
-            (not 0 <= self.validation < 1, f"validation={self.validation}: a fraction in [0, 1)"),
-            (
-                self.compression == "gzip" and self.storage == "contiguous",
-                'compression="gzip" needs storage="chunked"',
-            ),
-        ]
-        for wrong, message in faults:
-            if wrong:
-                raise UsageError(message)
-
-    def recipe(self) -> dict[str, Any]:
-        """Returns the options that determine the content of a volume's files."""
-        chosen = asdict(self)
-        for name in ("count", "validation", "format", "overwrite"):
-            del chosen[name]
-        return chosen
 
 
 def make_volume(

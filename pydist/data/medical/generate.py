@@ -15,15 +15,16 @@ from pydist.data.file_image import RECIPE, recipe_hash
 from pydist.data.lock import FolderLock
 from pydist.data.manifest import Manifest
 from pydist.data.medical.collection import (
-    LabelledVolume,
+    LabeledVolume,
     Progress,
     Source,
     VolumeStorage,
     write_set,
 )
-from pydist.data.medical.ct import CLASS_NAMES, CTOptions, make_volume
+from pydist.data.medical.ct import CLASS_NAMES, make_volume
 from pydist.data.medical.nifti_header import MISSING_LIBRARY
 from pydist.data.medical.nifti_writing import write_nifti
+from pydist.data.medical.options import CTOptions
 from pydist.data.publish import make_folder, publish, require_room
 from pydist.errors import UsageError
 from pydist.owner import remove_temporaries
@@ -65,7 +66,7 @@ def generate_ct(
             f"ct_{i:04d}",
             "train" if i < first_validation else "val",
             recipe_hash([recipe, i]),
-            partial(_labelled, options, i),
+            partial(_labeled, options, i),
         )
         for i in range(options.count)
     ]
@@ -129,6 +130,6 @@ def _write(path: Path, values: npt.NDArray[Any], options: CTOptions) -> None:
     write_nifti(path, values.transpose(2, 1, 0), header.binaryblock)
 
 
-def _labelled(options: CTOptions, index: int) -> LabelledVolume:
+def _labeled(options: CTOptions, index: int) -> LabeledVolume:
     image, label = make_volume(options, index)
-    return LabelledVolume(image[None], label)
+    return LabeledVolume(image[None], label)

@@ -10,45 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pydist.data.medical.nifti_header import affine_of, header_of
-from pydist.errors import DataError, UsageError
+from pydist.data.medical.options import GridOptions
+from pydist.errors import DataError
 from pydist.partition import Box
 
 Extents = tuple[int, int, int]
 
 _MOST_VOXELS = 1 << 33
-
-
-@dataclass(frozen=True)
-class GridOptions:
-    """The grid that volumes are brought to.
-
-    Attributes:
-        cube: voxels along each side, whatever the volume's shape (as in the paper).
-        spacing: approximate mm between voxels along depth, height and width: extents are integers
-            and the volume keeps its size.
-        multiple: pad each extent, at its far end, to a multiple of this.
-    """
-
-    cube: int | None = None
-    spacing: tuple[float, float, float] | None = None
-    multiple: int = 8
-
-    def __post_init__(self) -> None:
-        if self.cube is not None and self.spacing is not None:
-            raise UsageError("cube and spacing: choose one of the two")
-        if self.cube is not None and self.cube < 1:
-            raise UsageError(f"cube={self.cube}: at least 1 voxel")
-        if self.spacing is not None and not all(0 < mm < math.inf for mm in self.spacing):
-            raise UsageError(f"spacing={self.spacing}: lengths in mm > 0")
-        if self.multiple < 1:
-            raise UsageError(f"multiple={self.multiple}: at least 1")
 
 
 class VoxelGrid:

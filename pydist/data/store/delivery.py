@@ -26,6 +26,7 @@ class Delivery:
         source: reads them, after `arrive`.
         staged: entries to be sent, on their way from disk.
         sent: entries that are being sent.
+        ended: set when nothing is read of the delivery anymore; None if no one waits for that.
     """
 
     def __init__(
@@ -39,8 +40,7 @@ class Delivery:
         self.source = source
         self.staged: dict[int, Future[Entry | None]] = {}
         self.sent: dict[int, Entry] = {}
-        self.ended = threading.Event()
-        """Set when nothing is read of the delivery anymore."""
+        self.ended: threading.Event | None = None
         self.has_started = False
         self._begin, self._unstage = begin, unstage
         self._channel: Channel | None = None
@@ -68,7 +68,8 @@ class Delivery:
 
     def withdraw(self) -> None:
         """Releases the entries that were read from disk to be sent."""
-        self._unstage(self)
+        if self.staged:
+            self._unstage(self)
         for future in self.staged.values():
             future.cancel()
         self.staged.clear()
@@ -78,7 +79,8 @@ class Delivery:
         """Gives the buffer of received blocks back to the store, after the last read."""
         release, self._release = self._release, _nothing
         release()
-        self.ended.set()
+        if self.ended is not None:
+            self.ended.set()
 
 
 def _nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -53,29 +54,38 @@ class Entry:
 
     Attributes:
         memory: what is sent to another rank.
-        block: [C, D, H, W], a view.
-        targets: [D, H, W] labels or [T] values, a view.
     """
 
     def __init__(self, format: EntryFormat, memory: Tensor | None = None) -> None:
         if memory is None:
             memory = _allocate(format.nbytes)
             memory[format.mark_at] = 0
-        self.memory = memory
-        block = memory[: format.block_bytes].view(format.dtype)
-        self.block = block.view(format.shape)
-        targets = memory[format.targets_at : format.targets_at + format.targets_bytes]
-        self.targets = targets.view(format.targets_dtype).view(format.targets_shape)
-        self._mark = memory[format.mark_at : format.mark_at + 1]
+        self.memory, self._format = memory, format
+
+    # Views are made at their first use: an entry that is sent needs none, and each costs as much as
+    # a system call.
+
+    @cached_property
+    def block(self) -> Tensor:
+        """Block that views the memory as [C, D, H, W]."""
+        form = self._format
+        return self.memory[: form.block_bytes].view(form.dtype).view(form.shape)
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """Labels, [D, H, W], or values, [T], that view the memory."""
+        form = self._format
+        targets = self.memory[form.targets_at : form.targets_at + form.targets_bytes]
+        return targets.view(form.targets_dtype).view(form.targets_shape)
 
     @property
     def is_good(self) -> bool:
         """Whether block and targets were read, and hold no bad value that the reader found."""
-        return bool(self._mark)
+        return bool(self.memory[self._format.mark_at])
 
     def approve(self) -> None:
         """Makes `is_good` true."""
-        self._mark[0] = 1
+        self.memory[self._format.mark_at] = 1
 
 
 def copy(source: Tensor, out: Tensor) -> None:

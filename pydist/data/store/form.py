@@ -74,7 +74,7 @@ class BlockForm:
         dataset = self._dataset
         layout = layout_for_sample(self._mesh, (1, *shape))
         block = layout.local_shape[1:]
-        if not dataset.labelled:
+        if not dataset.labeled:
             return EntryFormat(block, self.dtype, (dataset.num_targets,), dataset.dtype)
         labels = by_voxel(layout).local_shape[1:]
         return EntryFormat(block, self.dtype, labels, self.label_dtype)

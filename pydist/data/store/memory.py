@@ -84,7 +84,8 @@ class MemoryStore:
         )
         self.holdings = Holdings(self.form.of, budget.memory, self._disk(options, training))
         """The blocks that this rank holds."""
-        self._reuses, self._is_final = options.store_reuse, False
+        # In an evaluation a group has the same samples in each epoch, and sees no others.
+        self._reuses, self._is_final = options.store_reuse, not training
         if self._reuses:
             self._adopt()
         self.files = BatchSource(dataset, False, {}, (), (), self.holdings)
@@ -127,12 +128,15 @@ class MemoryStore:
         """
         moves = self.directory.place(batches)
         received: dict[int, Entry] = {}
-        source = self._source(moves, received)
+        kept = self._kept_here(moves)
+        source = self._source(moves, received, kept)
         delivery = Delivery(moves, source, lambda each: self._begin(each, received), self._unstage)
         for _, sample in moves.sends:
             if sample not in self._reading:
                 self._stage(delivery, sample)
-        self._reading.update(dict.fromkeys(self._kept_here(moves), delivery.ended))
+        if kept:
+            delivery.ended = threading.Event()
+            self._reading.update(dict.fromkeys(kept, delivery.ended))
         return delivery
 
     def undo(self, delivery: Delivery) -> None:
@@ -169,8 +173,9 @@ class MemoryStore:
             batches: the samples of each of `directory.groups`.
         """
         moves = self.directory.place(batches)
-        source = self._source(moves, {})
-        for sample in self._kept_here(moves):
+        kept = self._kept_here(moves)
+        source = self._source(moves, {}, kept)
+        for sample in kept:
             self._fill(source, sample)
         self._figures.file_bytes += source.figures.file_bytes
 
@@ -214,17 +219,16 @@ class MemoryStore:
                 ended.wait()  # an error of that read is raised at its batch
             self._stage(delivery, sample)
         sends = [(peer, self._sent(delivery, sample).memory) for peer, sample in moves.sends]
-        recvs, release = [], _nothing
+        recvs, release, at = [], _nothing, 0
         if moves.recvs:
             buffer, release = self._buffer([sample for _, sample in moves.recvs])
-            at = 0
             for peer, sample in moves.recvs:
                 format = self.form.of(sample)
                 received[sample] = Entry(format, buffer[at : at + format.nbytes])
                 recvs.append((peer, received[sample].memory))
                 at += format.nbytes
         self._number += 1  # a tag that all ranks know; neighbors may be one delivery apart
-        delivery.source.figures.received_bytes = sum(memory.nbytes for _, memory in recvs)
+        delivery.source.figures.received_bytes = at
         if not sends and not recvs:
             return None, release
         return self._transport.channel(sends, recvs, self._number % 2), release
@@ -241,6 +245,8 @@ class MemoryStore:
 
     def _stage(self, delivery: Delivery, sample: int) -> None:
         """Starts to read a sample from disk that is to be sent, unless it is in memory."""
+        if self.holdings.disk is None:
+            return
         staged = None if sample in delivery.staged else self.holdings.fetch(sample)
         if staged is not None:
             delivery.staged[sample] = staged
@@ -262,12 +268,12 @@ class MemoryStore:
 
     # -- blocks of this rank ----------------------------------------------------------------
 
-    def _source(self, moves: Moves, received: dict[int, Entry]) -> BatchSource:
+    def _source(self, moves: Moves, received: dict[int, Entry], keeps: set[int]) -> BatchSource:
         """Reserves the places of new samples; returns the source of a batch."""
         for kept in moves.kept:
             if kept.owner == self.directory.rank:
                 self.holdings.keep(kept.sample, kept.on_disk)
-        own, keeps = set(moves.own), self._kept_here(moves)
+        own = set(moves.own)
         return self.form.source_type(
             self._dataset, self.form.raw, received, own, keeps, self.holdings
         )
@@ -279,7 +285,7 @@ class MemoryStore:
         inputs = torch.empty(layout.local_shape[1:], dtype=dataset.dtype)
         targets = torch.empty(
             self.form.of(sample).targets_shape,
-            dtype=torch.int64 if dataset.labelled else dataset.dtype,
+            dtype=torch.int64 if dataset.labeled else dataset.dtype,
         )
         with contextlib.suppress(BadSample):
             read_sample(source, sample, layout, inputs, targets)

@@ -14,7 +14,7 @@ CODECS = ("raw", "zstd", "lz4", "blosc")
 """Possible values of `store_codec`."""
 
 LARGEST = 2**63 - 1
-"""Bytes that stand for a budget without limit."""
+"""Bytes that mean a budget without limit."""
 
 
 @dataclass(frozen=True)

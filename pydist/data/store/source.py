@@ -94,9 +94,9 @@ class BatchSource:
         return self.dataset.num_targets
 
     @property
-    def labelled(self) -> bool:
-        """Whether the targets are the class of each voxel; see `BlockSource.labelled`."""
-        return self.dataset.labelled
+    def labeled(self) -> bool:
+        """Whether the targets are the class of each voxel; see `BlockSource.labeled`."""
+        return self.dataset.labeled
 
     @property
     def dtype(self) -> torch.dtype:

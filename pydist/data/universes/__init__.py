@@ -4,10 +4,3 @@ They replace the public CosmoFlow data where that is not available: same files, 
 (predict a universe's parameters from its matter), right statistics on large scales; below about
 10 Mpc/h they cluster too little at z = 0.
 """
-
-from __future__ import annotations
-
-from pydist.data.universes.generate import generate_universes
-from pydist.data.universes.options import UniverseOptions
-
-__all__ = ["UniverseOptions", "generate_universes"]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,8 +25,6 @@ from pydist.errors import UsageError
 
 Array = Any
 """A NumPy or a CuPy array."""
-
-TransferName = Literal["no-wiggle", "full", "bbks"]
 
 
 def array_module(array: Array) -> ModuleType:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from pydist.errors import UsageError
 
 Array = Any
 """A NumPy or a CuPy array."""
-
-Assignment = Literal["ngp", "cic"]
 
 
 def deposit(

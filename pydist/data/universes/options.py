@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pydist.data.universes.cosmology import TransferName
-from pydist.data.universes.deposit import Assignment
 from pydist.errors import UsageError
+
+TransferName = Literal["no-wiggle", "full", "bbks"]
+Assignment = Literal["ngp", "cic"]
 
 TARGET_NAMES = ("Omega_m", "sigma_8", "N_spec", "H_0")
 

@@ -183,7 +183,7 @@ def _splits(query: Tensor, key: Tensor, value: Tensor) -> tuple[Split | None, ..
     sharded = next((t for t in (query, key, value) if isinstance(t, ShardedTensor)), None)
     if sharded is None:
         return (None,) * query.dim()
-    *most, heads, _ = sharded._layout.splits
+    *most, heads, _ = sharded.layout.splits
     is_shared = query.shape[-2] != key.shape[-2]  # a head of keys, by several of queries
     return (*most, None if is_shared else heads, None)
 

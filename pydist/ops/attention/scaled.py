@@ -144,8 +144,8 @@ def _placed(call: _Call) -> _Place:
     if keys is not None and keys.partition.extent != extents["s"]:
         keys = None  # one key, for all
     form = _form(call, splits, keys, scores)
-    if keys is not None and mesh.sample.watcher is not None:
-        mesh.sample.watcher(form)
+    if keys is not None and mesh.session.at_form is not None:
+        mesh.session.at_form(form)
     return _Place(labels, extents, splits, keys, scores, layout(out), form)
 
 
@@ -274,5 +274,5 @@ def _grouped(
 
 def _split_of(x: Tensor, dim: int) -> Split | None:
     """Returns the split of a dim into several parts."""
-    split = x._layout.splits[dim] if isinstance(x, ShardedTensor) else None
+    split = x.layout.splits[dim] if isinstance(x, ShardedTensor) else None
     return split if split is not None and split.partition.parts > 1 else None

@@ -44,7 +44,7 @@ def written_out(
 
 def _causal(scores: ShardedTensor) -> ShardedTensor:
     """Returns whether each score is of a key up to the query's own position."""
-    layout, box = scores._layout, scores._layout.box
+    layout, box = scores.layout, scores.layout.box
     local = allowed(scores._local, box.lo[-2], box.lo[-1], box.hi[-1])
     tokens = Layout(layout.mesh, layout.shape[-2:], layout.splits[-2:])
     return wrap(local, tokens, scores)

@@ -31,7 +31,7 @@ from pydist.tensor.wrapper import refuse_foreign_graph
 
 
 class NormLike(Protocol):
-    """Interface that fused norms share, such as `pydist.ops.normalization.norm.AppliedNorm`."""
+    """Interface that fused norms share, such as `pydist.ops.norm.norm.AppliedNorm`."""
 
     x: Tensor
     """Input of the norm, which has the result's memory format."""

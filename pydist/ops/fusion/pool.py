@@ -31,7 +31,7 @@ from pydist.tensor.wrapper import refuse_foreign_graph
 
 
 class Pooling(Protocol):
-    """Interface that linear pools share, such as `pydist.ops.pooling.average.AveragePlan`."""
+    """Interface that linear pools share, such as `pydist.ops.pool.average.AveragePlan`."""
 
     mesh: Mesh
 

@@ -19,7 +19,7 @@ def _creator(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
             asked = size[0] if isinstance(size[0], (tuple, list)) else size
             size = size[1:] if isinstance(size[0], (tuple, list)) else ()
         shape = tuple(asked)
-        layout = x._layout
+        layout = x.layout
         if shape != layout.shape:
             return func(local_of(x), shape, *size, **options)
         return wrap(func(local_of(x), layout.local_shape, *size, **options), layout, x)

@@ -41,7 +41,7 @@ def dropout(
         mask.div_(1 - p)
     if inplace:
         return replace_shard_(input, to_change(input, local).mul_(mask))
-    return wrap(local * mask, input._layout, input)
+    return wrap(local * mask, input.layout, input)
 
 
 def alpha_dropout(
@@ -65,13 +65,13 @@ def alpha_dropout(
         offset = (1 - kept - p) * (_SELU_LIMIT * scale)
     if inplace:
         return replace_shard_(input, to_change(input, local).mul_(factor).add_(offset))
-    return wrap(local * factor + offset, input._layout, input)
+    return wrap(local * factor + offset, input.layout, input)
 
 
 def _drops(func: Callable[..., Any], x: ShardedTensor, p: float, training: bool) -> bool:
     if not 0 <= p <= 1:
         raise UsageError(f"dropout probability {p}: 0 to 1 is possible")
-    if x.dim() == _UNBATCHED.get(func):
+    if x.dim() == UNBATCHED.get(func):
         raise refusal(func, (x,), {}, "without a batch dim")
     return training and p > 0
 
@@ -81,7 +81,7 @@ def _kept(func: Callable[..., Any], x: ShardedTensor, p: float, per_channel: boo
     return (uniform >= p).to(x.dtype)
 
 
-_UNBATCHED: dict[Callable[..., Any], int] = {F.dropout1d: 2, F.dropout3d: 4}
+UNBATCHED: dict[Callable[..., Any], int] = {F.dropout1d: 2, F.dropout3d: 4}
 """Number of dims of a sample without a batch dim, by function."""
 
 

@@ -85,24 +85,24 @@ def broadcast_layout(operands: Iterable[Tensor]) -> Layout:
     shape = torch.broadcast_shapes(*(o.shape for o in operands))
     sharded = sorted(
         (o for o in operands if isinstance(o, ShardedTensor)),
-        key=lambda o: -len(o._layout.split_dims),
+        key=lambda o: -len(o.layout.split_dims),
     )
-    if any(o._layout.mesh is not sharded[0]._layout.mesh for o in sharded):
+    if any(o.layout.mesh is not sharded[0].layout.mesh for o in sharded):
         raise UsageError(
-            f"operands of two meshes, {' and '.join(repr(o._layout.mesh) for o in sharded)}: "
+            f"operands of two meshes, {' and '.join(repr(o.layout.mesh) for o in sharded)}: "
             "tensors of one mesh can be combined"
         )
     splits: list[Split | None] = [None] * len(shape)
     used: set[str] = set()
     for operand in sharded:
         missing = len(shape) - operand.dim()
-        for dim, split in enumerate(operand._layout.splits):
+        for dim, split in enumerate(operand.layout.splits):
             if split is None or operand.shape[dim] != shape[missing + dim]:
                 continue
             if splits[missing + dim] is None and not used & set(split.axes):
                 splits[missing + dim] = split
                 used |= set(split.axes)
-    return Layout(sharded[0]._layout.mesh, tuple(shape), splits)
+    return Layout(sharded[0].layout.mesh, tuple(shape), splits)
 
 
 def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -115,11 +115,11 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     target: Any = args[0] if in_place else None
     if in_place and not isinstance(target, ShardedTensor):
         return in_place_on_plain(elementwise, func, args, kwargs, broadcast_layout(operands))
-    layout = first._layout
-    if all(isinstance(o, ShardedTensor) and o._layout == layout for o in operands):
+    layout = first.layout
+    if all(isinstance(o, ShardedTensor) and o.layout == layout for o in operands):
         args, kwargs = _map_tensors(local_of, args, kwargs)
     else:
-        layout = target._layout if in_place else common_layout(operands)
+        layout = target.layout if in_place else common_layout(operands)
         align = partial(operand_for, layout=layout, out_shape=layout.shape)
         for operand in operands:
             if isinstance(operand, ShardedTensor):
@@ -153,7 +153,7 @@ def common_layout(operands: Sequence[Tensor]) -> Layout:
         sharded = next(each for each in operands if isinstance(each, ShardedTensor))
         for operand in operands:
             if not isinstance(operand, ShardedTensor):
-                refuse_shard_shaped(operand, sharded._layout)
+                refuse_shard_shaped(operand, sharded.layout)
         raise
 
 
@@ -185,7 +185,7 @@ def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
             result = func(local)
             if result is local:
                 return x  # torch, too, returns the tensor itself if there is nothing to do
-            return wrap(result, x._layout, x) if isinstance(result, Tensor) else result
+            return wrap(result, x.layout, x) if isinstance(result, Tensor) else result
         return elementwise(func, *args, **kwargs)
 
     return handler
@@ -197,7 +197,7 @@ def _alias(func: Callable[..., Tensor]) -> Callable[[ShardedTensor], ShardedTens
     def handler(input: ShardedTensor) -> ShardedTensor:
         local = local_of(input)
         result = func(local)
-        return input if result is local else view_of(input, result, input._layout)
+        return input if result is local else view_of(input, result, input.layout)
 
     return handler
 
@@ -243,7 +243,7 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     memory_format = kwargs.get("memory_format", torch.preserve_format)
     if memory_format != torch.preserve_format and _keeps(local, moved):
         return in_format(input, moved, memory_format)
-    return input if moved is local else wrap(moved, input._layout, input)
+    return input if moved is local else wrap(moved, input.layout, input)
 
 
 def _keeps(local: Tensor, moved: Tensor) -> bool:

@@ -29,13 +29,16 @@ class Draw:
     Args:
         func: torch's call, for errors.
         x: the tensor of the call, which gives the mesh, the forward pass and the global batch.
-        shape: the global shape of the numbers, whose dim 0 are the samples.
+        shape: the global shape of the numbers, whose dim 0 are the samples, or rows of them.
     """
 
     def __init__(self, func: Callable[..., Any], x: ShardedTensor, shape: Sequence[int]) -> None:
         self._shape, self._first = list(shape), 0
         if self._shape:
-            self._first = x._origin.sizes.first_sample
+            sizes = x._origin.sizes
+            rows, rest = divmod(self._shape[0], sizes.own) if sizes.own else (1, 0)
+            # A sample may have several rows by now.
+            self._first = sizes.first_sample * (1 if rest else rows)
             self._shape[0] += self._first
         self._device = x.device
         self._key = _next_key(func, x)
@@ -66,8 +69,8 @@ def keyed_uniform(func: Callable[..., Any], x: ShardedTensor, dims: int | None =
     """
     extents = list(local_of(x).shape)
     count = len(extents) if dims is None else dims
-    draw = Draw(func, x, x._layout.shape[:count])
-    return _expandable(draw.uniform(x._layout.box.lo[:count], extents[:count]), extents)
+    draw = Draw(func, x, x.layout.shape[:count])
+    return _expandable(draw.uniform(x.layout.box.lo[:count], extents[:count]), extents)
 
 
 def _expandable(numbers: Tensor, extents: Sequence[int]) -> Tensor:

@@ -5,7 +5,6 @@ The numbers differ from torch's, whose generators count calls, but are equal for
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,12 +15,15 @@ from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.pointwise.keyed import keyed_uniform
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
+_HALF_STEP = 2.0**-25
+"""Of the uniform numbers, multiples of 2⁻²⁴: the middles of their intervals are in (0, 1)."""
+
 
 def _like(values: Tensor, x: ShardedTensor, **options: Any) -> ShardedTensor:
     """Converts values to the dtype and other options of a `*_like` call, by default as in x."""
     like = torch.empty_like(local_of(x), **options)
     local = like.detach().copy_(values).requires_grad_(like.requires_grad)
-    return wrap(local, x._layout, x)
+    return wrap(local, x.layout, x)
 
 
 @implements(torch.rand_like)
@@ -32,10 +34,9 @@ def rand_like(input: ShardedTensor, **options: Any) -> ShardedTensor:
 
 @implements(torch.randn_like)
 def randn_like(input: ShardedTensor, **options: Any) -> ShardedTensor:
-    """Draws normal numbers by the Box-Muller transform."""
-    first, second = (keyed_uniform(torch.randn_like, input).double() for _ in range(2))
-    radius = (-2 * torch.log1p(-first)).sqrt()
-    return _like(radius * torch.cos(2 * math.pi * second), input, **options)
+    """Draws normal numbers: the quantiles of uniform ones."""
+    uniform = keyed_uniform(torch.randn_like, input).double()
+    return _like(torch.special.ndtri(uniform + _HALF_STEP), input, **options)
 
 
 @implements(torch.bernoulli, torch.Tensor.bernoulli)

@@ -61,7 +61,7 @@ def contract(
             Layout(mesh, [extents[i] for i in out], [splits.get(i) for i in out]),
         )
 
-    given = tuple(x._layout if isinstance(x, ShardedTensor) else tuple(x.shape) for x in operands)
+    given = tuple(x.layout if isinstance(x, ShardedTensor) else tuple(x.shape) for x in operands)
     names = tuple(map(tuple, labels)), tuple(out), tuple(whole)
     key = ("product", given, names, tuple((preset or {}).items()))
     product, inputs, axes, layout = mesh.session.plan(key, make)
@@ -173,7 +173,7 @@ def splits_of(
     """
     pairs = zip(operands, labels, strict=True)
     sharded = [(o, names) for o, names in pairs if isinstance(o, ShardedTensor)]
-    sharded.sort(key=lambda pair: (-len(pair[0]._layout.split_dims), -pair[0].numel()))
+    sharded.sort(key=lambda pair: (-len(pair[0].layout.split_dims), -pair[0].numel()))
     diagonal = {i for names in labels for i in names if names.count(i) > 1}
     kept_whole = {*whole, *diagonal, *(i for i, n in extents.items() if n == 1)}
     usual, is_contested = _splits_in_order(sharded, extents, kept_whole)
@@ -194,7 +194,7 @@ def _splits_in_order(
     taken: set[str] = set()
     is_contested = False
     for operand, names in sharded:
-        for label, split in zip(names, operand._layout.splits, strict=True):
+        for label, split in zip(names, operand.layout.splits, strict=True):
             if split is None or label in chosen or extents[label] != split.partition.extent:
                 continue
             if label in whole:
@@ -216,7 +216,7 @@ def _moved(
     for operand, names in sharded:
         kept = all(
             split is None or splits.get(label) == split
-            for label, split in zip(names, operand._layout.splits, strict=True)
+            for label, split in zip(names, operand.layout.splits, strict=True)
         )
         moved += 0 if kept else operand.numel()
     if any(label not in out for label in splits):

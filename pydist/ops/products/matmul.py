@@ -106,12 +106,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     rows = [f"b{i}" for i in range(input.dim() - 1)]
     out = ["n"] * (weight.dim() - 1)
     operands, labels = [input, weight], [[*rows, "k"], [*out, "k"]]
-    if bias is None or input._layout.splits[-1] is None:
+    if bias is None or input.layout.splits[-1] is None:
         if bias is not None:
             operands.append(bias)
             labels.append(out)
         is_cut = not out or isinstance(weight, ShardedTensor)
-        split = None if is_cut else output_split(input._layout, weight.shape[0])
+        split = None if is_cut else output_split(input.layout, weight.shape[0])
         preset = None if split is None else {"n": split}
         return contract(F.linear, operands, labels, [*rows, *out], F.linear, preset)
     product = contract(F.linear, operands, labels, [*rows, *out], F.linear)

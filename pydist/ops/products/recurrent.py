@@ -34,8 +34,8 @@ def _recurrent(
         raise refusal(func, (input,), {}, "dropout between its layers: use one layer each")
     of_batch = 0 if batch_first else 1
     sequence = [d for d in range(3) if d != of_batch]
-    moved = redistribute(input, whole_along(input._layout, sequence))
-    work = moved._layout
+    moved = redistribute(input, whole_along(input.layout, sequence))
+    work = moved.layout
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     split = work.splits[of_batch]
     initial = [
@@ -51,7 +51,7 @@ def _recurrent(
     out = scaled_layout(work, (*input.shape[:2], results[0].shape[2]))
     first = redistribute(
         wrap(without_added(results[0], out.local_shape), out, input),
-        scaled_layout(input._layout, out.shape),
+        scaled_layout(input.layout, out.shape),
     )
     last = []
     for state in results[1:]:
@@ -60,7 +60,7 @@ def _recurrent(
         last.append(
             redistribute(
                 wrap(without_added(state, layout.local_shape), layout, input),
-                Layout(work.mesh, shape, (None, input._layout.splits[of_batch], None)),
+                Layout(work.mesh, shape, (None, input.layout.splits[of_batch], None)),
             )
         )
     return first, *last

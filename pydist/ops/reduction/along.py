@@ -21,7 +21,7 @@ def _softmax(x: ShardedTensor, dim: int | None, dtype: torch.dtype | None, log: 
         raise refusal(func, (x,), {}, "give the dim")
     d = canonical(dim, x.dim())
     if is_local(x, (d,)):
-        return wrap(func(local_of(x), d, dtype=dtype), x._layout, x)
+        return wrap(func(local_of(x), d, dtype=dtype), x.layout, x)
     device = x.device.type
     if dtype is None and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.float32  # autocast's rule

@@ -51,7 +51,7 @@ def _worst(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
 def _reduce(x: ShardedTensor, dims: Sequence[int], value: Tensor, op: ReduceOp) -> None:
     """Reduces a value over the ranks that divide `dims`, in place."""
     with x.mesh.session.timers.measure("statistics"):
-        x.mesh.group(axes_of(x._layout, dims)).all_reduce(value, op)
+        x.mesh.group(axes_of(x.layout, dims)).all_reduce(value, op)
 
 
 def _best(x: ShardedTensor, dims: tuple[int, ...], op: ReduceOp) -> Tensor:
@@ -78,7 +78,7 @@ def _with_gradient(
     """Returns the extreme with a gradient to the elements in `hit`, each with a share 1 / count."""
     if torch.is_grad_enabled() and local_of(x).requires_grad:
         share = (local_of(x) * hit).sum(dims, keepdim=True) / count
-        value = value + _GradientOfSum.apply(share, x.mesh, axes_of(x._layout, dims))
+        value = value + _GradientOfSum.apply(share, x.mesh, axes_of(x.layout, dims))
     return result_of(value if keepdim else value.squeeze(dims), x, dims, keepdim)
 
 
@@ -115,7 +115,7 @@ def _place(x: ShardedTensor, d: int, op: ReduceOp) -> tuple[Tensor, Tensor]:
     value = _best(x, (d,), op)
     if local.shape[d]:
         own, index = (torch.max if op == "max" else torch.min)(local, d, keepdim=True)
-        index = torch.where(_equals(own, value), index + x._layout.box.lo[d], _AFTER_ALL)
+        index = torch.where(_equals(own, value), index + x.layout.box.lo[d], _AFTER_ALL)
     else:
         index = torch.full(value.shape, _AFTER_ALL, device=local.device)
     index = index.contiguous()
@@ -131,7 +131,7 @@ def _along_dim(func: Callable[..., Any], x: ShardedTensor, dim: int, keepdim: bo
     if is_local(x, (d,)):
         return kind([result_of(part, x, (d,), keepdim) for part in func(local, d, keepdim)])
     value, index = _place(x, d, "max" if func is torch.max else "min")
-    box = x._layout.box
+    box = x.layout.box
     along = torch.arange(box.lo[d], box.hi[d], device=local.device)
     hit = along.view(-1, *(1 for _ in range(d + 1, x.dim()))) == index
     values = _with_gradient(x, value, (d,), keepdim, hit, 1)
@@ -161,7 +161,7 @@ def _argument(
 
 def _order(x: ShardedTensor) -> Tensor:
     """Returns the global flat index of each element of the shard."""
-    box, shape = x._layout.box, x.shape
+    box, shape = x.layout.box, x.shape
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for d in range(x.dim()):
         along = torch.arange(box.lo[d], box.hi[d], device=x.device) * math.prod(shape[d + 1 :])

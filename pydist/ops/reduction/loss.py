@@ -145,7 +145,7 @@ def _class_loss(
     x = with_channels(x, None)
     if isinstance(target, ShardedTensor) and target.dim() == x.dim():
         target = with_channels(target, None)
-    layout = x._layout
+    layout = x.layout
     by_voxel = Layout(
         layout.mesh,
         (layout.shape[0], *layout.shape[2:]),

@@ -85,7 +85,7 @@ for _name in ("quantile", "nanquantile"):
 @implements(torch.histc, torch.Tensor.histc)
 def histc(input: ShardedTensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     """Counts elements in equal bins; the result is plain and equal on all ranks."""
-    local, layout = local_of(input).detach(), input._layout
+    local, layout = local_of(input).detach(), input.layout
     if min == max and input.numel():
         min, max = (float(f(input.detach())) for f in (reduce_amin, reduce_amax))  # type: ignore[arg-type]
         if min == max:  # as in torch

@@ -143,7 +143,7 @@ def prod(
     own = _local_product(input, dim, keepdim, WIDER[input.dtype] if rounded else dtype)
     if alone:
         return result_of(own, input, dims, keepdim)
-    total = _parts(own, input.mesh, axes_of(input._layout, dims)).prod(0)
+    total = _parts(own, input.mesh, axes_of(input.layout, dims)).prod(0)
     return result_of(total.to(rounded) if rounded else total, input, dims, keepdim)
 
 

@@ -43,7 +43,7 @@ def axes_of(layout: Layout, dims: Sequence[int]) -> tuple[str, ...]:
 
 def is_local(x: ShardedTensor, dims: Sequence[int]) -> bool:
     """Returns whether each rank can reduce `dims` alone: torch's function is exact on shards."""
-    return x.mesh.grid.size(axes_of(x._layout, dims)) == 1
+    return x.mesh.grid.size(axes_of(x.layout, dims)) == 1
 
 
 def in_full_precision(
@@ -76,7 +76,7 @@ def result_of(
         dims: those that were reduced, 0 or above.
         keepdim: whether they remain, with extent 1.
     """
-    layout = x._layout
+    layout = x.layout
     if len(dims) >= len(layout.shape) and not keepdim:
         observer.lead_to(local, layout.mesh, CAUSE.history, x._origin.sizes)
         return local
@@ -103,7 +103,7 @@ def reduce_sum(
     rounded = _rounded_to(torch.sum, x, dtype)
     if rounded:
         dtype = WIDER.get(rounded, rounded)
-    total = all_reduce_sum(local.sum(dims, keepdim, dtype=dtype), x.mesh, axes_of(x._layout, dims))
+    total = all_reduce_sum(local.sum(dims, keepdim, dtype=dtype), x.mesh, axes_of(x.layout, dims))
     return result_of(total.to(rounded) if rounded else total, x, dims, keepdim)
 
 

@@ -21,7 +21,7 @@ _Pair = int | Sequence[int]
 def unfold_dim(input: ShardedTensor, dimension: int, size: int, step: int) -> ShardedTensor:
     """Shows the windows of a dim along a new last dim; a window is on the rank of its center."""
     d = canonical(dimension, input.dim())
-    layout = input._layout
+    layout = input.layout
     if not 0 <= size <= layout.shape[d] or step < 1:
         raise RuntimeError(
             f"unfold: size {size} and step {step} along an extent of {layout.shape[d]}: a size up "

@@ -78,7 +78,7 @@ def affine_grid(
     theta: ShardedTensor, size: Sequence[int], align_corners: bool | None = None
 ) -> ShardedTensor:
     """Makes the grid of affine maps; each rank makes the grids of its samples in full."""
-    layout = theta._layout
+    layout = theta.layout
     batch = layout.splits[0]
     whole = operand_in(theta, Layout(layout.mesh, layout.shape, (batch, None, None)), layout)
     local = F.affine_grid(whole, [whole.shape[0], *size[1:]], bool(align_corners))
@@ -88,14 +88,14 @@ def affine_grid(
 
 def _layout_of_result(input: Tensor, grid: Tensor, like: ShardedTensor) -> Layout:
     """Returns the result's layout: space as in the grid, or else in the input, the rest if free."""
-    of_grid = grid._layout.splits if isinstance(grid, ShardedTensor) else (None,) * grid.dim()
+    of_grid = grid.layout.splits if isinstance(grid, ShardedTensor) else (None,) * grid.dim()
     of_input: Sequence[Split | None] = (None,) * input.dim()
     space = of_grid[1:-1]
     if isinstance(input, ShardedTensor):
-        of_input = input._layout.splits
+        of_input = input.layout.splits
         if not any(space):
             shape = (*input.shape[:2], *grid.shape[1:-1])
-            space = scaled_layout(input._layout, shape).splits[2:]
+            space = scaled_layout(input.layout, shape).splits[2:]
     used = {axis for split in space if split for axis in split.axes}
 
     def free(split: Split | None) -> Split | None:
@@ -158,7 +158,7 @@ class _LatestPlans:
 
 def _gathered(x: ShardedTensor, needed: Sequence[tuple[int, int]], out: Layout) -> Tensor:
     """Gathers this rank's box; the channels and samples are those of its part of the result."""
-    mesh, layout = x.mesh, x._layout
+    mesh, layout = x.mesh, x.layout
     with mesh.session.timers.measure("halo"):
         intervals = mesh.sample.all_gather(torch.tensor(needed, device="cpu")).tolist()
     boxes = [

@@ -28,7 +28,7 @@ def pad(
     Raises:
         RuntimeError, ValueError, NotImplementedError: as torch on the full tensor.
     """
-    layout = input._layout
+    layout = input.layout
 
     def make() -> Rims:
         # torch's own checks and messages, on the global shape.
@@ -61,7 +61,7 @@ def constant_pad(x: ShardedTensor, rims: Rims, value: float | None) -> ShardedTe
         rims: elements before and after each dim; negative to crop.
         value: of the new elements; `None` for 0.
     """
-    old, out = x._layout, padded_layout(x._layout, rims)
+    old, out = x.layout, padded_layout(x.layout, rims)
     local = local_of(x)
     added: list[int] = []
     for dim, (before, _) in enumerate(rims):
@@ -167,7 +167,7 @@ def source_of_pad(lo: int, hi: int, rim: tuple[int, int], mode: str) -> Tensor:
 
 
 def _mirrored(x: ShardedTensor, rims: Rims, mode: str, dims: int) -> ShardedTensor:
-    layout = x._layout
+    layout = x.layout
     local = _as_autocast(local_of(x), dims, mode)
     key = ("mirror", layout, rims, mode, dims, local.device)
 

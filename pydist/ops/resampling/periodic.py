@@ -28,7 +28,7 @@ def circular_pad(x: ShardedTensor, rims: Sequence[tuple[int, int]]) -> ShardedTe
         raise UsageError(
             f"circular padding by {rims} of {tuple(x.shape)} goes round more than once"
         )
-    split_dims = x._layout.split_dims
+    split_dims = x.layout.split_dims
     for dim in split_dims:
         if rims[dim] != (0, 0):
             x = _pad_around(x, dim, *rims[dim])
@@ -37,12 +37,12 @@ def circular_pad(x: ShardedTensor, rims: Sequence[tuple[int, int]]) -> ShardedTe
         return x
     shape = [n + before + after for n, (before, after) in zip(x.shape, whole, strict=True)]
     added = [n for rim in reversed(whole[2:]) for n in rim]
-    return wrap(F.pad(local_of(x), added, "circular"), x._layout.replace(shape), x)
+    return wrap(F.pad(local_of(x), added, "circular"), x.layout.replace(shape), x)
 
 
 def _pad_around(x: ShardedTensor, dim: int, before: int, after: int) -> ShardedTensor:
     """Pads a split dim circularly; the first part owns the rim before, the last the rim after."""
-    layout = x._layout
+    layout = x.layout
     extent, split = layout.shape[dim], layout.splits[dim]
     assert split is not None
     shape = [n + (before + after if d == dim else 0) for d, n in enumerate(layout.shape)]
@@ -62,7 +62,7 @@ def roll(
     """Shifts elements along dims periodically."""
     amounts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     along = () if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
-    layout = input._layout
+    layout = input.layout
     if not along and layout.split_dims:
         raise refusal(torch.roll, (input,), {}, "without dims it rolls the flattened tensor")
     if len(along) != len(amounts) or not layout.split_dims:
@@ -86,7 +86,7 @@ def roll(
 
 def _roll_split(x: ShardedTensor, dim: int, shift: int) -> ShardedTensor:
     """Rolls a split dim by two exchanges: of elements before and after the wraparound."""
-    layout = x._layout
+    layout = x.layout
     extent, split = layout.shape[dim], layout.splits[dim]
     assert split is not None
     intervals = [split.partition.interval(p) for p in range(split.partition.parts)]
@@ -107,7 +107,7 @@ def flip(input: ShardedTensor, *dims: Any, **kw: Any) -> ShardedTensor:
     """Reverses dims; the layout does not change."""
     named = kw.get("dims", dims[0] if len(dims) == 1 else dims)
     asked = canonical_all((named,) if isinstance(named, int) else named, input.dim())
-    layout = input._layout
+    layout = input.layout
     turned = [d for d in asked if d in layout.split_dims]
     if not turned:
         return wrap(torch.flip(local_of(input), asked), layout, input)
@@ -124,7 +124,7 @@ def flip(input: ShardedTensor, *dims: Any, **kw: Any) -> ShardedTensor:
 
 def _gather(x: ShardedTensor, dim: int, intervals: Sequence[tuple[int, int]]) -> Tensor:
     """Gathers an interval of a split dim for each of its parts, within the rank's other dims."""
-    layout = x._layout
+    layout = x.layout
     key = ("intervals", layout, dim, tuple(intervals))
 
     def make() -> BoxGatherer:

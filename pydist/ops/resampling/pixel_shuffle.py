@@ -36,18 +36,18 @@ def pixel_unshuffle(input: ShardedTensor, downscale_factor: int) -> ShardedTenso
 
 def _rearranged(function: Callable[..., Any], x: ShardedTensor, factor: int) -> ShardedTensor:
     shape = function(torch.empty(x.shape, device="meta"), factor).shape
-    if x._layout.splits[-3] is not None:
-        x = redistribute(x, x._layout.replace(changes={x.dim() - 3: None}))
+    if x.layout.splits[-3] is not None:
+        x = redistribute(x, x.layout.replace(changes={x.dim() - 3: None}))
     up = function is torch.pixel_shuffle
     if not up:
-        x = redistribute(x, _in_blocks(x._layout, factor))
+        x = redistribute(x, _in_blocks(x.layout, factor))
     changes = {}
     for dim in (x.dim() - 2, x.dim() - 1):
-        split = x._layout.splits[dim]
+        split = x.layout.splits[dim]
         if split is not None:
             points = [p * factor if up else p // factor for p in split.partition.points]
             changes[dim] = Split(split.axes, Partition(points))
-    layout = x._layout.replace(shape, changes)
+    layout = x.layout.replace(shape, changes)
     local = local_of(x)
     # torch returns empty tensors, and their gradients, with the old shape.
     local = function(local, factor) if local.numel() else local.reshape(layout.local_shape)
@@ -73,4 +73,4 @@ def channel_shuffle(input: ShardedTensor, groups: int) -> ShardedTensor:
         RuntimeError: as torch on the full tensor.
     """
     input = with_channels(input, None)
-    return wrap(torch.channel_shuffle(local_of(input), groups), input._layout, input)
+    return wrap(torch.channel_shuffle(local_of(input), groups), input.layout, input)

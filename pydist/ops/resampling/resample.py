@@ -34,7 +34,7 @@ def interpolate(
         ValueError, RuntimeError, NotImplementedError: as torch on the full tensor.
         NotSupported: antialiasing, or blending of integers, with a split dim.
     """
-    layout, dims = input._layout, input.dim() - 2
+    layout, dims = input.layout, input.dim() - 2
     factors = (scale_factor,) * dims if isinstance(scale_factor, (int, float)) else scale_factor
     options: dict[str, Any] = {
         "size": size if size is None or isinstance(size, int) else tuple(size),

@@ -60,7 +60,7 @@ def _is_number(value: Any) -> bool:
 def _assign(
     func: Callable[..., Any], x: ShardedTensor, entries: Sequence[Any], value: Any
 ) -> ShardedTensor:
-    region = region_of(x._layout, entries)
+    region = region_of(x.layout, entries)
     if is_view_at(value, x, entries):
         return replace_shard_(x, local_of(x))  # x[index] += 1 has already written the value
     written = written_back(x, value, entries)
@@ -80,8 +80,8 @@ def _assign_at(
     func: Callable[..., Any], x: ShardedTensor, entries: Sequence[Any], value: Any
 ) -> ShardedTensor:
     """Assigns at tensors of indices; each rank gathers the dims that are not assigned in full."""
-    basic, indices = without_masks(x, entries, x._layout)
-    work = whole_along(x._layout, _partly_assigned(basic, indices))
+    basic, indices = without_masks(x, entries, x.layout)
+    work = whole_along(x.layout, _partly_assigned(basic, indices))
     region = region_of(work, basic)
     left = [d for d in range(len(region.layout.shape)) if d not in region.removed]
     shape = [region.layout.shape[d] for d in left]
@@ -98,7 +98,7 @@ def _assign_at(
         value = operand_for(value.to(x.dtype), selected, selected.shape)
     local = local_of(redistribute(x, work)).clone()
     local[tuple(basic)][tuple(own.get(d, slice(None)) for d in range(len(shape)))] = value
-    result = redistribute(wrap(local, work, x), x._layout)
+    result = redistribute(wrap(local, work, x), x.layout)
     return elementwise(torch.Tensor.copy_, x, result)
 
 
@@ -155,5 +155,5 @@ def _layout_around(value: ShardedTensor, entries: Sequence[Any], x: Tensor) -> L
         dim -= entry is not None
         at -= not isinstance(entry, int)
         if isinstance(entry, slice) and at >= 0 and value.shape[at] == x.shape[dim]:
-            splits[dim] = value._layout.splits[at]
+            splits[dim] = value.layout.splits[at]
     return Layout(value.mesh, tuple(x.shape), splits)

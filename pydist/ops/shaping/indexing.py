@@ -34,7 +34,7 @@ def getitem(x: Tensor, index: Any) -> Tensor:
     if isinstance(x, ShardedTensor) and not any(isinstance(e, Tensor) for e in entries):
         return sliced(x, entries)
     like = source_among((x, *entries))
-    basic, indices = without_masks(x, entries, like._layout)
+    basic, indices = without_masks(x, entries, like.layout)
     selected = sliced(x, basic) if isinstance(x, ShardedTensor) else x[tuple(basic)]
     return _at(selected, indices, like)
 
@@ -157,7 +157,7 @@ def selected_layout(source: Layout, dims: Collection[int], index: Layout) -> Lay
 def _at(x: Tensor, indices: Mapping[int, Tensor], like: ShardedTensor) -> ShardedTensor:
     """Returns the elements at indices along some dims."""
     if isinstance(x, ShardedTensor):
-        source = x._layout.replace(changes=dict.fromkeys(indices))
+        source = x.layout.replace(changes=dict.fromkeys(indices))
     else:
         source = Layout(like.mesh, tuple(x.shape), [None] * x.dim())
     common = layout_of_indices(indices.values(), source)
@@ -193,7 +193,7 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
     input = input[tuple(slice(None) if i == d else slice(n) for i, n in enumerate(index.shape))]
     like = input if isinstance(input, ShardedTensor) else index
     assert isinstance(like, ShardedTensor)
-    splits = [None if i == d else split for i, split in enumerate(like._layout.splits)]
+    splits = [None if i == d else split for i, split in enumerate(like.layout.splits)]
     source = Layout(like.mesh, tuple(input.shape), splits)
     out = source.replace(shape=tuple(index.shape))
     local = torch.gather(operand_in(input, source, out), d, operand_in(index, out, out))
@@ -231,7 +231,7 @@ def embedding(
         raise refusal(F.embedding, (input, weight), {}, "only padding_idx is possible")
     if not isinstance(input, ShardedTensor) or isinstance(weight, ShardedTensor):
         raise refusal(F.embedding, (input, weight), {}, "the indices are plain, the table sharded")
-    old = input._layout
+    old = input.layout
     layout = Layout(old.mesh, (*old.shape, weight.shape[1]), (*old.splits, None))
     local = F.embedding(local_of(input), parameter_for(weight, layout), padding_idx)
     return wrap(local, layout, input)

@@ -23,18 +23,20 @@ from pydist.tensor.operands import prove_equal, redistribute, shard_of_plain
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
     """Joins tensors in the layout of the one with the most split dims, then the most elements.
 
+    A tensor that is cut in space counts before one that is cut along channels only.
+
     Along a split dim each rank keeps its share of the extent, and the elements of all tensors move
     to the ranks that own them in the result.
     """
     # torch accepts empty tensors of one dim beside tensors of any shape.
     given = [t for t in tensors if t.dim() != 1 or t.numel() or isinstance(t, ShardedTensor)]
     sharded = [t for t in given if isinstance(t, ShardedTensor)]
-    like = max(sharded, key=lambda t: (len(t._layout.split_dims), t.numel()))
+    like = max(sharded, key=_importance)
     d = canonical(dim, like.dim())
     for tensor in given:
         _check_fits(tensor, like, d)
     total = sum(t.shape[d] for t in given)
-    split = like._layout.splits[d]
+    split = like.layout.splits[d]
     split = None if split is None else split.scaled(total)  # in the same proportions
     starts = itertools.accumulate((t.shape[d] for t in given), initial=0)
     parts = [
@@ -46,7 +48,12 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
     else:
         # torch.cat's backward has no graph for an empty vector, so ranks would diverge.
         joined = torch.cat([part.unsqueeze(1) for part in parts]).squeeze(1)
-    return wrap_new(joined, _resized(like._layout, d, total, split), like)
+    return wrap_new(joined, _resized(like.layout, d, total, split), like)
+
+
+def _importance(tensor: ShardedTensor) -> tuple[int, bool, int]:
+    cut = tensor.layout.split_dims
+    return len(cut), any(d > 1 for d in cut), tensor.numel()
 
 
 def _check_fits(tensor: Tensor, like: Tensor, d: int) -> None:
@@ -68,7 +75,7 @@ def _part_of(like: ShardedTensor, d: int, start: int, extent: int, split: Split 
     if split is not None:
         points = [min(extent, max(0, p - start)) for p in split.partition.points]
         split = Split(split.axes, Partition(points))
-    return _resized(like._layout, d, extent, split)
+    return _resized(like.layout, d, extent, split)
 
 
 def _in_layout(tensor: Tensor, layout: Layout) -> Tensor:
@@ -134,7 +141,7 @@ def repeat(input: ShardedTensor, *repeats: Any, **named: Any) -> ShardedTensor:
         )
     for _ in range(len(times) - input.dim()):
         input = unsqueeze(input, 0)
-    old = input._layout
+    old = input.layout
     here = [1 if split else n for n, split in zip(times, old.splits, strict=True)]
     layout = old.replace(shape=[n * k for n, k in zip(old.shape, here, strict=True)])
     result = wrap(local_of(input).repeat(here), layout, input)
@@ -169,7 +176,7 @@ def repeat_interleave(
     if dim is None:
         return repeat_interleave(input.reshape(-1), repeats, 0)  # type: ignore[arg-type]
     d = canonical(dim, input.dim())
-    old, split = input._layout, input._layout.splits[d]
+    old, split = input.layout, input.layout.splits[d]
     if isinstance(repeats, ShardedTensor):
         raise refusal(torch.repeat_interleave, (input, repeats), {}, "the counts are sharded")
     if isinstance(repeats, int) or repeats.numel() == 1:

@@ -14,10 +14,10 @@ from pydist.tensor import ShardedTensor, implements, local_of
 def _indices(x: ShardedTensor) -> Tensor:
     """Returns the indices of nonzero elements, [number, dims], in global row-major order."""
     own = local_of(x).detach().nonzero()
-    group, shape = x.mesh.group(x._layout.used_axes), x._layout.shape
+    group, shape = x.mesh.group(x.layout.used_axes), x.layout.shape
     if group.size == 1:
         return own
-    own = (own + torch.tensor(x._layout.box.lo, device=x.device)).contiguous()
+    own = (own + torch.tensor(x.layout.box.lo, device=x.device)).contiguous()
     with x.mesh.session.timers.measure("redistribute"):
         counts = group.all_gather(torch.tensor([own.shape[0]])).flatten().tolist()
         found = own.new_empty(sum(counts), x.dim())

@@ -45,7 +45,7 @@ def reshaped(x: ShardedTensor, shape: Sequence[int], is_view: bool = False) -> S
             tensor, use of the other raises an error.
     """
     out = _resolve(shape, x.shape)
-    plan = x.mesh.session.plan(("reshape", x._layout, out), lambda: _plan(x._layout, out))
+    plan = x.mesh.session.plan(("reshape", x.layout, out), lambda: _plan(x.layout, out))
     moved = redistribute(x, plan.source)
     own = local_of(moved)
     local = own.reshape(plan.out.local_shape)
@@ -232,7 +232,7 @@ def view(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
     if isinstance(dtype, torch.dtype):
         if dtype.itemsize != input.dtype.itemsize:
             raise refusal(torch.Tensor.view, (input,), {}, "a view with elements of another size")
-        return view_of(input, local_of(input).view(dtype), input._layout)
+        return view_of(input, local_of(input).view(dtype), input.layout)
     asked = given_as("size", shape, named)
     return reshaped(input, (asked,) if isinstance(asked, int) else asked, is_view=True)
 
@@ -283,8 +283,8 @@ def squeeze(input: ShardedTensor, dim: int | Sequence[int] | None = None) -> Sha
     """Removes dims of (global) extent 1."""
     asked = range(input.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
     gone = {d for d in canonical_all(asked, input.dim()) if input.shape[d : d + 1] == (1,)}
-    layout = input._layout
+    layout = input.layout
     moved = redistribute(input, layout.replace(changes=dict.fromkeys(gone)))
     kept = [d for d in range(input.dim()) if d not in gone]
     out = Layout(layout.mesh, [layout.shape[d] for d in kept], [layout.splits[d] for d in kept])
-    return view_of(input, local_of(moved).squeeze(tuple(gone)), out, moves(input, moved._layout))
+    return view_of(input, local_of(moved).squeeze(tuple(gone)), out, moves(input, moved.layout))

@@ -66,11 +66,11 @@ def _scatter(
 def _layout_of_result(input: Tensor, like: ShardedTensor, d: int) -> Layout:
     """Returns the layout of the result: the input's, or that of `like` for a plain input."""
     if isinstance(input, ShardedTensor):
-        return input._layout
+        return input.layout
     shape = tuple(input.shape)
     splits: list[Split | None] = [None] * len(shape)
     if like.dim() == len(shape):
-        pairs = zip(shape, like.shape, like._layout.splits, strict=True)
+        pairs = zip(shape, like.shape, like.layout.splits, strict=True)
         splits = [split if n == m and i != d else None for i, (n, m, split) in enumerate(pairs)]
     return Layout(like.mesh, shape, splits)
 
@@ -99,7 +99,7 @@ def one_hot(input: ShardedTensor, num_classes: int = -1) -> ShardedTensor:
     """Converts labels to one-hot vectors along a new last dim."""
     if num_classes < 0:
         num_classes = int(reduce_amax(input)) + 1
-    old = input._layout
+    old = input.layout
     layout = Layout(old.mesh, (*old.shape, num_classes), (*old.splits, None))
     return wrap(F.one_hot(local_of(input), num_classes), layout, input)
 
@@ -134,4 +134,4 @@ def isin(
     found = torch.isin(
         local_of(elements), test_elements, assume_unique=assume_unique, invert=invert
     )
-    return wrap(found, elements._layout, elements)
+    return wrap(found, elements.layout, elements)

@@ -23,7 +23,7 @@ from pydist.tensor.operands import layout_of_operand, operand_in, redistribute
 def unsqueeze(input: ShardedTensor, dim: int) -> ShardedTensor:
     """Inserts a dim of extent 1."""
     at = canonical(dim, input.dim() + 1)
-    old = input._layout
+    old = input.layout
     layout = Layout(
         old.mesh,
         (*old.shape[:at], 1, *old.shape[at:]),
@@ -58,7 +58,7 @@ for _name, _dims in (("atleast_1d", 1), ("atleast_2d", 2), ("atleast_3d", 3)):
 def permute(input: ShardedTensor, *dims: Any, **named: Any) -> ShardedTensor:
     """Reorders the dims with their splits."""
     order = canonical_all(given_as("dims", dims, named), input.dim())
-    old = input._layout
+    old = input.layout
     layout = Layout(old.mesh, [old.shape[d] for d in order], [old.splits[d] for d in order])
     return view_of(input, local_of(input).permute(order), layout)
 
@@ -126,7 +126,7 @@ def expand(input: ShardedTensor, *size: Any, **named: Any) -> ShardedTensor:
     asked = given_as("size", size, named)
     asked = (asked,) if isinstance(asked, int) else tuple(asked)
     new = len(asked) - input.dim()
-    old = input._layout
+    old = input.layout
     shape = tuple(
         (old.shape[d - new] if d >= new else n) if n == -1 else n for d, n in enumerate(asked)
     )
@@ -137,9 +137,9 @@ def expand(input: ShardedTensor, *size: Any, **named: Any) -> ShardedTensor:
         )
     repeated = [d for d, n in enumerate(old.shape) if n != shape[new + d]]
     moved = redistribute(input, old.replace(changes=dict.fromkeys(repeated)))
-    layout = Layout(old.mesh, shape, (*[None] * new, *moved._layout.splits))
+    layout = Layout(old.mesh, shape, (*[None] * new, *moved.layout.splits))
     local = local_of(moved).expand(layout.local_shape)
-    is_copy = moves(input, moved._layout)
+    is_copy = moves(input, moved.layout)
     return view_of(input, local, layout, is_copy, is_expanded=math.prod(shape) > input.numel())
 
 
@@ -176,7 +176,7 @@ def _broadcast(x: ShardedTensor, layout: Layout) -> ShardedTensor:
 @implements(torch.view_as_real)
 def view_as_real(input: ShardedTensor) -> ShardedTensor:
     """Shows the real and imaginary parts along a new last dim."""
-    old = input._layout
+    old = input.layout
     layout = Layout(old.mesh, (*old.shape, 2), (*old.splits, None))
     local = torch.view_as_real(local_of(input))
     if local.requires_grad and not local.numel():
@@ -188,10 +188,10 @@ def view_as_real(input: ShardedTensor) -> ShardedTensor:
 @implements(torch.view_as_complex)
 def view_as_complex(input: ShardedTensor) -> ShardedTensor:
     """Shows a last dim of two as real and imaginary parts."""
-    old = input._layout
+    old = input.layout
     if old.shape[-1:] != (2,):
         raise RuntimeError(f"view_as_complex: the last dim of {list(old.shape)} must have extent 2")
     whole = redistribute(input, old.replace(changes={input.dim() - 1: None}))
     layout = Layout(old.mesh, old.shape[:-1], old.splits[:-1])
     local = torch.view_as_complex(local_of(whole))
-    return view_of(input, local, layout, moves(input, whole._layout))
+    return view_of(input, local, layout, moves(input, whole.layout))

@@ -105,7 +105,7 @@ def sliced(x: ShardedTensor, entries: Sequence[IndexEntry]) -> ShardedTensor:
 
     An element that an integer selects along a split dim is sent to all ranks that split the dim.
     """
-    region = region_of(x._layout, entries)
+    region = region_of(x.layout, entries)
     layout, local = region.layout, local_of(x)[region.local]
     part = part_of(x, entries)
     if not region.removed:
@@ -115,7 +115,7 @@ def sliced(x: ShardedTensor, entries: Sequence[IndexEntry]) -> ShardedTensor:
     left = [d for d in range(len(layout.shape)) if d not in region.removed]
     out = Layout(layout.mesh, [layout.shape[d] for d in left], [layout.splits[d] for d in left])
     local = local_of(moved).squeeze(region.removed)
-    return view_of(x, local, out, moves(selected, moved._layout), part, tuple(entries))
+    return view_of(x, local, out, moves(selected, moved.layout), part, tuple(entries))
 
 
 def part_of(x: ShardedTensor, entries: Sequence[IndexEntry]) -> ViewPart:
@@ -259,8 +259,8 @@ def tensor_split(
 def unbind(input: ShardedTensor, dim: int = 0) -> tuple[ShardedTensor, ...]:
     """Returns all elements of a dim; a split dim is gathered once for all of them."""
     d = canonical(dim, input.dim())
-    whole = redistribute(input, input._layout.replace(changes={d: None}))
-    is_copy = moves(input, whole._layout)
+    whole = redistribute(input, input.layout.replace(changes={d: None}))
+    is_copy = moves(input, whole.layout)
     results = []
     for i in range(input.shape[d]):
         element = along(whole, d, i)
@@ -268,6 +268,6 @@ def unbind(input: ShardedTensor, dim: int = 0) -> tuple[ShardedTensor, ...]:
         entries[d] = i
         part = part_of(input, entries)
         results.append(
-            view_of(input, element._shard, element._layout, is_copy, part, tuple(entries))
+            view_of(input, element._shard, element.layout, is_copy, part, tuple(entries))
         )
     return tuple(results)

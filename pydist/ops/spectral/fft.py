@@ -68,7 +68,7 @@ def _several_dims(
         norm: str | None = None,
     ) -> Any:
         dims, extents = _dims_and_extents(input, s, dim)
-        if whole_along(input._layout, dims).replicas == input._layout.replicas:
+        if whole_along(input.layout, dims).replicas == input.layout.replicas:
             return along_dims(partial(func, s=s, dim=dims, norm=norm), input, dims)
         # The other dims have too few elements for all ranks, as those of an image of one channel.
         for step, n, d in steps_of(dims, extents):

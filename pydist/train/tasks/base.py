@@ -81,7 +81,7 @@ class Task(Protocol):
     def judge(self, rows: Tensor) -> Validation:
         """Computes the validation from all samples' rows, in the order of the data set.
 
-        Rows of samples that were skipped are NaN; `measured_rows` leaves them out.
+        Rows of samples that were skipped are NaN: take `rows[measured_rows(rows)]`.
         """
         ...
 
@@ -105,6 +105,8 @@ class Task(Protocol):
             mesh: the configuration of the grid of ranks, whose blocks are shown.
         """
         ...
+
+    # Optional: `predicts_classes`, true of tasks whose network scores the classes of samples.
 
     # Optional: draw_sample(path, data, validation) draws a picture after each validation, on rank
     # 0. `data` is the validation set.
@@ -150,6 +152,7 @@ class SampleReport:
 
     multiple: int | None = None
     weighs_targets = False  # losses are means over samples
+    predicts_classes = False  # of samples
 
     def write_results(self, folder: Path, data: ShardDataset, validation: Validation) -> None:
         """Writes one row per sample: its true and predicted values."""
@@ -175,4 +178,4 @@ class SampleReport:
         mesh: MeshConfig,
     ) -> Path:
         """Draws loss, predictions, and a sample with its blocks."""
-        return report.draw_run(folder, curves, data.root, mesh)
+        return report.draw_run(folder, curves, data, mesh)

@@ -178,6 +178,8 @@ class AnyClassification(SampleReport):
     `class_names`.
     """
 
+    predicts_classes = True
+
     def __init__(self, config: FactoryConfig, train: TrainConfig) -> None:
         config.loss(train)  # raises if it is unknown
         refuse_options_of_voxels(config, train)
@@ -186,12 +188,12 @@ class AnyClassification(SampleReport):
     def check(self, data: ShardDataset) -> None:
         """Checks that the data set has one value for each sample, and names of classes."""
         manifest = data.manifest
-        if data.labelled or len(manifest.target_names) != 1 or len(manifest.class_names) < 2:
+        if data.labeled or len(manifest.target_names) != 1 or len(manifest.class_names) < 2:
             raise UsageError(
                 f"{data.root}: classification needs one value for each sample, the number of its "
                 "class, and names of at least two classes (class_names in dataset.json); it has "
                 f"{len(manifest.target_names)} values and {len(manifest.class_names)} classes"
-                f"{' of voxels' if data.labelled else ''}"
+                f"{' of voxels' if data.labeled else ''}"
             )
         self._classes = len(manifest.class_names)
 
@@ -251,9 +253,18 @@ class AnyClassification(SampleReport):
         )
 
 
-def first_of(output: Any) -> Tensor:
-    """Returns the output that predicts: the first of several."""
-    return outputs_of(output)[0]
+def first_of(output: Any, dims: int = 3) -> Tensor:
+    """Returns the output that predicts: the first of several; see `outputs_of`.
+
+    Raises:
+        UsageError: the network has returned something else than tensors.
+    """
+    found = outputs_of(output, dims)
+    if not found:
+        raise UsageError(
+            f"the network returns {type(output).__name__}; a tensor is needed, or several"
+        )
+    return found[0]
 
 
 def outputs_of(output: Any, dims: int = 3) -> list[Tensor]:

@@ -61,7 +61,7 @@ class Regression(SampleReport):
 
     def check(self, data: ShardDataset) -> None:
         """Checks that the data set has values to predict."""
-        if data.labelled:
+        if data.labeled:
             raise UsageError(
                 f"{data.root} has the class of each voxel to predict, and {self.described} "
                 f"predicts values of a sample: choose {self.otherwise}"

@@ -96,7 +96,7 @@ class Segmentation:
 
     def check(self, data: ShardDataset) -> None:
         """Checks that the extents are multiples of `multiple`, and that there are labels."""
-        if not data.labelled:
+        if not data.labeled:
             raise UsageError(
                 f"{data.root} has values of samples to predict, and {self.described} predicts the "
                 f"class of each voxel: choose {self.otherwise}"

@@ -12,8 +12,9 @@ import pytest
 
 from pydist.data import ShardDataset
 from pydist.data.index import verify_dataset
-from pydist.data.medical import GridOptions, NiftiOptions, convert_nifti
 from pydist.data.medical.case import LABEL_HEADER, geometry_of, write_labels
+from pydist.data.medical.convert import convert_nifti
+from pydist.data.medical.options import GridOptions, NiftiOptions
 from pydist.data.safe_open import safe_open
 from pydist.errors import DataError, UsageError
 from pydist.partition import Box
@@ -281,7 +282,7 @@ def test_wrong_normalizations(pairs, tmp_path, universes):
     ):
         with pytest.raises(UsageError, match=message):
             ShardDataset(tmp_path / "out", **options)
-    with pytest.raises(DataError, match="statistics of the labelled voxels for 0 of 4 channels"):
+    with pytest.raises(DataError, match="statistics of the labeled voxels for 0 of 4 channels"):
         ShardDataset(universes, normalize="ct")
 
 

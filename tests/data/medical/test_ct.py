@@ -9,9 +9,11 @@ import pytest
 
 from pydist.data import ShardDataset
 from pydist.data.index import verify_dataset
-from pydist.data.medical import CTOptions, convert_nifti, generate_ct
 from pydist.data.medical.collection import VOLUME
+from pydist.data.medical.convert import convert_nifti
 from pydist.data.medical.ct import CLASS_NAMES, LEVELS, make_volume
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.errors import UsageError
 from support.data.damage import flip_bit, interrupt_at_the_end
 

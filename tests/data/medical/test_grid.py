@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pydist.data.medical.grid import GridOptions, VoxelGrid, nearest, resized
+from pydist.data.medical.grid import VoxelGrid, nearest, resized
+from pydist.data.medical.options import GridOptions
 from pydist.errors import DataError, UsageError
 
 EXTENTS = st.tuples(*[st.integers(1, 9)] * 3)

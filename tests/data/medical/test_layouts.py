@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pydist.data import ShardDataset
-from pydist.data.medical import convert_nifti
+from pydist.data.medical.convert import convert_nifti
 from pydist.data.medical.layouts import find_cases, find_images
 from pydist.errors import DataError, UsageError
 

@@ -29,7 +29,7 @@ def runs(draw: st.DrawFn) -> Run:
         samples=draw(st.integers(batch, 12)),
         batch=batch,
         mesh=mesh,
-        labelled=draw(st.booleans()),
+        labeled=draw(st.booleans()),
         mixed=mixed,
         training=draw(st.booleans()),
         memory=draw(st.sampled_from([1, 400, 1000, 3000] + [None] * reuse)),
@@ -168,7 +168,10 @@ def test_a_folder_that_can_not_be_made_leaves_files(
     for reuse in (False, True):
         run = Run(6, 2, (1, 1, 1), reuse=reuse)
         for epochs in compare(run, tmp_path / "file"):
-            assert epochs[2][0].hit_rate == pytest.approx(1 / 6)
+            held = 6 * epochs[2][0].hit_rate
+            # One sample in memory, and at most two that the writing thread has not looked at yet.
+            assert held == pytest.approx(round(held))
+            assert round(held) in (1, 2, 3)
             assert 0 < sum(figures.lost_blocks for figures, _ in epochs) <= 5
     assert "a folder is needed" in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

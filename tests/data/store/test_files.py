@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pydist.comm import Transport, run_local
 from pydist.data import Loader, ShardDataset
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.mesh import Mesh
 from pydist.tensor import ShardedTensor
 from support.data.stored import Stored

@@ -35,7 +35,7 @@ class Run:
     samples: int
     batch: int
     mesh: tuple[int, tuple[int, int, int], int] = (2, (2, 1, 1), 1)
-    labelled: bool = False
+    labeled: bool = False
     mixed: bool = False
     training: bool = True
     budget: int | None = None
@@ -61,7 +61,7 @@ class Run:
     def source(self) -> Stored:
         return Stored(
             self.samples,
-            labelled=self.labelled,
+            labeled=self.labeled,
             mixed=self.mixed,
             bad=self.bad,
             poor=self.poor,
@@ -145,7 +145,7 @@ def runs(draw: st.DrawFn) -> Run:
         samples=draw(st.integers(batch, 13)) if batch < 13 else batch,
         batch=batch,
         mesh=mesh,
-        labelled=draw(st.booleans()),
+        labeled=draw(st.booleans()),
         mixed=mixed,
         training=training,
         budget=draw(st.sampled_from([None, None, 1, 300, 1000, 2500])),
@@ -168,13 +168,13 @@ def test_batches_are_those_of_files(run: Run) -> None:
             assert max(Counter(samples).values(), default=1) == 1, "held by one rank only"
 
 
-@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("labeled", [False, True])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_block_is_read_once_and_held_by_one_rank(
-    mesh: tuple[int, tuple[int, int, int], int], labelled: bool
+    mesh: tuple[int, tuple[int, int, int], int], labeled: bool
 ) -> None:
     """The last batches of the 11 samples are short."""
-    run = Run(11, 4, mesh, labelled=labelled)
+    run = Run(11, 4, mesh, labeled=labeled)
     found = both_ways(run)
     for samples in parts_of(found).values():
         assert sorted(samples) == list(range(11))
@@ -219,7 +219,7 @@ def test_stored_values_are_kept_where_they_are_smaller() -> None:
             label_dtype = torch.uint8
 
         mesh, found = Mesh(transport), []
-        for source in (Stored(3, labelled=True), Wide(3), Narrow(3, labelled=True)):
+        for source in (Stored(3, labeled=True), Wide(3), Narrow(3, labeled=True)):
             with Loader(source, mesh, 1, store="memory") as loader:
                 assert loader.store is not None
                 entry = loader.store.form.of(0)
@@ -424,7 +424,7 @@ def test_ranks_that_would_keep_different_types_are_told() -> None:
         label_dtype = torch.uint8
 
     def job(transport: Transport) -> None:
-        source = (Stored, Narrow)[transport.rank](3, labelled=True)
+        source = (Stored, Narrow)[transport.rank](3, labeled=True)
         with pytest.raises(
             UsageError, match=r"labels torch.int64 on rank 0, .*torch.uint8 on rank 1"
         ):
@@ -437,7 +437,7 @@ def test_sources_without_stored_values() -> None:
     """Their inputs are kept, also those that are no memory of the loader."""
 
     class Plain:
-        sample_shape, num_targets, labelled = (1, 4, 2, 2), 1, False
+        sample_shape, num_targets, labeled = (1, 4, 2, 2), 1, False
         dtype, identity = torch.float64, "plain"
 
         def __len__(self) -> int:

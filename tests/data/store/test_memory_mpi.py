@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pydist.comm import Transport
 from pydist.data import Loader, ShardDataset
-from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.mesh import Mesh
 from support.data.reading import Meter
 
@@ -111,7 +112,7 @@ class _Large:
     """Samples of 4 and more MB: the libraries send such messages piece by piece."""
 
     sample_shape = (1, 32, 128, 256)
-    num_targets, labelled, dtype, identity = 1, False, torch.float32, "large"
+    num_targets, labeled, dtype, identity = 1, False, torch.float32, "large"
 
     def __init__(self) -> None:
         self.reads = 0

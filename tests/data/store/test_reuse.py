@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -33,6 +34,30 @@ def test_the_next_run_reads_no_file(
     assert len(list(tmp_path.glob("pydist-store-*"))) == 4
 
 
+@pytest.mark.parametrize("memory", [None, 1])
+@pytest.mark.parametrize("samples", [12, 9])  # of 9 the last batch has none for the second group
+def test_all_groups_of_an_evaluation_save_their_blocks_after_each_epoch(
+    samples: int, memory: int | None, tmp_path: Path
+) -> None:
+    run = Run(samples, 4, memory=memory, reuse=True, training=False)
+
+    def job(transport: Transport) -> None:
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            run.loader(run.source(), transport, tmp_path) as loader,
+        ):
+            for _ in batches_of(loader, training=False):
+                pass
+            assert loader.store is not None
+            assert loader.store.holdings.disk is not None
+            loader.store.holdings.disk._wait_for_save()
+            raise KeyboardInterrupt  # it is killed, and nothing is saved at its end
+
+    run_local(job, 2, timeout=60)
+    for epochs in compare(run, tmp_path):
+        assert epochs[0][1] == 0
+
+
 def test_what_was_not_saved_is_read_by_the_next_run(tmp_path: Path) -> None:
     """The disk has room for 2 of each rank's 6 samples, so the others are read again."""
     run = Run(12, 4, memory=None, disk=2 * SIZE, reuse=True)
@@ -42,7 +67,7 @@ def test_what_was_not_saved_is_read_by_the_next_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [Run(11), Run(labelled=True), Run(mesh=(1, 2, 1)), Run(mesh=(3, 1, 1))]
+    "other", [Run(11), Run(labeled=True), Run(mesh=(1, 2, 1)), Run(mesh=(3, 1, 1))]
 )
 def test_a_run_of_another_kind_keeps_its_own_blocks(other: Run, tmp_path: Path) -> None:
     run = Run(12, 4, reuse=True)

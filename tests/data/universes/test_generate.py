@@ -17,8 +17,9 @@ import pytest
 
 from pydist.data import Manifest, UniverseOptions, generate_universes
 from pydist.data import publish as publishing
-from pydist.data.convert import ConvertOptions, convert_dataset
+from pydist.data.convert import convert_dataset
 from pydist.data.index import verify_dataset
+from pydist.data.options import ConvertOptions
 from pydist.data.universes import generate
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES
 from pydist.data.universes.simulate import choose_array_module, draw_parameters, simulate

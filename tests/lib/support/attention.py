@@ -1,4 +1,4 @@
-"""Attention in a given form of exchange."""
+"""Makes attention over split keys use a given form of exchange."""
 
 from __future__ import annotations
 

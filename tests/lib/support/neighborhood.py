@@ -1,4 +1,4 @@
-"""Neighborhood attention written out, with a mask of all tokens by all tokens; natten's arguments.
+"""Computes neighborhood attention by a mask of all tokens by all tokens, for natten's arguments.
 
 natten's own kernels for CPUs know neither float64 nor gradients.
 """

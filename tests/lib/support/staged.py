@@ -1,4 +1,4 @@
-"""Networks in stages, compared with the same micro-batches run in sequence on one device."""
+"""Compares networks in stages with the same micro-batches run in sequence on one device."""
 
 from __future__ import annotations
 

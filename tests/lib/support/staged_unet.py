@@ -15,7 +15,7 @@ BATCH = 8
 
 
 class SmallUNet(nn.Module):
-    """Two levels, with norms, in-place activations and two skips."""
+    """U-Net of two levels that has norms, in-place activations and two skips."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pydist import layout_for_sample
-from pydist.ops.convolution import conv, correction
+from pydist.ops.conv import conv, correction
 from pydist.ops.fusion import relu
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
 from pydist.errors import UsageError
-from pydist.ops.normalization import norm, norm_common
+from pydist.ops.norm import norm, norm_common
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard
 
 SPLIT = [[0, 2, 5], [0, 1, 4], None]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from pydist import layout_for_sample, parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.ops.fusion import prelu
-from pydist.ops.normalization import norm
+from pydist.ops.norm import norm
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard
 from support.equivalence.strategies import cuts
 

@@ -107,9 +107,9 @@ class CudaMpiTransport(MpiTransport):
     ) -> MpiChannel:
         return _DeviceChannel(self, sends, recvs, tag)
 
-    def _post(self, copy: Tensor, dest: int, tag: int) -> None:
-        self.rest([copy])
-        super()._post(copy, dest, tag)
+    def _post(self, message: Tensor, lender: Tensor, dest: int, tag: int) -> None:
+        self.rest([message])
+        super()._post(message, lender, dest, tag)
 
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
         self.rest([tensor])

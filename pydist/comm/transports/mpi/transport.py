@@ -84,7 +84,7 @@ class MpiTransport(HostTransport):
         self._engine = engine
         self._sums = SliceSums(self._comm, engine)
         # Buffered sends in flight: the requests and the copy that they send.
-        self._pending: deque[tuple[list[MPI.Request], Tensor]] = deque()
+        self._pending: deque[tuple[list[MPI.Request], Tensor, Tensor]] = deque()
 
     @waits("a new group")
     def _subgroup(self, members: Sequence[int]) -> MpiTransport:
@@ -108,17 +108,22 @@ class MpiTransport(HostTransport):
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
         self._free_sent()
-        self._post(tensor.clone(memory_format=torch.contiguous_format), dest, tag)
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        self._post(copy, copy, dest, tag)
+
+    def _lend(self, tensor: Tensor, lender: Tensor, dest: int, tag: int) -> None:
+        self._free_sent()
+        self._post(tensor, lender, dest, tag)
 
     def _free_sent(self) -> None:
-        """Frees copies of messages that MPI has sent."""
+        """Frees messages that MPI has sent."""
         while self._pending and MPI.Request.Testall(self._pending[0][0]):
             self._pending.popleft()
 
-    def _post(self, copy: Tensor, dest: int, tag: int) -> None:
-        """Sends a copy and keeps it until MPI has sent it."""
-        requests = [self._messages.Isend(part, dest, tag) for part in parts_of(copy)]
-        self._pending.append((requests, copy))
+    def _post(self, message: Tensor, lender: Tensor, dest: int, tag: int) -> None:
+        """Sends a message, and keeps it and its lender until MPI has sent it."""
+        requests = [self._messages.Isend(part, dest, tag) for part in parts_of(message)]
+        self._pending.append((requests, message, lender))
 
     @waits("a message")
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
@@ -202,7 +207,7 @@ class MpiTransport(HostTransport):
         """Waits for buffered sends, then frees the communicators; see `Transport.close`."""
         if self._owns_engine:
             self._engine.close()
-        for requests, _ in self._pending:
+        for requests, _, _ in self._pending:
             MPI.Request.Waitall(requests)
         self._pending.clear()
         for comm in (self._messages, self._comm):

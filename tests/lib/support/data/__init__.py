@@ -1,1 +1,1 @@
-"""Data sets: counts of the bytes read, and damage to their files."""
+"""Provides samples in memory, counts of the bytes that are read, and damage to data files."""

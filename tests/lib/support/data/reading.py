@@ -34,7 +34,7 @@ class Meter:
 
     @property
     def count(self) -> int:
-        """Returns the number of bytes read so far."""
+        """Number of bytes that have been read so far."""
         return sum(f.count for f in self.files)
 
     def of(self, read: Callable[[], object]) -> int:

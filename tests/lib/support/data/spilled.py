@@ -28,12 +28,12 @@ MESHES = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2)]
 
 @dataclass(frozen=True)
 class Run:
-    """A data set, a mesh, and limits of a store, the same on all ranks."""
+    """Configuration of a run, which is equal on all ranks: data set, mesh and store limits."""
 
     samples: int = 11
     batch: int = 4
     mesh: tuple[int, int, int] = (2, 1, 1)
-    labelled: bool = False
+    labeled: bool = False
     mixed: bool = False
     training: bool = True
     memory: int | None = SIZE
@@ -49,7 +49,7 @@ class Run:
         return math.prod(self.mesh)
 
     def source(self) -> Stored:
-        return Stored(self.samples, labelled=self.labelled, mixed=self.mixed, bad=self.bad)
+        return Stored(self.samples, labeled=self.labeled, mixed=self.mixed, bad=self.bad)
 
     def loader(self, source: Stored, transport: Transport, folder: Path | None = None) -> Loader:
         data, depth, channel = self.mesh

@@ -21,7 +21,7 @@ class Stored:
 
     Args:
         count: number of samples.
-        labelled: whether each voxel has a class.
+        labeled: whether each voxel has a class.
         mixed: whether the samples have three different shapes.
         bad: samples whose reads fail.
         poor: samples with a value that is not finite.
@@ -35,12 +35,12 @@ class Stored:
         self,
         count: int,
         *,
-        labelled: bool = False,
+        labeled: bool = False,
         mixed: bool = False,
         bad: Sequence[int] = (),
         poor: Sequence[int] = (),
     ) -> None:
-        self.count, self.labelled = count, labelled
+        self.count, self.labeled = count, labeled
         self.bad, self.poor = set(bad), set(poor)
         self.shapes = SHAPES if mixed else SHAPES[:1]
         self.sample_shape = (2, *np.max([shape[1:] for shape in self.shapes], axis=0).tolist())

@@ -1,4 +1,4 @@
-"""Equivalence: comparison of split runs on a mesh of ranks with the one-device run.
+"""Compares split runs on a mesh of ranks with the one-device run.
 
 `core` runs functions and networks on rank-threads and on plain tensors; its names are here. The
 other modules compare bit by bit (`exact`), in narrow types (`narrow`), with a bound from float64

@@ -1,4 +1,4 @@
-"""Runs of functions and networks on rank-threads, compared with one-device runs.
+"""Runs functions and networks on rank-threads, and compares the results with one-device runs.
 
 The bound is that of docs/architecture.md, Numerics: relative to the largest value of the tensor,
 and never tighter than the effect of noise in the last bit on torch itself.
@@ -36,7 +36,7 @@ Points = Sequence[int] | None
 
 
 class Cut(NamedTuple):
-    """A tensor and the split points of its last dims, in the order of the mesh's spatial axes."""
+    """Tensor whose last dims are cut at given points, in the order of the mesh's spatial axes."""
 
     tensor: Tensor
     points: Sequence[Points]
@@ -301,7 +301,7 @@ def _true(grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Task(NamedTuple):
-    """A network with its batch and loss."""
+    """Network that a test trains, with its input, target and loss."""
 
     model: nn.Module
     x: Tensor
@@ -310,7 +310,7 @@ class Task(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The results of one device, and their error bounds."""
+    """Results that one device computes, with the error bound of each."""
 
     expected: dict[str, Tensor]
     bounds: dict[str, float]

@@ -1,4 +1,4 @@
-"""Networks on sample groups of unequal size, compared with one device and the full batch."""
+"""Compares networks on sample groups of unequal size with one device on the full batch."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def check(
     change: Callable[[Tensor], Tensor] = lambda t: t,
     **options: Any,
 ) -> list[str]:
-    """Compares with the one-device run; returns the memory formats of the results in rank order.
+    """Compares a split convolution with one device; returns the results' memory formats by rank.
 
     Args:
         shape: shape of the input.

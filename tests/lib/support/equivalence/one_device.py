@@ -1,9 +1,9 @@
-"""The results of one device for a task, and the allowed distance of a split run."""
+"""Computes the results of one device for a task, and bounds for the distance of a split run."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -33,7 +33,7 @@ Its size on one device says little about other runs: such a tensor only has to b
 
 
 class Reference:
-    """One step of a task on one device, in float64 and in the task's own type.
+    """Step of a task that one device computes in float64 and in the task's own type.
 
     Bounds are those of docs/architecture.md, Numerics: in float64, 4 × the effect of noise in the
     last bit, or of the rounding of a step in float32 in proportion; in narrower types, 4 × the
@@ -48,7 +48,7 @@ class Reference:
 
     @cached_property
     def bounds(self) -> dict[str, float]:
-        """Every tensor's bound: the worst of several runs with noise in every layer, both ways."""
+        """Bound of each tensor, which is the worst of several runs with noise in every layer."""
         worst = dict.fromkeys(self.exact, FLOORS[self.dtype])
         if self.dtype == torch.float64:
             # Noise does not show the rounding within torch's calls, such as norms and losses.
@@ -77,16 +77,28 @@ class Reference:
             assert_equal(wide, self.exact, self.bounds)
 
     def check_split(
-        self, points: list[Points], *, keep_thin_blocks: bool = False, channel: int = 1
+        self,
+        points: list[Points],
+        *,
+        keep_thin_blocks: bool = False,
+        channel: Sequence[float] = (1.0,),
     ) -> None:
-        """Checks a step on rank-threads, cut at split points of the input's last dims."""
+        """Checks a step on rank-threads.
+
+        Args:
+            points: at which the input's last dims are split.
+            keep_thin_blocks: whether thin blocks are not gathered.
+            channel: shares of the ranks along the channel axis.
+        """
         task = self.task
 
         def rank(mesh: Any) -> dict[str, Tensor]:
             own = task._replace(model=copy.deepcopy(task.model))
             return train_split(own, mesh, points=points)
 
-        options: Any = {"keep_thin_blocks": keep_thin_blocks, "axes": {"channel": channel}}
+        options: Any = {"keep_thin_blocks": keep_thin_blocks, "axes": {"channel": len(channel)}}
+        if len(set(channel)) > 1:
+            options["shares"] = {"channel": channel}
         for found in on_ranks(spatial_of(points), rank, **options):
             self.check(found)
 

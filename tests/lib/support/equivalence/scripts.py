@@ -1,4 +1,4 @@
-"""Training scripts, as users write them, on one device and on a mesh, and their comparison."""
+"""Runs training scripts, as users write them, on one device and on a mesh, and compares both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for windows and split points."""
+"""Defines Hypothesis strategies that draw windows and split points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command-line interface of `tools/hunt`."""
+"""Implements the command-line interface of `tools/hunt`."""
 
 from __future__ import annotations
 

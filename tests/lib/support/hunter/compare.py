@@ -31,7 +31,7 @@ IN_HOOKS = ("hook", "dx", "dy", "into")
 
 
 class Noise:
-    """The effect of noise in the last bit on the values of a run.
+    """Effect that noise in the last bit has on the values of a run.
 
     Attributes:
         whole: the values of the run without noise.

@@ -1,4 +1,4 @@
-"""Random draws of a program, its templates, and its lines so far."""
+"""Draws a program's random choices, fills its templates, and collects its lines."""
 
 from __future__ import annotations
 

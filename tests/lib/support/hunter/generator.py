@@ -1,4 +1,4 @@
-"""Generator of programs from seeds."""
+"""Generates programs from seeds."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ REFUSALS = 4
 
 @dataclass
 class Tally:
-    """Counts and failures of a hunt.
+    """Tally of a hunt, which counts programs by outcome and lists the failures.
 
     Attributes:
         outcomes: number of programs by outcome.
@@ -49,7 +49,7 @@ class Tally:
 
     @property
     def share(self) -> float:
-        """The share of conclusive programs: equal as generated, or raised."""
+        """Share of the programs that are conclusive: equal as generated, or raised."""
         counted = self.outcomes["equal"] - self.shortened + self.outcomes["raised"]
         return counted / (self.programs or 1)
 

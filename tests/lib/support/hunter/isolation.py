@@ -1,4 +1,4 @@
-"""Isolation of programs in their own processes: a crash or hang ends only one of them."""
+"""Runs programs in their own processes, so that a crash or hang ends only one of them."""
 
 from __future__ import annotations
 

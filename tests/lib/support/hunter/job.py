@@ -1,4 +1,4 @@
-"""Programs as an MPI job: each rank runs its part, and writes the values it saw to a folder."""
+"""Runs programs as an MPI job, in which each rank writes the values that it saw to a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of a program on one device and split, and the verdict on their difference."""
+"""Runs a program on one device and split, and judges the difference."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ BAD = ("wrong", "parted", "hang", "crash", "silent", "alarm")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a program.
+    """Verdict that names the outcome of a program.
 
     Attributes:
         outcome: equal; refused (by name, on all ranks, or by torch itself for a saved tensor

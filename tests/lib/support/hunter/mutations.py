@@ -29,8 +29,8 @@ from pydist.gradients.members import Members
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
 from pydist.ops.fusion import norm, prelu
-from pydist.ops.normalization.norm import AppliedNorm
-from pydist.ops.pooling.average import AveragePlan
+from pydist.ops.norm.norm import AppliedNorm
+from pydist.ops.pool.average import AveragePlan
 from pydist.ops.shaping import nonzero
 from pydist.tensor import local_of, sharded
 from pydist.tensor.aliasing import SharedStorage
@@ -40,7 +40,7 @@ Patches = Sequence[AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Mutation:
-    """A known fault.
+    """Known fault that can be put into pydist, so that the hunter has to find it.
 
     Attributes:
         name: the command-line name.

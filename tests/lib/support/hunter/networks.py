@@ -1,4 +1,4 @@
-"""Networks of programs: motifs of real networks, and random blocks between them."""
+"""Draws the networks of programs: motifs of real networks, and random blocks between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Minimization of a failing program: fewer statements, layers and ranks, a smaller sample."""
+"""Minimizes a failing program: fewer statements, layers and ranks, and a smaller sample."""
 
 from __future__ import annotations
 

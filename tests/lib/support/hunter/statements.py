@@ -1,4 +1,4 @@
-"""The statements of programs, as templates in the names of `World`.
+"""Lists the statements of programs, as templates that use the names in `World`.
 
 `M` is a network, `Y` an output, `X` an input, `K` a number, `D` a dim. A statement need not be
 legal everywhere: statements that torch refuses are removed from the program.

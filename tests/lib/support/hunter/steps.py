@@ -1,4 +1,4 @@
-"""Steps of a program: forward, loss, backward, optimizer, and statements between them."""
+"""Generates a program's steps: forward, loss, backward, optimizer, statements between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.random_networks.spot import Source
 
 
 class Steps(Draws):
-    """Generator of a program's steps.
+    """Generator that adds training steps to a program.
 
     Attributes:
         groups, spatial, channel, networks: those of the program.

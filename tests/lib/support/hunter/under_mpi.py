@@ -1,4 +1,4 @@
-"""The hunt under MPI: programs of one number of ranks, on rank-threads and then as processes."""
+"""Runs programs on rank-threads, and those that are equal there also as an MPI job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The namespace of a program's statements, on one device or on one rank of a mesh."""
+"""Provides the names in a program's statements, on one device or on one rank of a mesh."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Boom(KeyError):
 
 
 class Seen(NamedTuple):
-    """A value as the program saw it.
+    """Value that a program saw, with its properties that must be equal.
 
     Attributes:
         over: a value of `OVER`.
@@ -319,7 +319,7 @@ def spectral(model: nn.Module, number: int) -> None:
 
 
 def boom(*_: Any) -> None:
-    """Raises, as a hook."""
+    """Raises `Boom`; programs register this function as a hook."""
     raise Boom("a hook of the program")
 
 

@@ -23,7 +23,7 @@ from socket import gethostname
 from pydist.comm.interface.ledger import DIFFERENT
 from pydist.data import UniverseOptions, generate_universes
 from pydist.errors import RankLost, UsageError
-from pydist.launch import available
+from pydist.launch.backends import available
 from support.jobs.children import child_environment
 from support.jobs.programs import path_of
 

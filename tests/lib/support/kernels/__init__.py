@@ -1,1 +1,1 @@
-"""Cases for the native kernels, and their runs with every instruction set."""
+"""Provides cases for the native kernels, and runs the kernels with every instruction set."""

@@ -1,4 +1,4 @@
-"""Shared parts of the tests of the native pooling-window sums."""
+"""Calls the native sums over pooling windows, and defines the expected results, for tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def footprints(
 
 @dataclass(frozen=True)
 class Pooling:
-    """Windows, and the positions of the two arrays in global coordinates."""
+    """Pooling windows that are summed, with the positions of both arrays in global coordinates."""
 
     source_lo: tuple[int, int, int]
     out_lo: tuple[int, int, int]

@@ -24,7 +24,7 @@ TOKENS: dict[str, Any] = {"hidden_size": 12, "mlp_dim": 16, "num_heads": 2}
 
 
 class First(nn.Module):
-    """A network with more arguments, and the first of its results."""
+    """Wrapper that passes a network more arguments, and returns the first of its results."""
 
     def __init__(self, network: nn.Module, *arguments: Tensor) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class First(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Both halves of an autoencoder, without the random numbers between them."""
+    """Autoencoder that decodes the sum of mean and deviation, without random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Autoencoder(nn.Module):
 
 
 class Controlled(nn.Module):
-    """A diffusion network with the residuals of a ControlNet."""
+    """Diffusion network that adds the residuals of a ControlNet."""
 
     def __init__(self) -> None:
         super().__init__()

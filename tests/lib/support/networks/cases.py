@@ -11,7 +11,7 @@ BATCH = 2
 
 
 class Case(NamedTuple):
-    """A network, and the extents and channels of a sample."""
+    """Network that a test makes, with the extents and channels of a sample."""
 
     make: Callable[[], nn.Module]
     extents: tuple[int, ...]

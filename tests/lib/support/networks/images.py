@@ -1,4 +1,4 @@
-"""Networks of images: MNIST's and CIFAR-10's of published work, and a residual one."""
+"""Defines networks for images: published ones for MNIST and CIFAR-10, and a residual one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cifar10(width: int = 60) -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """The basic block of a residual network (He et al., 2016)."""
+    """Basic block that a residual network repeats (He et al., 2016)."""
 
     def __init__(self, channels: int, filters: int, stride: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Residual network for small images, as ResNet-110 but with fewer blocks.
+    """Residual network for small images, which resembles ResNet-110 but has fewer blocks.
 
     Args:
         width: channels of the first blocks; each group of blocks has twice as many as the one

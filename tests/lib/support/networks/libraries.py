@@ -1,4 +1,4 @@
-"""Networks of other libraries, unmodified and small: their split step against one device.
+"""Compares a split step of other libraries' networks, unmodified and small, with one device.
 
     PYTHONPATH=tests/lib python -m support.networks.libraries > docs/monai.md
 

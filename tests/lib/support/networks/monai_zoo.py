@@ -1,4 +1,4 @@
-"""Every 3-D network of MONAI, small."""
+"""Creates every 3-D network of MONAI, in a small size."""
 
 from __future__ import annotations
 

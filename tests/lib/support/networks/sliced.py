@@ -1,4 +1,4 @@
-"""A small network with sharded weights, for tests of them."""
+"""Creates and runs a small network with sharded weights."""
 
 from __future__ import annotations
 

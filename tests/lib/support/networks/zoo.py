@@ -1,4 +1,4 @@
-"""Third-party networks for the equivalence suite, narrow and with a small batch."""
+"""Creates narrow third-party networks and small batches for the equivalence suite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = 2
 
 
 class Entry(NamedTuple):
-    """A network of the zoo.
+    """Entry of the zoo, which creates a network and describes its samples and outputs.
 
     Attributes:
         make: creates the network from torch's global generator; skips the test if its package is
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
 
 class Summed(nn.Module):
-    """A network with several outputs, reduced to their sum."""
+    """Wrapper that adds up the outputs of a network."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

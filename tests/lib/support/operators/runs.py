@@ -62,7 +62,7 @@ def assigned(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Names(dict[str, Any]):
-    """The namespace of a text: tensors become leaves at their first use."""
+    """Namespace of a text that makes each tensor a leaf when the text first uses it."""
 
     def __init__(self, dtype: torch.dtype, mesh: Mesh | None, device: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Generator of docs/operators.md: the behavior of every call, by split, type and derivative.
+"""Writes docs/operators.md: the behavior of every call, by split, type and derivative.
 
     PYTHONPATH=tests/lib python -m support.operators.table > docs/operators.md
 

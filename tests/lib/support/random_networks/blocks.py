@@ -1,4 +1,4 @@
-"""Blocks of randomly composed networks, besides torch's own layers."""
+"""Defines the blocks of randomly composed networks, besides torch's own layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Expression(nn.Module):
 
 
 class Joined(nn.Module):
-    """x and the body's result, joined: added, in place or not, multiplied, or concatenated."""
+    """Block that adds x to its body's result, in place or not, multiplies or concatenates both."""
 
     def __init__(self, body: nn.Module, how: str) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def fitted(x: Tensor, like: Tensor, how: str) -> Tensor:
 
 
 class UShape(nn.Module):
-    """A U: down, through, up, and joined to its input."""
+    """Block that goes down, through a body and up, and concatenates the result with its input."""
 
     def __init__(
         self, down: nn.Module, body: nn.Module, up: nn.Module, gate: nn.Module | None, fit: str
@@ -101,7 +101,7 @@ class Gate(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """Squeeze and excitation: a factor per channel, from the means of all channels."""
+    """Squeeze and excitation, which scales channels by factors from the means of all channels."""
 
     def __init__(self, channels: int, dims: int, how: str) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class SqueezeExcite(nn.Module):
 
 
 class SpatialGate(nn.Module):
-    """A factor per voxel, from the mean and the maximum over all channels."""
+    """Gate that scales each voxel by a factor from the mean and maximum over all channels."""
 
     def __init__(self, conv: type[nn.Module]) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class ChannelLinear(nn.Module):
 
 
 class Positions(nn.Module):
-    """x plus a learned value per voxel, or x with the voxels' coordinates as channels."""
+    """Block that adds a learned value to each voxel, or the voxels' coordinates as channels."""
 
     def __init__(self, extents: Sequence[int], learned: bool) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class Subpixels(nn.Module):
 
 
 class Unpooled(nn.Module):
-    """Max pooling, followed by unpooling of its values."""
+    """Block that pools to maxima and unpools them, times two, to the same positions."""
 
     def __init__(self, dims: int, kernel: int) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class Checkpointed(nn.Module):
 
 
 class Twice(nn.Module):
-    """The same layers twice, one after the other or on two resolutions."""
+    """Block that applies the same layers twice: one after the other, or at two resolutions."""
 
     def __init__(self, body: nn.Module, scales: bool) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class Twice(nn.Module):
 
 
 class Branches(nn.Module):
-    """Several parallel bodies, as in Inception, with stacked or joined results."""
+    """Block that runs several bodies, as in Inception, and sums or concatenates their results."""
 
     def __init__(self, bodies: Sequence[nn.Module], how: str) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""Hypothesis strategy for networks with a loss and a split, and their comparison."""
+"""Draws networks with a loss and a split by a Hypothesis strategy, and compares their runs."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,14 +79,15 @@ CLASSES: dict[str, Loss] = {
 
 @dataclass
 class Case:
-    """A network, its loss, and the split points of its input."""
+    """Network that the strategy drew, with its loss and the split points of its input."""
 
     model: nn.Module
     shape: tuple[int, ...]
     points: list[Points]
     loss: str
     keep_thin_blocks: bool
-    channel: int = 1
+    channel: Sequence[int] = (1,)
+    """Shares that the ranks along the channel axis have."""
 
     def is_sound(self) -> bool:
         """Returns whether one device can train it: finite, without changes of saved tensors."""
@@ -112,7 +113,8 @@ def cases(draw: st.DrawFn, splits_channels: bool = False) -> Case:
 
     Args:
         draw: of hypothesis.
-        splits_channels: whether two or three ranks split the channels, and up to two the space.
+        splits_channels: whether two to four ranks split the channels, evenly or by shares, and up
+            to two the space.
     """
     dims = draw(st.sampled_from((1, 2, 3, 3)))
     most = {1: 24, 2: 12, 3: 8}[dims]
@@ -124,10 +126,12 @@ def cases(draw: st.DrawFn, splits_channels: bool = False) -> Case:
     losses = [*LIKE, *(CLASSES if draw(st.booleans()) else ())]
     model = initialized(make(call("nn.Sequential", *body, *head)))
     grids = [g for g in GRIDS[dims] if max(g) < 8] * 3 + GRIDS[dims]
-    channel = 1
+    channel = [1]
     if splits_channels:
         grids = [(1,) * dims, *(g for g in GRIDS[dims] if math.prod(g) == 2)]
-        channel = draw(st.integers(2, 3))
+        channel = [1] * draw(st.integers(2, 4))
+        if draw(st.booleans()):
+            channel = [draw(st.integers(1, 4)) for _ in channel]
     grid = draw(st.sampled_from(grids))
     cut: list[Points] = [draw(points(n, parts)) for n, parts in zip(extents, grid, strict=True)]
     return Case(model, shape, cut, draw(st.sampled_from(losses)), draw(st.booleans()), channel)

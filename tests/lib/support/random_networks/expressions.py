@@ -1,4 +1,4 @@
-"""Source of functions of a tensor with random numbers: slices, sums, reshapes, element-wise."""
+"""Draws functions of a tensor, as source: slices, reductions, element-wise functions, reshapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source of torch's layers with random numbers, fitting an input shape."""
+"""Draws torch's layers, as source, with random settings that fit an input shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The input shape of a block of a random network, and the source of its random numbers."""
+"""Holds the input shape of a block in a random network, and draws the block's random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorder in place of NCCL and the CUDA driver (tests/native/driver_recorder.cpp).
+"""Replaces NCCL and the CUDA driver by a recorder (tests/native/driver_recorder.cpp).
 
 It shows which operations pydist puts on streams, their order, and that the results are right if
 NCCL and CUDA keep their guarantees. It does not test these themselves: tests/gpu does.
@@ -46,7 +46,7 @@ def build(folder: Path) -> Path:
 
 
 class Recorder:
-    """The recorder's library and its settings."""
+    """Library that records calls of NCCL and the CUDA driver, with its settings."""
 
     def __init__(self, library: Path) -> None:
         self.path = str(library)

@@ -1,4 +1,4 @@
-"""Steps in several passes, on a mesh and in plain torch, over samples in memory."""
+"""Trains in steps of several passes, on a mesh and in plain torch, with samples in memory."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ WEIGHTS = 0.25, 1.0, 2.5
 
 
 class Samples:
-    """Source of random samples in memory, with two values to predict, or classes of voxels."""
+    """Source that holds random samples, with two values to predict or with classes of voxels."""
 
     sample_shape = SHAPE
     num_targets = 2
     dtype = torch.float64
 
-    def __init__(self, count: int, *, labelled: bool = False) -> None:
+    def __init__(self, count: int, *, labeled: bool = False) -> None:
         self.inputs = randn(count, *SHAPE, seed=1)
-        self.labelled = labelled
+        self.labeled = labeled
         self.values = randn(count, 2, seed=2)
         self.labels = randint(CLASSES, count, *SHAPE[1:])
         self.identity = f"{count} samples"
 
     @property
     def targets(self) -> Tensor:
-        return self.labels if self.labelled else self.values
+        return self.labels if self.labeled else self.values
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -75,7 +75,7 @@ def _slices(box: Box | None) -> tuple[slice, ...]:
 
 
 class _Pooled(nn.Module):
-    """Two convolutions, and a head on plain tensors; with dropout before and in it."""
+    """Network that pools two convolutions, and applies its head to plain tensors; with dropout."""
 
     def __init__(self, dropout: float, norm: bool) -> None:
         super().__init__()
@@ -96,18 +96,18 @@ class _Pooled(nn.Module):
         return self.head(self.drop(pooled))
 
 
-def network(labelled: bool, dropout: float = 0.0, norm: bool = False) -> nn.Module:
+def network(labeled: bool, dropout: float = 0.0, norm: bool = False) -> nn.Module:
     """Creates a network of voxels, or of values."""
-    if not labelled:
+    if not labeled:
         return initialized(_Pooled(dropout, norm))
     return initialized(
         nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv3d(4, CLASSES, 3, padding=1))
     )
 
 
-def _task(labelled: bool) -> Task:
+def _task(labeled: bool) -> Task:
     """Returns the mean squared error, or a weighted cross-entropy with one label ignored."""
-    if labelled:
+    if labeled:
         config = TrainConfig(class_weights=WEIGHTS, ignore_label=1)
         return UNet3dSegmentation(UNet3dConfig(), config)
     return CosmoFlowRegression(CosmoFlowConfig(), TrainConfig())
@@ -115,7 +115,7 @@ def _task(labelled: bool) -> Task:
 
 @dataclass
 class Trained:
-    """The loss of each step, and the parameters, buffers and last gradients."""
+    """Losses that the steps had, and the final parameters, buffers and gradients."""
 
     losses: list[float]
     state: dict[str, Tensor]
@@ -154,7 +154,7 @@ def on_mesh(
     **options: Any,
 ) -> Trained:
     """Trains with pydist's steps; the gradients of the last step are gathered and kept."""
-    made = network(source.labelled, **options)
+    made = network(source.labeled, **options)
     model = parallelize(made, mesh, sharded_weights=sharded_weights)
     optimizer = optimizer_of(model)
     if partitioned:
@@ -177,7 +177,7 @@ def on_mesh(
             mesh=mesh, model=model, network=Keeping(model, mesh), optimizer=optimizer,
             scaler=GradScaler("cpu", enabled=False), loader=loader,
         )  # fmt: skip
-        step = TrainStep(state, _task(source.labelled), TrainConfig())
+        step = TrainStep(state, _task(source.labeled), TrainConfig())
         for _ in range(epochs):
             for each in steps_of(loader):
                 passes = list(each)
@@ -214,7 +214,7 @@ def plainly(
         passes: number of passes over a number of samples; by default each step is one batch.
         options: of the network.
     """
-    model, losses = network(source.labelled, **options), []
+    model, losses = network(source.labeled, **options), []
     optimizer = optimizer_of(model)
     for rows in steps:
         optimizer.zero_grad()
@@ -222,7 +222,7 @@ def plainly(
         for i in range(count):
             part = rows[len(rows) * i // count : len(rows) * (i + 1) // count]
             output, target = model(source.inputs[part]), source.targets[part]
-            if source.labelled:
+            if source.labeled:
                 loss = F.cross_entropy(
                     output, target, torch.tensor(WEIGHTS).double(), ignore_index=1
                 )

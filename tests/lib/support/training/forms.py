@@ -1,4 +1,4 @@
-"""Reductions of given gradients, by the forms of `pydist.gradients`."""
+"""Reduces given gradients by the forms of `pydist.gradients`."""
 
 from __future__ import annotations
 

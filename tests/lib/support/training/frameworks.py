@@ -1,4 +1,4 @@
-"""A small task for tests of training frameworks, and its reference run in plain torch."""
+"""Defines a small task for tests of training frameworks, and trains it in plain torch."""
 
 from __future__ import annotations
 

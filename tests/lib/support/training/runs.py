@@ -1,4 +1,4 @@
-"""Training runs for tests."""
+"""Configures and runs training for tests, and compares the final states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training runs with and without a partitioned optimizer, for comparison."""
+"""Trains with and without a partitioned optimizer, and compares the parameters."""
 
 from __future__ import annotations
 

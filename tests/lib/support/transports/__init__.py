@@ -1,1 +1,1 @@
-"""Contracts of every transport, on the host and between CUDA devices."""
+"""Checks the contract of every transport, on the host and between CUDA devices."""

@@ -1,4 +1,4 @@
-"""The contract of every transport: a list of checks, each called on all ranks of a transport."""
+"""Checks the contract of every transport: a list of functions that all its ranks call."""
 
 from __future__ import annotations
 
@@ -89,6 +89,19 @@ def sends_take_any_strides(t: Transport) -> None:
         received = torch.empty(expected.shape)
         t.recv(received, before)
         equal(received, expected)
+
+
+@check
+def lent_tensors_arrive_after_the_sender_has_forgotten_them(t: Transport) -> None:
+    after, before = (t.rank + 1) % t.size, (t.rank - 1) % t.size
+    parts = [lambda x: x, lambda x: x.permute(2, 0, 1), lambda x: x[:, :, ::2], lambda x: x[:0]]
+    for part in parts:
+        lent = numbers(t.rank, torch.float32, 64, 64, 64)
+        t.send(part(lent), after, lender=lent)
+        del lent
+        received = torch.empty(part(torch.empty(64, 64, 64)).shape)
+        t.recv(received, before)
+        equal(received, part(numbers(before, torch.float32, 64, 64, 64)))
 
 
 @check
@@ -296,7 +309,7 @@ def started_all_gathers_of_uneven_slices(t: Transport) -> None:
 
 @check
 def buffers_outlive_work_that_nobody_waits_for(t: Transport) -> None:
-    """For example, a forward pass raises: bytes of the other ranks still arrive."""
+    """Checks that bytes still arrive after a rank drops its work, as when a forward pass raises."""
     memory = np.zeros(t.size)
     alive = weakref.ref(memory)
     if t.rank > 0:
@@ -315,7 +328,7 @@ def buffers_outlive_work_that_nobody_waits_for(t: Transport) -> None:
 
 @check
 def all_kinds_of_collectives_may_be_under_way_together(t: Transport) -> None:
-    """Started in one order, waited for in another, with `progress` in between."""
+    """Checks works that start in one order and are awaited in another, with `progress` between."""
     works, results = [], []
     for i in range(3):
         numbers_of = [numbers(rank + i, torch.float32, t.size, 5000) for rank in range(t.size)]

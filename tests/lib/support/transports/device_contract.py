@@ -1,4 +1,4 @@
-"""The contract of every transport between CUDA devices, for tests on two ranks with devices.
+"""Checks the contract of every transport between CUDA devices, on two ranks with devices.
 
 Each rank has its own GPU if two exist. Else both share one: NCCL supports that from 2.30 with
 NCCL_MULTI_RANK_GPU_ENABLE=1, and processes can also map each other's memory of the same device.
@@ -119,7 +119,7 @@ class StreamContract(DeviceContract):
 
     @pytest.mark.behind_the_host
     def test_started_exchanges_do_not_hold_the_host(self, devices: Transport) -> None:
-        """The host finishes an exchange before the device reaches it."""
+        """Checks that the host finishes an exchange before the device reaches it."""
         peer = 1 - devices.rank
         sent = torch.full((1 << 20,), float(devices.rank), device=devices.device)
         received = torch.empty_like(sent)
@@ -136,7 +136,7 @@ class StreamContract(DeviceContract):
         assert torch.equal(received, torch.full_like(received, float(peer)))
 
     def test_a_step_with_an_exchange_is_captured_and_replayed(self, devices: Transport) -> None:
-        """A graph holds the exchange, and sends new values in each replay."""
+        """Checks that a graph holds the exchange, and sends new values in each replay."""
         peer = 1 - devices.rank
         source, sent, received, result = (
             torch.zeros(1 << 12, device=devices.device) for _ in range(4)

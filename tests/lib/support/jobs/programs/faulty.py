@@ -1,4 +1,4 @@
-"""A training script with a fault; `tests/parallel/test_faults.py` starts it.
+"""Trains until a rank fails in a given way; `tests/parallel/test_faults.py` starts it.
 
     faulty.py FOLDER FAULT
 

@@ -27,7 +27,7 @@ RANK = next(
 
 
 class Early(BaseException):
-    """Raised to leave the program early."""
+    """Exception that leaves `main` early, as a return would."""
 
 
 def fault(*_: Any, **__: Any) -> None:

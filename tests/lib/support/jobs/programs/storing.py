@@ -1,4 +1,4 @@
-"""A loop over batches of a sample store with a fault; `tests/data/store/test_faults.py` starts it.
+"""Reads a sample store until rank 1 has a fault; `tests/data/store/test_faults.py` starts it.
 
     storing.py FAULT
 
@@ -24,7 +24,7 @@ FAULT = sys.argv[1]
 
 class _Samples:
     sample_shape = (1, 32, 64, 64)
-    num_targets, labelled, dtype, identity = 1, False, torch.float32, "samples"
+    num_targets, labeled, dtype, identity = 1, False, torch.float32, "samples"
 
     def __init__(self) -> None:
         self.gone = False

@@ -1,0 +1,152 @@
+"""Tests of folders from anywhere: what stands in place of pydist's own files in a data set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pydist.data import IndexOptions, Manifest, deep_facts, index_dataset
+from pydist.data.convert import convert_dataset
+from pydist.data.journal import Journal
+from pydist.data.made import JOURNAL, MadeFiles
+from pydist.data.numpy_file import NumpyFolder
+from pydist.data.options import ConvertOptions
+from pydist.errors import DataError, DiskError
+
+PLACES: dict[str, Callable[[Path, Path], None]] = {
+    "a link": lambda path, target: path.symlink_to(target),
+    "a pipe": lambda path, _: os.mkfifo(path),
+    "a folder": lambda path, _: path.mkdir(),
+}
+
+
+@pytest.fixture
+def data(universes: Path, tmp_path: Path) -> Path:
+    """Makes a data set of the same files, which it may change beside them."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for path in universes.glob("*.hdf5"):
+        os.link(path, folder / path.name)
+    index_dataset(folder, IndexOptions(width=8))
+    return folder
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_journal_is_never_written_elsewhere(tmp_path: Path, place: str) -> None:
+    target = tmp_path / "precious"
+    target.write_text('["a", 1]\n')
+    PLACES[place](tmp_path / "journal", target)
+    journal = Journal(tmp_path / "journal")
+    assert journal.get("a") is None
+    with pytest.raises(DiskError, match="journal: "):
+        journal.add("b", 2)
+    assert target.read_text() == '["a", 1]\n'
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_info_neither_waits_nor_follows(data: Path, tmp_path: Path, place: str) -> None:
+    target = tmp_path / "precious"
+    target.write_text("{}")
+    PLACES[place](data / ".info.jsonl", target)
+    facts = deep_facts(data)
+    assert sum(each.files for each in facts.values()) == len(Manifest.load(data).files)
+    assert target.read_text() == "{}"
+    assert facts == deep_facts(data)
+
+
+@pytest.mark.parametrize("place", ["a link", "a pipe"])
+def test_results_are_no_link_or_pipe(data: Path, tmp_path: Path, place: str) -> None:
+    target = tmp_path / "results"
+    deep_facts(data)
+    (data / ".info.json").rename(target)
+    PLACES[place](data / ".info.json", target)
+    read = []
+    deep_facts(data, lambda *told: read.append(told))
+    assert len(read) == len(Manifest.load(data).files)
+
+
+def test_folders_within_each_other(tmp_path: Path) -> None:
+    deepest = tmp_path
+    for _ in range(120):
+        deepest /= "d"
+    deepest.mkdir(parents=True)
+    with pytest.raises(DataError, match="below more than 100 folders"):
+        index_dataset(tmp_path)
+
+
+def test_a_manifest_that_is_too_large(data: Path) -> None:
+    os.truncate(data / "dataset.json", 1 << 40)  # which takes no space on the disk
+    with pytest.raises(DataError, match=r"dataset\.json: 1099511627776 bytes"):
+        Manifest.load(data)
+
+
+def test_texts_that_are_too_large(tmp_path: Path) -> None:
+    np.save(tmp_path / "full.npy", np.zeros(3))
+    (tmp_path / "texts.json").write_text("{}")
+    os.truncate(tmp_path / "texts.json", 1 << 40)
+    with pytest.raises(DataError, match=r"texts\.json: 1099511627776 bytes"):
+        NumpyFolder.open(tmp_path).texts()
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> tuple[Path, Path]:
+    """Makes a folder with a link to another one, and a file in that."""
+    (tmp_path / "made").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "made" / "sub").symlink_to(tmp_path / "elsewhere")
+    important = tmp_path / "elsewhere" / "important"
+    important.write_text("precious")
+    return tmp_path / "made", important
+
+
+def listing(data: Path, name: str) -> Manifest:
+    """Returns the manifest of a data set, with another name of its first file."""
+    manifest = Manifest.load(data)
+    return replace(manifest, files=(replace(manifest.files[0], path=name), *manifest.files[1:]))
+
+
+NUMPY = ConvertOptions("numpy", overwrite=True)
+
+
+@pytest.mark.parametrize("by", ["journal", "manifest"])
+def test_conversion_removes_nothing_elsewhere(
+    universes: Path, linked: tuple[Path, Path], by: str
+) -> None:
+    folder, important = linked
+    (folder / "old").touch()
+    if by == "journal":
+        (folder / JOURNAL).write_text('["", ["sub/important", "old", "\\ud800"]]\n')
+    else:
+        manifest = listing(universes, "sub/important")
+        files = (*manifest.files[:-1], replace(manifest.files[-1], path="old"))
+        replace(manifest, files=files).save(folder)
+    convert_dataset(universes, folder, NUMPY)
+    assert important.read_text() == "precious"
+    assert not (folder / "old").exists()
+
+
+def test_a_data_set_that_replaces_another_one_removes_nothing_elsewhere(
+    universes: Path, linked: tuple[Path, Path]
+) -> None:
+    folder, important = linked
+    (folder / "old").touch()
+    (folder / JOURNAL).write_text('["", ["old"]]\n')
+    MadeFiles(folder, listing(universes, "sub/important")).complete(Manifest.load(universes))
+    assert important.read_text() == "precious"
+    assert not (folder / "old").exists()
+
+
+def test_conversion_writes_nothing_elsewhere(data: Path, linked: tuple[Path, Path]) -> None:
+    folder, important = linked
+    first = min(data.glob("*.hdf5"))
+    (data / "sub").mkdir()
+    first.rename(data / "sub" / first.name)
+    index_dataset(data, IndexOptions(width=8), overwrite=True)
+    with pytest.raises(DataError, match=r"sub/univ.* a link to .*elsewhere/univ"):
+        convert_dataset(data, folder, NUMPY)
+    assert list(important.parent.iterdir()) == [important]

@@ -1,0 +1,142 @@
+"""Tests of links out of a data set, and of commands on untrusted files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from pydist.cli.main import main
+from pydist.data import (
+    ConvertOptions,
+    FileTrust,
+    IndexOptions,
+    ShardDataset,
+    convert_dataset,
+    deep_facts,
+    index_dataset,
+    index_folder,
+    verify_dataset,
+)
+from pydist.data.safe_open import SafeFile
+from pydist.errors import DataError
+
+FORMAT_NAMES = ("hdf5", "numpy", "zarr")
+
+
+@pytest.fixture(params=FORMAT_NAMES)
+def linked(request: pytest.FixtureRequest, universes: Path, tmp_path: Path) -> Path:
+    """Makes a data set, then replaces a file of it by a link to a place outside of it."""
+    if request.param == "zarr":
+        pytest.importorskip("zarr")
+    folder = tmp_path / "data"
+    convert_dataset(universes, folder, ConvertOptions(request.param, layout="channel-first"))
+    file = sorted(folder.glob("univ*"))[0]
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere", target_is_directory=request.param != "hdf5")
+    return folder
+
+
+def test_a_link_out_of_the_data_set_is_refused(linked: Path, tmp_path: Path) -> None:
+    why = f"a link to {tmp_path / 'elsewhere'}, outside allow_roots \\(none\\)"
+    (fault,) = verify_dataset(linked)
+    assert why.replace("\\", "") in fault
+    assert [why.replace("\\", "") in each for each in faults_of(linked)] == [True]
+    with pytest.raises(DataError, match=why):
+        read_all(ShardDataset(linked))
+    with pytest.raises(DataError, match=why):
+        convert_dataset(linked, tmp_path / "copy", ConvertOptions("numpy"))
+    with pytest.raises(DataError, match=why):
+        index_folder(linked)
+
+
+def test_a_link_to_an_allowed_folder_is_followed(linked: Path, tmp_path: Path) -> None:
+    trust = FileTrust((tmp_path,))
+    assert verify_dataset(linked, trust=trust) == []
+    assert not any(each.faults for each in deep_facts(linked, trust=trust).values())
+    read_all(ShardDataset(linked, allow_roots=[tmp_path]))
+    index_folder(linked, trust=trust)
+    convert_dataset(linked, tmp_path / "copy", ConvertOptions("numpy"), trust=trust)
+    assert main(["data", "verify", str(linked), "--allow-roots", str(tmp_path)]) == 0
+
+
+def test_a_link_of_a_folder_on_the_way_is_refused(universes: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "train").mkdir(parents=True)
+    for path in universes.glob("*.hdf5"):
+        os.link(path, folder / "train" / path.name)
+    index_dataset(folder, IndexOptions(width=8))
+    (folder / "train").rename(tmp_path / "moved")
+    (folder / "train").symlink_to(tmp_path / "moved")
+    faults = verify_dataset(folder)
+    assert faults
+    assert all("outside allow_roots (none)" in fault for fault in faults)
+
+
+def test_a_link_within_the_data_set_is_followed(universes: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    for path in universes.glob("*.hdf5"):
+        os.link(path, tmp_path / "store" / f"{path.name}.kept")
+        (tmp_path / path.name).symlink_to(f"store/{path.name}.kept")
+    index_dataset(tmp_path, IndexOptions(width=8))
+    assert verify_dataset(tmp_path) == []
+
+
+def faults_of(folder: Path, **options: Any) -> list[str]:
+    return [fault for facts in deep_facts(folder, **options).values() for fault in facts.faults]
+
+
+def read_all(data: ShardDataset) -> None:
+    for index in range(len(data)):
+        data.read_block(index)
+    data.close()
+
+
+def test_untrusted_files_are_read_by_another_process(
+    universes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process the library is not called at all."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("opened in this process")
+
+    for path in universes.glob("*.hdf5"):
+        os.link(path, tmp_path / path.name)
+    options = IndexOptions(width=8)
+    plain = index_folder(tmp_path, options)
+    monkeypatch.setattr(SafeFile, "open", refused)
+    trust = FileTrust(untrusted=True)
+    assert index_dataset(tmp_path, options, trust=trust) == plain
+    assert verify_dataset(tmp_path, trust=trust) == []
+    facts = deep_facts(tmp_path, trust=trust)
+    copy = ConvertOptions("numpy", layout="channel-first")
+    convert_dataset(tmp_path, tmp_path / "copy", copy, trust=trust)
+    monkeypatch.undo()
+    (tmp_path / ".info.json").unlink()
+    assert deep_facts(tmp_path) == facts
+    convert_dataset(tmp_path, tmp_path / "other", copy)
+    names = [p.relative_to(tmp_path / "copy") for p in (tmp_path / "copy").rglob("univ*/*")]
+    assert names
+    for name in names:
+        assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
+
+
+def test_texts_of_untrusted_files_are_converted(universes: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(universes, source, ignore=shutil.ignore_patterns("dataset*"))
+    for path in source.glob("*.hdf5"):
+        with h5py.File(path, "a") as file:
+            file.attrs["note"] = np.bytes_(f"of {path.name}")
+    index_dataset(source, IndexOptions(width=8))
+    convert_dataset(source, tmp_path / "a", ConvertOptions("numpy"))
+    trust = FileTrust(untrusted=True)
+    convert_dataset(source, tmp_path / "b", ConvertOptions("numpy"), trust=trust)
+    texts = [sorted((tmp_path / name).glob("*/texts.json")) for name in "ab"]
+    assert texts[0]
+    for one, other in zip(*texts, strict=True):
+        assert '"note": "of univ' in one.read_text() == other.read_text()

@@ -1,0 +1,163 @@
+"""Tests of steps in stages that raise: on all ranks or on some, and what the next step has."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pydist.errors import RankFailed, UsageError
+from pydist.stages import pipeline
+from support.networks.small import initialized
+from support.staged import DEEP, ONE, TWO_GROUPS, on_stages
+from support.staged_layers import ORDERS, TARGET, X, assert_gradients, in_sequence, layers
+
+IN_LINE = [ONE] * 2
+STOPS = [
+    *((IN_LINE, schedule, order, 5) for schedule in ("gpipe", "1f1b") for order in ORDERS),
+    (IN_LINE, "gems", None, 5),
+    *((IN_LINE, "zero-bubble", order, at) for order in ORDERS for at in (0, 2, 5, 7)),
+    *((IN_LINE, schedule, [0, 1, 1, 0, 1], 5) for schedule in ("1f1b", "zero-bubble")),
+    ([ONE] * 3, "zero-bubble", [0, 1, 2, 2, 1, 0], 5),
+    ([TWO_GROUPS] * 2, "zero-bubble", [0, 1, 1, 0], 3),
+    ([DEEP, ONE], "zero-bubble", [0, 1, 1, 0], 5),
+]
+
+
+@pytest.mark.parametrize(("meshes", "schedule", "order", "at"), STOPS, ids=str)
+def test_a_step_that_raised_leaves_nothing_to_the_next(meshes, schedule, order, at):
+    """The criterion raises on all ranks for a micro-batch, and the script goes on.
+
+    Meshes that need a later pass of one that has raised get to the same exception.
+    """
+    net, bad = layers(nn.Tanh(), nn.Linear(6, 6)), TARGET.clone()
+    bad[at :: 8 // meshes[0].get("data", 1)] = torch.nan
+
+    def loss_of(y, t):
+        if t.isnan().any():
+            raise ValueError("NaN in the target")
+        return F.mse_loss(y, t)
+
+    expected, _ = in_sequence(net)
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, X[:2], micro_batches=4, schedule=schedule)
+        x, good, wrong = (t.chunk(stages.mesh.data_size)[stages.mesh.data_index]
+                          for t in (X, TARGET, bad))  # fmt: skip
+        for given in (wrong, good, wrong, wrong, good):
+            own.zero_grad()
+            try:
+                made.step(x, given, loss_of)
+            except ValueError:
+                assert given is wrong
+            else:
+                assert given is good
+        return own
+
+    for own in on_stages(meshes, rank, order=order):
+        assert_gradients(own, expected)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_an_exception_on_one_mesh_alone_ends_the_step_on_all(schedule, broken):
+    """Those that wait for the mesh name its exception, instead of waiting forever."""
+
+    def rank(stages):
+        made = pipeline(layers(), stages, X[:2], micro_batches=4, schedule=schedule)
+        made.step(X, TARGET, F.mse_loss)
+        calls = 0
+
+        def loss_of(y, t):
+            nonlocal calls
+            calls += 1
+            if stages.index == broken and calls == 2:
+                raise ValueError("mine alone")
+            return F.mse_loss(y, t)
+
+        error = ValueError if stages.index == broken else RankFailed
+        with pytest.raises(error, match="mine alone"):
+            made.step(X, TARGET, loss_of)
+
+    on_stages([ONE] * 2, rank)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_too_few_samples_on_one_mesh_end_the_step_on_all(order, short, before):
+    """Also in the first step, before a pass has shown which tensors go from stage to stage."""
+    net = layers(nn.Tanh(), nn.Linear(6, 6))
+    expected, _ = in_sequence(net)
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, X[:2], micro_batches=4)
+        for _ in range(before):
+            made.step(X, TARGET, F.mse_loss)
+        own.zero_grad()
+        rows, error = (2, UsageError) if stages.index == short else (8, RankFailed)
+        with pytest.raises(error, match="2 samples in 4 micro-batches"):
+            made.step(X[:rows], TARGET[:rows], F.mse_loss)
+        own.zero_grad()
+        made.step(X, TARGET, F.mse_loss)
+        return own
+
+    for own in on_stages(IN_LINE, rank, order=order):
+        assert_gradients(own, expected)
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_layer_that_raises_in_the_first_step_ends_it_on_all(broken):
+    """Also on meshes that no tensor has reached yet; the script goes on."""
+
+    class Raises(nn.Module):
+        on = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.on:
+                raise MemoryError("no such luck")
+            return x * 1.0
+
+    net = initialized(nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(4, 4), Raises()))))
+    expected, _ = in_sequence(net)
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, X[:2], micro_batches=4, cuts=["2", "4"])
+        own[2 * broken + 1].on = stages.index == broken
+        error = MemoryError if stages.index == broken else RankFailed
+        with pytest.raises(error, match="no such luck"):
+            made.step(X, TARGET, F.mse_loss)
+        own[2 * broken + 1].on = False
+        own.zero_grad()
+        made.step(X, TARGET, F.mse_loss)
+        return own
+
+    for own in on_stages([ONE] * 3, rank):
+        assert_gradients(own, expected)
+
+
+def test_a_step_without_gradients_is_refused_on_all():
+    def rank(stages):
+        made = pipeline(layers(), stages, X[:2], micro_batches=2)
+        with torch.no_grad(), pytest.raises(UsageError, match="a step without gradients"):
+            made.step(X, TARGET, F.mse_loss)
+        made.step(X, TARGET, F.mse_loss)
+
+    on_stages(IN_LINE, rank)
+
+
+def test_a_number_of_micro_batches_that_is_none_on_one_mesh_ends_the_step_on_all():
+    def rank(stages):
+        made = pipeline(layers(), stages, X[:2], micro_batches=2)
+        error, count = (RankFailed, 2) if stages.index else (UsageError, 0)
+        with pytest.raises(error, match="micro_batches=0"):
+            made.step(X, TARGET, F.mse_loss, count)
+        made.step(X, TARGET, F.mse_loss)
+
+    on_stages(IN_LINE, rank)
