@@ -20,10 +20,10 @@ _TABLE = ".csv"
 
 
 def are_samples(options: Arguments) -> bool:
-    """Returns whether the input is NumPy files or a data set, not NIfTI files or DICOM series.
+    """Returns whether the input is NumPy files or a data set, not NIfTI files.
 
     Raises:
-        UsageError: it is both, or neither, and a table is wanted.
+        UsageError: it is both, or neither.
     """
     first = options.images[0]
     if _is_dataset(first):
@@ -36,10 +36,15 @@ def are_samples(options: Arguments) -> bool:
             f"NumPy files such as {arrays[0]} and NIfTI files such as {volumes[0]}: predict them "
             "one after the other"
         )
+    if not arrays and not volumes:
+        within = "a folder without" if first.is_dir() else "not"
+        raise UsageError(
+            f"{first}: {within} NIfTI files (.nii, .nii.gz) or NumPy files ({_SUFFIX}), and not a "
+            "data set"
+        )
     if not arrays and options.output.suffix == _TABLE:
         raise UsageError(
-            f"-o {options.output}: tables are for {_SUFFIX} files and data sets, and {first} is "
-            "neither"
+            f"-o {options.output}: tables are for {_SUFFIX} files and data sets, not for NIfTI files"
         )
     return bool(arrays)
 

@@ -49,7 +49,9 @@ def scans(tmp_path_factory) -> Path:
 @pytest.fixture
 def place(scans, tmp_path, monkeypatch) -> Path:
     shutil.copytree(scans, tmp_path / "scans")
-    (tmp_path / "file").write_text("a file")
+    for name in ("file", "file.nii"):
+        (tmp_path / name).write_text("a file")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "nets.py").write_text(NETWORKS)
     (tmp_path / "run.toml").write_text('[data]\npath = "none"\n')
     (tmp_path / "linked").symlink_to("plain")
@@ -83,22 +85,24 @@ def refused(capsys, arguments: list[str], code: int) -> str:
         ("data ct out --spacing inf 1 1", 2, "lengths in mm > 0"),
         ("data ct out --noise nan", 2, "noise=nan: 0 to 10000 H"),
         ("predict run nowhere.nii -o x.nii", 65, "nowhere.nii: no such file or folder"),
-        ("predict run file -o x.png", 2, r"x.png: the name of a NIfTI file ends in"),
-        ("predict run file -o nowhere/x.nii", 74, "nowhere: no such folder"),
-        ("predict run scans/imagesTr file -o x", 2, "is a folder: give it alone"),
-        ("predict run file -o x.nii --overlap 0.5", 2, "give --sliding as well"),
-        ("predict run file -o x.nii --truth nowhere", 65, "nowhere: no such file or folder"),
-        ("predict run file -o x.nii --truth scans", 65, "scans: no file.nii or file.nii.gz"),
+        ("predict run file.nii -o x.png", 2, r"x.png: the name of a NIfTI file ends in"),
+        ("predict run file -o x.nii", 2, "file: not NIfTI files (.nii, .nii.gz) or NumPy files"),
+        ("predict run empty -o x", 2, "empty: a folder without NIfTI files"),
+        ("predict run file.nii -o nowhere/x.nii", 74, "nowhere: no such folder"),
+        ("predict run scans/imagesTr file.nii -o x", 2, "is a folder: give it alone"),
+        ("predict run file.nii -o x.nii --overlap 0.5", 2, "give --sliding as well"),
+        ("predict run file.nii -o x.nii --truth nowhere", 65, "nowhere: no such file or folder"),
+        ("predict run file.nii -o x.nii --truth scans", 65, "scans: no file.nii or file.nii.gz"),
         ("status nowhere", 2, "nowhere has no log.jsonl: expected the folder of a run"),
-        ("predict run file -o x.nii -n 0", 2, "0 ranks: at least 1 is needed"),
+        ("predict run file.nii -o x.nii -n 0", 2, "0 ranks: at least 1 is needed"),
         ("predict run", 2, "are required: -o/--output; pydist predict --help tells more"),
         ("predict", 2, "error: the following arguments are required: checkpoint, -o/--output;"),
         ("data convert scans", 2, "arguments are required: folder; pydist data convert --help"),
         ("check", 2, "required: network; pydist check --help tells more"),
         ("check nets.py:fits", 2, "--sample is required without CONFIG.toml; pydist check --help"),
         ("check run.toml", 65, "none: no such folder; `pydist data universes none`"),
-        ("predict run file -o x.nii -n x", 2, "error: -n/--ranks x: INT is expected"),
-        ("predict run file -o x.nii --spatial 2 1", 2, "--spatial 2 1: INT INT INT is expected"),
+        ("predict run file.nii -o x.nii -n x", 2, "error: -n/--ranks x: INT is expected"),
+        ("predict run file.nii -o x.nii --spatial 2 1", 2, "--spatial 2 1: INT INT INT is expected"),
         ("check nets.py:fits --sample 1,8 --seed x", 2, "error: --seed x: INT is expected"),
         ("check nets.py:fits --sample 1,8 --tolerance x", 2, "--tolerance x: FLOAT is expected"),
         ("train run.toml --mesh.spatial 2 1", 2, "2 1: INT INT INT or auto is expected"),
@@ -147,9 +151,9 @@ def refused(capsys, arguments: list[str], code: int) -> str:
         ("predict run plain -o plain", 2, "plain: labels would be stored among the images"),
         ("predict run plain -o linked", 2, "linked: labels would be stored among the images"),
         ("predict run plain -o loop", 74, "loop: Too many levels of symbolic links"),
-        ("predict run file -o loop.nii", 74, "loop.nii: Too many levels of symbolic links"),
-        (f"predict run file -o y.nii --sliding {10**26}", 2, "below 2**31"),
-        ("predict run file -o y.nii --sliding 99999999996", 2, "below 2**31"),
+        ("predict run file.nii -o loop.nii", 74, "loop.nii: Too many levels of symbolic links"),
+        (f"predict run file.nii -o y.nii --sliding {10**26}", 2, "below 2**31"),
+        ("predict run file.nii -o y.nii --sliding 99999999996", 2, "below 2**31"),
         ("profile run.toml --trace nowhere/t.json", 74, "nowhere: no such folder"),
         ("check nets.py:fits --sample 2,8,8,8", 71, "failed on 2,8,8,8: RuntimeError"),
     ],

@@ -224,7 +224,10 @@ def test_other_files_among_samples_are_refused(root, tmp_path, capfd):
     assert main(["predict", str(root / "run-universes"), *given, "-o", "x.csv"]) == 2
     assert "dataset.json: not a .npy file" in capfd.readouterr().err
     assert main(["predict", str(root / "run-universes"), given[1], "-o", "x.csv"]) == 2
-    assert "tables are for .npy files and data sets, and " in capfd.readouterr().err
+    assert "dataset.json: not NIfTI files (.nii, .nii.gz) or " in capfd.readouterr().err
+    (tmp_path / "a.nii").touch()
+    assert main(["predict", "run", str(tmp_path / "a.nii"), "-o", "x.csv"]) == 2
+    assert "tables are for .npy files and data sets, not for NIfTI" in capfd.readouterr().err
 
 
 def test_nan_of_a_network_is_an_error(root, tmp_path):
