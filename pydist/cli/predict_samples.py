@@ -44,7 +44,8 @@ def are_samples(options: Arguments) -> bool:
         )
     if not arrays and options.output.suffix == _TABLE:
         raise UsageError(
-            f"-o {options.output}: tables are for {_SUFFIX} files and data sets, not for NIfTI files"
+            f"-o {options.output}: tables are for {_SUFFIX} files and data sets, not for NIfTI "
+            "files"
         )
     return bool(arrays)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from pydist.data.device_input import DeviceInput
 from pydist.data.read_ahead import ReadAhead
 from pydist.data.sampler import GroupBatch, MeshSampler
 from pydist.data.store.memory import MemoryStore
-from pydist.data.store.options import StoreOptions
+from pydist.data.store.options import StoreOptions, check_readers
 from pydist.data.store.source import CountedReads
 from pydist.errors import DataError, UsageError
 from pydist.layout import layout_for_sample
@@ -99,10 +100,10 @@ class Batch:
 class Loader:
     """Iterator that yields the batches of this rank's sample group.
 
-    Each rank reads only its own blocks. A background thread reads `prefetch` batches ahead, when
-    training also from the next epoch. It is a thread and not a forked worker (a fork after
-    MPI_Init is undefined), and it calls neither MPI nor torch's thread pool. Reads release the
-    interpreter lock, so training continues meanwhile.
+    Each rank reads only its own blocks. A background thread, or several (`readers`), reads
+    `prefetch` batches ahead, when training also from the next epoch. It is a thread and not a
+    forked worker (a fork after MPI_Init is undefined), and it calls neither MPI nor torch's thread
+    pool. Reads release the interpreter lock, so training continues meanwhile.
 
     An error in the background is raised from the iterator at the batch that it belongs to.
 
@@ -117,6 +118,9 @@ class Loader:
         seed: of the order; by default the mesh's.
         drop_last: leave out a last batch that is short.
         prefetch: batches read ahead, 1 to `MOST_AHEAD`; each takes the memory of one local input.
+        readers: threads that read, each a batch, 1 to 64: several are faster for NumPy and Zarr
+            files on shared file systems (HDF5 has one lock). As many batches are read ahead, at
+            least. The data set's methods are called in several threads.
         on_bad_sample: "stop" raises `BadSample`; "skip" replaces it by the next good sample, on
             all ranks of the group, with weight 0 (one small message per batch), and stops when
             more than 1 % of the samples are bad.
@@ -156,6 +160,7 @@ class Loader:
         seed: int | None = None,
         drop_last: bool = False,
         prefetch: int = 2,
+        readers: int = 1,
         on_bad_sample: str = "stop",
         device: torch.device | str = "cpu",
         memory_format: torch.memory_format = torch.contiguous_format,
@@ -175,6 +180,7 @@ class Loader:
                 f"prefetch={prefetch}, on_bad_sample={on_bad_sample!r}: 1 to {MOST_AHEAD} batches, "
                 "and stop or skip are possible"
             )
+        check_readers(readers, store)
         options = StoreOptions(
             store, store_memory, store_disk, store_folder, store_codec, store_reuse, store_preload
         )
@@ -222,9 +228,9 @@ class Loader:
         self.replaced = 0
         """How often a sample of a batch was replaced by another one so far."""
         self.device = torch.device(device)
-        device_input = (
-            None if self.device.type == "cpu" else DeviceInput(self.device, memory_format)
-        )
+        device_input: Callable[[], DeviceInput] | None = None
+        if self.device.type != "cpu":
+            device_input = partial(DeviceInput, self.device, memory_format)
         self.store: MemoryStore | None = None
         """The store of blocks, with counts of hits and bytes; None without one."""
         if store == "memory" and isinstance(dataset, Augmented):
@@ -240,8 +246,11 @@ class Loader:
         self._training = training
         self._closed = False
         self._is_preloaded = not store_preload
+        self.readers = readers
+        """Number of threads that read."""
+        ahead = max(prefetch, readers)
         self._ahead = ReadAhead(
-            dataset, mesh, self.sampler, prefetch, training, device_input, self.store
+            dataset, mesh, self.sampler, ahead, readers, training, device_input, self.store
         )
 
     @property

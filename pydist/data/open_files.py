@@ -44,13 +44,14 @@ class OpenedFile:
 class OpenFiles:
     """Cache of open files, which are opened at their first read.
 
-    Several threads may read, one at a time.
+    Several threads may read different files at a time. Files that another process reads are read
+    one at a time.
 
     Args:
         root: folder to which the manifest's paths are relative.
         manifest: describes the files.
         allow_roots: see `safe_open`.
-        limit: the largest number of files that stay open.
+        limit: the largest number of files that stay open, but for those that are being read.
         driver: makes what reads a path; by default the format's library.
         untrusted: read the files in another process; see `pydist.data.isolated`.
         keeps_process: whether that process stays for other files of the same format, after `close`.
@@ -85,7 +86,7 @@ class OpenFiles:
         if untrusted and driver is not None:
             raise UsageError("untrusted files are read by another process: no driver is possible")
         self._untrusted, self._keeps_process = untrusted, keeps_process
-        self._handles = _Handles()
+        self._handles = self._no_handles()
 
     @property
     def bytes_read(self) -> int:
@@ -94,17 +95,22 @@ class OpenFiles:
 
     def count(self, nbytes: int) -> None:
         """Adds to `bytes_read`; called within `read`."""
-        self._current().bytes_read += nbytes
+        handles = self._current()
+        with handles.lock:
+            handles.bytes_read += nbytes
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_handles": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self._handles = _Handles()
+        self._handles = self._no_handles()
+
+    def _no_handles(self) -> _Handles:
+        return _Handles(one_at_a_time=self._untrusted)
 
     def read(self, entry: DataFile, part: Callable[[OpenedFile], _T]) -> _T:
-        """Reads a part of a file, while other threads wait.
+        """Reads a part of a file, while other threads that want this file wait.
 
         A file that changes while it is open (it shrinks, is overwritten or replaced) is read again
         if its content is still the manifest's: some sites touch files so that they are not deleted.
@@ -120,22 +126,26 @@ class OpenFiles:
             DataError: it is missing, damaged, not what the manifest says, or has changed.
         """
         handles = self._current()
-        with handles.lock:
-            for _ in range(_ATTEMPTS):
-                opened = self._open(handles, entry)
-                error = None
-                try:
-                    found = part(opened)
-                except DataError as damage:  # which a change of the file may have caused
-                    error = damage
-                change = opened.file.change()
-                if change is None and error is not None:
-                    raise error
-                if change is None:
-                    return found
-                handles.files.pop(entry.path).file.close()
-                self._require_same(entry, change)
-            raise DataError(change)
+        try:
+            with handles.place(entry.path) as place:
+                for _ in range(_ATTEMPTS):
+                    if place.opened is None:
+                        place.opened = self._open(handles, entry)
+                    error = None
+                    try:
+                        found = part(place.opened)
+                    except DataError as damage:  # which a change of the file may have caused
+                        error = damage
+                    change = place.opened.file.change()
+                    if change is None and error is not None:
+                        raise error
+                    if change is None:
+                        return found
+                    place.close()
+                    self._require_same(entry, change)
+                raise DataError(change)
+        finally:
+            handles.close(self._limit)
 
     def _require_same(self, entry: DataFile, change: str) -> None:
         """Raises `DataError` unless a changed file has the checksum of the manifest."""
@@ -148,23 +158,19 @@ class OpenFiles:
     def close(self) -> None:
         """Closes all files; later reads open them again."""
         handles = self._current()
-        with handles.lock:
-            while handles.files:
-                handles.files.popitem()[1].file.close()
-            if handles.reader is not None and not self._keeps_process:
+        handles.close(0)
+        if handles.reader is not None and not self._keeps_process:
+            with handles.reading:
                 handles.reader.close()
 
     def _current(self) -> _Handles:
         """Returns the open files of this process; those of a parent process are left alone."""
         if self._handles.pid != os.getpid():
-            self._handles = _Handles()
+            self._handles = self._no_handles()
         return self._handles
 
     def _open(self, handles: _Handles, entry: DataFile) -> OpenedFile:
-        """Returns the open file from the cache, or opens it; the caller holds the lock."""
-        if entry.path in handles.files:
-            handles.files.move_to_end(entry.path)
-            return handles.files[entry.path]
+        """Opens a file, and checks its arrays."""
         path = self._tree.path(entry.path)
         with in_one_line(self._format, path):
             file = self._opened(handles, path)
@@ -178,10 +184,7 @@ class OpenFiles:
         except BaseException:
             file.close()
             raise
-        handles.files[entry.path] = OpenedFile(file, samples, label)
-        if len(handles.files) > self._limit:
-            handles.files.popitem(last=False)[1].file.close()
-        return handles.files[entry.path]
+        return OpenedFile(file, samples, label)
 
     def _opened(self, handles: _Handles, path: Path) -> StoredFile:
         """Opens a file, in this process or in that of `handles`."""
@@ -229,15 +232,68 @@ class OpenFiles:
         return tuple(r + n for r, n in zip(reach, extents, strict=True))
 
 
-class _Handles:
-    """Open files that one process has, by path; the least recently used comes first."""
+class _Place:
+    """Place of a file, which is open or not.
 
-    def __init__(self) -> None:
+    Args:
+        lock: held by the thread that reads, opens or closes the file.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.lock = lock
+        self.opened: OpenedFile | None = None
+
+    def close(self) -> None:
+        """Closes the file, if it is open; the caller holds the lock."""
+        if self.opened is not None:
+            self.opened.file.close()
+            self.opened = None
+
+
+class _Handles:
+    """Open files that one process has, by path; the least recently used comes first.
+
+    Args:
+        one_at_a_time: whether a thread that reads a file excludes all others.
+    """
+
+    def __init__(self, one_at_a_time: bool) -> None:
         self.pid = os.getpid()
         self.lock = threading.Lock()
+        """Guards the table and the count; no file is opened, read or closed under it."""
+        self.reading = threading.Lock()
+        """That of all places, if only one thread may read at a time."""
         self.bytes_read = 0
-        self.files: OrderedDict[str, OpenedFile] = OrderedDict()
         self.reader: ReadingProcess | None = None
+        self._one_at_a_time = one_at_a_time
+        self._places: OrderedDict[str, _Place] = OrderedDict()
+
+    @contextmanager
+    def place(self, path: str) -> Iterator[_Place]:
+        """Yields the place of a file, which belongs to this thread for the `with` block."""
+        while True:
+            with self.lock:
+                if path not in self._places:
+                    lock = self.reading if self._one_at_a_time else threading.Lock()
+                    self._places[path] = _Place(lock)
+                self._places.move_to_end(path)
+                place = self._places[path]
+            with place.lock:
+                with self.lock:
+                    is_current = self._places.get(path) is place
+                if is_current:  # no other thread has removed it meanwhile
+                    yield place
+                    return
+
+    def close(self, limit: int) -> None:
+        """Closes files until only `limit` are left. Not within `place`: threads would deadlock."""
+        while True:
+            with self.lock:
+                if len(self._places) <= limit:
+                    return
+                _, place = self._places.popitem(last=False)
+            with place.lock:
+                place.close()
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -30,11 +32,11 @@ class _Slot:
 
 
 class ReadAhead:
-    """Batches that one background thread reads while the consumer computes.
+    """Batches that background threads read while the consumer computes.
 
     With a store, the messages of one more batch are in flight: the consumer's thread starts them,
     since not every transport may be called by several threads, and waits for them one batch later,
-    before the background thread makes the batch of them. If the store has a disk, the blocks of a
+    before a background thread makes the batch of them. If the store has a disk, the blocks of a
     further batch are on their way from there.
 
     Args:
@@ -42,8 +44,10 @@ class ReadAhead:
         mesh: determines this rank's blocks.
         sampler: the order of the batches.
         prefetch: batches that are read ahead.
+        readers: threads that read, each a batch; one with a store, whose blocks are read in order.
         endless: whether to read ahead into the next epoch.
-        device_input: copies blocks to a device; None leaves them in host memory.
+        device_input: makes what copies a thread's blocks to a device; None leaves them in host
+            memory.
         store: the store of blocks, if there is one.
     """
 
@@ -53,8 +57,9 @@ class ReadAhead:
         mesh: Mesh,
         sampler: MeshSampler,
         prefetch: int,
+        readers: int,
         endless: bool,
-        device_input: DeviceInput | None,
+        device_input: Callable[[], DeviceInput] | None,
         store: MemoryStore | None,
     ) -> None:
         self.dataset, self.mesh, self.sampler = dataset, mesh, sampler
@@ -62,10 +67,15 @@ class ReadAhead:
         self.waited_s = 0.0
         """Seconds that the consumer has waited so far."""
         self._endless = endless
-        self.device_input = device_input
+        self.device_inputs: queue.SimpleQueue[DeviceInput] | None = None
+        """Those that no thread uses; None without a device."""
+        if device_input is not None:
+            self.device_inputs = queue.SimpleQueue()
+            for _ in range(readers):
+                self.device_inputs.put(device_input())
         self._store = store
         self._slots: deque[_Slot] = deque()
-        self._pool = ThreadPoolExecutor(1, "pydist-loader")
+        self._pool = ThreadPoolExecutor(readers, "pydist-loader")
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
     def take(self, plan: GroupBatch) -> Read:
@@ -114,7 +124,7 @@ class ReadAhead:
                 store.undo(slot.delivery)
 
     def close(self) -> None:
-        """Ends the background thread, after the read in flight; leaves messages in flight alone."""
+        """Ends the background threads, after the reads in flight, and leaves messages alone."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _advance(self) -> None:
@@ -126,7 +136,7 @@ class ReadAhead:
                 if slot.delivery is not None:
                     slot.delivery.arrive()
                 slot.read = self._pool.submit(
-                    _read, self.dataset, self.mesh, slot.plan, self.device_input, slot.delivery
+                    _read, self.dataset, self.mesh, slot.plan, self.device_inputs, slot.delivery
                 )
 
     def _order(self, plan: GroupBatch) -> Delivery | None:
@@ -147,13 +157,16 @@ def _read(
     dataset: BlockSource,
     mesh: Mesh,
     plan: GroupBatch,
-    device_input: DeviceInput | None,
+    device_inputs: queue.SimpleQueue[DeviceInput] | None,
     delivery: Delivery | None,
 ) -> Read:
-    """Makes a batch; runs in the background thread."""
-    if delivery is None:
-        return read_group(dataset, mesh, plan, device_input)
+    """Makes a batch; runs in a background thread."""
+    source = dataset if delivery is None else delivery.source
+    device_input = None if device_inputs is None else device_inputs.get()
     try:
-        return read_group(delivery.source, mesh, plan, device_input)
+        return read_group(source, mesh, plan, device_input)
     finally:
-        delivery.end()
+        if device_inputs is not None and device_input is not None:
+            device_inputs.put(device_input)
+        if delivery is not None:
+            delivery.end()

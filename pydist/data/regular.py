@@ -26,7 +26,7 @@ def require_regular(path: Path) -> os.stat_result:
         status = path.stat()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
-    if not path.is_file():
+    if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file")
     return status
 
@@ -87,6 +87,9 @@ def change_since(path: Path, before: Stamp) -> str | None:
 class TrustedTree:
     """A folder that serves as one file of a data set; links may not lead out of it.
 
+    A path below the folder on which there is no link is in it, so that the folder's own place is
+    looked up only if there is one: each look-up is a message on a shared file system.
+
     Args:
         root: the folder.
         allow_roots: other folders to which links in it may lead.
@@ -95,9 +98,9 @@ class TrustedTree:
     def __init__(self, root: Path, allow_roots: Sequence[str | Path] = ()) -> None:
         self.root = root
         self._allow_roots = tuple(allow_roots)
-        self._trusted = tuple(os.path.realpath(each) for each in (root, *allow_roots))
+        self._trusted = (root, *self._allow_roots)
         self._folders: set[str] = set()
-        """Folders that were found to be in the tree."""
+        """Folders in the tree that are no links, or whose links were found to stay in it."""
 
     def inner(self, name: str) -> TrustedTree:
         """Returns the tree of a folder in this one; its links may lead wherever this one's may."""
@@ -114,10 +117,9 @@ class TrustedTree:
         Raises:
             DataError: the name, or a link on the path, leads out of the tree.
         """
-        self._require_name(name)
-        path = self.root / name
+        path = self._in_known_folder(name)
         self._require_inside(path)
-        return path
+        return Path(path)
 
     def open(self, name: str) -> tuple[int, os.stat_result]:
         """Opens a regular file in the tree for reading.
@@ -130,12 +132,7 @@ class TrustedTree:
                 file.
             OSError: it can't be opened.
         """
-        self._require_name(name)
-        path = f"{self.root}/{name}"
-        folder = path.rpartition("/")[0]
-        if folder not in self._folders:  # a chunk of Zarr is one of many in its folder
-            self._require_inside(Path(folder))
-            self._folders.add(folder)
+        path = self._in_known_folder(name)
         # Without O_NONBLOCK, opening a pipe would wait for its other end.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
@@ -143,7 +140,7 @@ class TrustedTree:
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
-            self._require_inside(Path(path))
+            self._require_inside(path)
             descriptor = os.open(os.path.realpath(path), flags)
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -151,12 +148,25 @@ class TrustedTree:
             raise DataError(f"{path}: not a regular file")
         return descriptor, status
 
-    def _require_name(self, name: str) -> None:
-        if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
+    def _in_known_folder(self, name: str) -> str:
+        """Returns the path of a name, after all folders on it were found to be in the tree."""
+        parts = name.split("/")
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise DataError(f"{self.root}: {name!r} leads out of it, or is no name in it")
+        path = str(self.root)
+        for part in parts[:-1]:
+            path = f"{path}/{part}"
+            if path not in self._folders:
+                self._require_inside(path)
+                self._folders.add(path)
+        return f"{path}/{parts[-1]}"
 
-    def _require_inside(self, path: Path) -> None:
+    def _require_inside(self, path: str) -> None:
+        """Raises `DataError` if the last part of a path is a link that leads out of the tree."""
+        if not os.path.islink(path):  # noqa: PTH114  each sample's file is looked up here
+            return
         real = os.path.realpath(path)
-        if not any(real == root or real.startswith(f"{root}{os.sep}") for root in self._trusted):
+        trusted = [os.path.realpath(root) for root in self._trusted]
+        if not any(real == root or real.startswith(f"{root}{os.sep}") for root in trusted):
             allowed = ", ".join(map(str, self._allow_roots)) or "none"
             raise DataError(f"{path}: a link to {real}, outside allow_roots ({allowed})")

@@ -126,6 +126,7 @@ def make_loader(
         batch_sizes(config, len(data)) if training else config.train.batch,
         training=training,
         prefetch=config.data.prefetch,
+        readers=config.data.readers,
         on_bad_sample=config.data.on_bad_sample,
         device=device,
         memory_format=memory_format(config.train, device),

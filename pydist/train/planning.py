@@ -80,7 +80,7 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
         state=_state(config),
         dtype=_DTYPES[config.train.amp],
         partitioned=partitioned,
-        prefetch=config.data.prefetch,
+        prefetch=max(config.data.prefetch, config.data.readers),
         file_bytes=math.prod(shape) * np.dtype(manifest.dtype).itemsize,
     )
     return step_model(trace, training, hardware, ranks)

@@ -102,7 +102,7 @@ def refused(capsys, arguments: list[str], code: int) -> str:
         ("check nets.py:fits", 2, "--sample is required without CONFIG.toml; pydist check --help"),
         ("check run.toml", 65, "none: no such folder; `pydist data universes none`"),
         ("predict run file.nii -o x.nii -n x", 2, "error: -n/--ranks x: INT is expected"),
-        ("predict run file.nii -o x.nii --spatial 2 1", 2, "--spatial 2 1: INT INT INT is expected"),
+        ("predict run file.nii -o x.nii --spatial 2 1", 2, "--spatial 2 1: INT INT INT is"),
         ("check nets.py:fits --sample 1,8 --seed x", 2, "error: --seed x: INT is expected"),
         ("check nets.py:fits --sample 1,8 --tolerance x", 2, "--tolerance x: FLOAT is expected"),
         ("train run.toml --mesh.spatial 2 1", 2, "2 1: INT INT INT or auto is expected"),

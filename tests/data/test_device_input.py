@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,9 @@ class Arrays:
 
 def through_device(loader: Loader) -> Loader:
     """Makes a loader read like `device="cuda"`, with the CPU as the device."""
-    assert loader._ahead.device_input is None
-    loader._ahead.device_input = DeviceInput(CPU)
+    assert loader._ahead.device_inputs is None
+    loader._ahead.device_inputs = queue.SimpleQueue()
+    loader._ahead.device_inputs.put(DeviceInput(CPU))
     if loader.store is not None:
         loader.store.form = BlockForm(loader.dataset, loader.mesh, on_device=True)
         loader.store.holdings._format_of = loader.store.form.of

@@ -13,6 +13,9 @@ KINDS = ("off", "memory")
 CODECS = ("raw", "zstd", "lz4", "blosc")
 """Possible values of `store_codec`."""
 
+MOST_READERS = 64
+"""Largest number of threads that read files."""
+
 LARGEST = 2**63 - 1
 """Bytes that mean a budget without limit."""
 
@@ -102,6 +105,26 @@ class StoreOptions:
     def _given(self, name: str, table: str) -> str:
         value = getattr(self, name)
         return f"{table}{name} = {str(value) if isinstance(value, Path) else value!r}"
+
+
+def check_readers(readers: int, store: str, table: str = "") -> None:
+    """Checks the number of threads that read files.
+
+    Args:
+        readers: the number.
+        store: as `StoreOptions` has it.
+        table: comes before each name in messages, such as "data.".
+
+    Raises:
+        UsageError: it is out of range, or there are several with a store.
+    """
+    if not 1 <= readers <= MOST_READERS:
+        raise UsageError(f"{table}readers = {readers}: 1 to {MOST_READERS} threads are possible")
+    if readers > 1 and store != "off":
+        raise UsageError(
+            f'{table}readers = {readers} with {table}store = "{store}": a store reads files in one '
+            "thread, and in the first epoch alone; 1 is possible"
+        )
 
 
 def _bytes_of(name: str, size: int | str) -> int:

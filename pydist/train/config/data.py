@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from pydist.data.augment.options import AugmentOptions, with_preset
 from pydist.data.mpi_io import MpiIo
-from pydist.data.store.options import StoreOptions
+from pydist.data.store.options import StoreOptions, check_readers
 from pydist.errors import UsageError
 from pydist.train.config.settings import Count, Flag, Number, Size, Table
 
@@ -38,6 +38,9 @@ class DataConfig(Table):
     """Lowest and highest intensity, in Hounsfield units for CT."""
     prefetch: Count = 2
     """Batches that are read ahead in the background."""
+    readers: Count = 1
+    """Threads that read, each a batch, without `store`: several are faster for NumPy and Zarr files
+    on shared file systems (HDF5 has one lock). As many batches are read ahead, at least."""
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """Whether a sample with NaN, infinite values or damaged bytes ends the run: "skip" trains on
     the next good sample instead, and validates without it, while at most 1 % are bad."""
@@ -88,4 +91,5 @@ class DataConfig(Table):
         if self.mpi_io:
             MpiIo()  # refuses an h5py without it
         self.store_options.check("data.")
+        check_readers(self.readers, self.store, "data.")
         self.augment.check("data.augment.")

@@ -132,7 +132,8 @@ class Staging(Operation):
     def completed(self, result: Any) -> None:
         assert self.check() == "index"
         others = {path.name for path in self.folder.iterdir() if not path.name.startswith("part-")}
-        assert RECORD in others and len(others) == 2  # and the index
+        assert RECORD in others
+        assert len(others) == 2  # and the index
         assert result == [0, 2, 3, 5]
 
     def start_anew(self) -> None:
