@@ -32,9 +32,9 @@ def predict(arguments: Sequence[str]) -> int:
     for name in ("spatial", "folds"):
         values = getattr(options, name)
         own += [f"--{name}", *map(str, values)] if values else []
-    for name in ("sliding", "overlap", "truth", "split", "factory", "task"):
+    for name in ("sliding", "overlap", "truth", "split", "on_bad_sample", "factory", "task"):
         value = getattr(options, name)
-        own += [f"--{name}", str(value)] if value not in (None, "") else []
+        own += [f"--{name.replace('_', '-')}", str(value)] if value not in (None, "") else []
     own += ["--probabilities"] if options.probabilities else []
     own += ["--allow-roots", *map(str, roots)] if (roots := options.trust.allow_roots) else []
     own += ["--untrusted"] if options.trust.untrusted else []
@@ -54,6 +54,7 @@ def _check(options: Arguments) -> None:
         DataError: an image does not exist.
         DiskError: there is no folder for the output, or its links form a cycle.
     """
+    from pydist.data.medical.dicom import is_series
     from pydist.data.medical.nifti_header import require_suffix
     from pydist.data.publish import real_path, refuse_overwriting
 
@@ -62,12 +63,12 @@ def _check(options: Arguments) -> None:
     for image in options.images:
         if not image.exists():
             raise DataError(f"{image}: no such file or folder")
-        if image.is_dir() and len(options.images) > 1:
+        if image.is_dir() and len(options.images) > 1 and not is_series(image):
             raise UsageError(f"{image} is a folder: give it alone, or the files of one volume")
     if are_samples(options):
         check_samples(options)
         return
-    if not options.images[0].is_dir():
+    if not _are_several(options.images):
         require_suffix(options.output)
         if not options.output.parent.is_dir():
             raise DiskError(f"{options.output.parent}: no such folder")
@@ -118,28 +119,38 @@ def _predict_here(options: Arguments) -> int:
         options.task,
     )
     first = mesh.rank == 0
+    skipped = 0
     with reported(mesh, predictor.device, options.device, len(cases)) as log:
-        if first and len(options.images) == 1 and options.images[0].is_dir():
+        if first and _are_several(options.images):
             make_folder(options.output)
         if first:
             owner.remove_temporaries(cases[0][1].parent)
         for images, output in cases:
             began = time.perf_counter()
-            predictor.predict_file(
-                images,
-                output,
-                _probabilities_of(output) if options.probabilities else None,
-                lambda done, windows: log.emit("windows", done=done, windows=windows),
-            )
-            seconds = time.perf_counter() - began
             dice: dict[str, float] = {}
-            if options.truth is not None:
-                with together(mesh.world):
-                    if first:
-                        truth = _truth_of(options, output)
-                        dice = dice_of_files(output, truth, predictor.class_names)
+            try:
+                predictor.predict_file(
+                    images,
+                    output,
+                    _probabilities_of(output) if options.probabilities else None,
+                    lambda done, windows: log.emit("windows", done=done, windows=windows),
+                )
+                if options.truth is not None:
+                    with together(mesh.world):
+                        if first:
+                            truth = _truth_of(options, output)
+                            dice = dice_of_files(output, truth, predictor.class_names)
+            except DataError as error:  # on all ranks
+                if options.on_bad_sample == "stop":
+                    raise
+                log.emit("skipped", text=str(error))
+                skipped += 1
+                continue
+            seconds = time.perf_counter() - began
             log.emit("predicted", output=str(output), seconds=seconds, dice=dice)
     mesh.world.barrier()
+    if skipped:
+        raise DataError(f"{skipped} of {len(cases)} volumes could not be predicted")
     return 0
 
 
@@ -160,7 +171,7 @@ def _truth_of(options: Arguments, output: Path) -> Path:
     if not options.truth.is_dir():
         return options.truth
     # Of a case in a folder the number of the channel is left out already.
-    is_case = options.images[0].is_dir()
+    is_case = _are_several(options.images)
     name = stem(output) if is_case else stem(options.images[0]).removesuffix("_0000")
     for suffix in SUFFIXES:
         if (path := options.truth / f"{name}{suffix}").is_file():
@@ -180,7 +191,14 @@ def _cases(images: Sequence[Path], output: Path) -> list[tuple[tuple[Path, ...],
     """Returns each volume's files and its output path."""
     from pydist.data.medical.layouts import find_images
 
-    if len(images) == 1 and images[0].is_dir():
+    if _are_several(images):
         found = find_images(images[0])
         return [(files, output / f"{name}.nii.gz") for name, files in found.items()]
     return [(tuple(images), output)]
+
+
+def _are_several(images: Sequence[Path]) -> bool:
+    """Returns whether the input is a folder of volumes, and not the files of one volume."""
+    from pydist.data.medical.dicom import is_series
+
+    return len(images) == 1 and images[0].is_dir() and not is_series(images[0])

@@ -23,8 +23,9 @@ class Arguments:
     checkpoint: tyro.conf.Positional[Path]
     """Folder of a run, or one of its checkpoints."""
     images: tyro.conf.Positional[tuple[Path, ...]]
-    """A volume's files, one per channel; or a folder of volumes, whose files end in _0000, _0001,
-    ... where there are several channels. Or .npy files, a folder of them, or a data set."""
+    """A volume's files, one per channel, or its folder with a DICOM series; or a folder of volumes,
+    whose files end in _0000, _0001, ... where there are several channels. Or .npy files, a folder
+    of them, or a data set."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """Labels: a file ending in .nii or .nii.gz, or a folder if the images are in one. Of NumPy
     files and data sets: a .csv file for values and classes of samples, a folder for labels."""
@@ -49,6 +50,9 @@ class Arguments:
     """True labels, a file, or a folder with files of the same names: prints the Dice of classes."""
     split: str = "val"
     """Split of a data set."""
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    """Whether a volume or sample that can't be predicted, as it is damaged or has another shape,
+    ends the command, or is named and left out; then the command ends with 65."""
     trust: tyro.conf.OmitArgPrefixes[FileTrust] = field(default_factory=FileTrust)
     """How far the files of a data set are trusted."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydist.cli.predict_options import Arguments
-from pydist.errors import DiskError, UsageError
+from pydist.errors import DataError, DiskError, UsageError
 
 if TYPE_CHECKING:
     from pydist.inference.resident import Resident
@@ -20,11 +20,13 @@ _TABLE = ".csv"
 
 
 def are_samples(options: Arguments) -> bool:
-    """Returns whether the input is NumPy files or a data set, not NIfTI files.
+    """Returns whether the input is NumPy files or a data set, not NIfTI files or a DICOM series.
 
     Raises:
         UsageError: it is both, or neither.
     """
+    from pydist.data.medical.dicom import is_series
+
     first = options.images[0]
     if _is_dataset(first):
         return True
@@ -36,7 +38,7 @@ def are_samples(options: Arguments) -> bool:
             f"NumPy files such as {arrays[0]} and NIfTI files such as {volumes[0]}: predict them "
             "one after the other"
         )
-    if not arrays and not volumes:
+    if not arrays and not volumes and not is_series(first):
         within = "a folder without" if first.is_dir() else "not"
         raise UsageError(
             f"{first}: {within} NIfTI files (.nii, .nii.gz) or NumPy files ({_SUFFIX}), and not a "
@@ -104,13 +106,16 @@ def predict_samples_here(options: Arguments) -> None:
             if mesh.rank == 0:
                 _check_output(options, resident)
         began = time.perf_counter()
+        skipped: list[DataError] = []
         if mesh.rank == 0:
-            _predict(options, resident, log)
+            skipped = _predict(options, resident, log)
         else:
             resident.follow()
         seconds = time.perf_counter() - began
         log.emit("predicted", output=str(options.output), seconds=seconds, dice={})
-    mesh.world.barrier()
+    with together(mesh.world):
+        if skipped:
+            raise DataError(f"{len(skipped)} samples could not be predicted")
 
 
 def _check_output(options: Arguments, resident: Resident) -> None:
@@ -143,9 +148,21 @@ def _check_output(options: Arguments, resident: Resident) -> None:
     owner.remove_temporaries(output)
 
 
-def _predict(options: Arguments, resident: Resident, log: EventLog) -> None:
-    """Predicts on the first rank, and ends what the other ranks do for it."""
+def _predict(options: Arguments, resident: Resident, log: EventLog) -> list[DataError]:
+    """Predicts on the first rank, and ends what the other ranks do for it.
+
+    Returns:
+        Why samples were left out.
+    """
     from pydist.inference.samples import predict_samples
+
+    skipped: list[DataError] = []
+
+    def skip(error: DataError) -> None:
+        if options.on_bad_sample == "stop":
+            raise error
+        log.emit("skipped", text=str(error))
+        skipped.append(error)
 
     try:
         samples = _samples(options)
@@ -155,9 +172,11 @@ def _predict(options: Arguments, resident: Resident, log: EventLog) -> None:
             samples,
             options.output,
             lambda done: log.emit("windows", done=done, windows=count),
+            skip,
         )
     finally:
         resident.end()
+    return skipped
 
 
 def _samples(options: Arguments) -> Samples:

@@ -102,6 +102,10 @@ class PredictionView:
         if self._task is not None:
             self._bar.update(self._task, completed=self._finished, volume=self._volume())
 
+    def _on_skipped(self, event: Event) -> None:
+        self._finished += 1
+        self._say("skipped", event["text"])
+
     def _volume(self) -> str:
         return f"volume {min(self._finished + 1, self._cases)}/{self._cases}"
 

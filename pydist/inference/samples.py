@@ -92,6 +92,7 @@ def predict_samples(
     samples: Samples,
     output: Path,
     progress: Callable[[int], None] = lambda done: None,
+    on_bad: Callable[[DataError], None] | None = None,
 ) -> None:
     """Predicts samples, and writes the results. On the first rank; the others are in `follow`.
 
@@ -105,6 +106,7 @@ def predict_samples(
         samples: what is predicted.
         output: the file or folder.
         progress: called with the number of samples that are predicted.
+        on_bad: called with the error of a sample that is left out; by default it is raised.
 
     Raises:
         DataError: a sample can't be read, or is none that the network accepts.
@@ -112,7 +114,7 @@ def predict_samples(
     """
     loaded = resident.loaded
     if loaded.kind == "segmentation":
-        for index, scores in _outputs(resident, samples, progress):
+        for index, scores in _outputs(resident, samples, progress, on_bad or _stop):
             labels = labels_of(scores)
             path = output / f"{samples.names[index]}{SUFFIX}"
             with publishing(path, labels.nbytes) as file:
@@ -122,10 +124,12 @@ def predict_samples(
     # Opened first: a folder that can't be written is told before anything is computed.
     with publishing(output, 0) as file:
         table = csv.writer(codecs.getwriter("utf-8")(file))
-        for index, found in _outputs(resident, samples, progress):
+        is_first = True
+        for index, found in _outputs(resident, samples, progress, on_bad or _stop):
             names, scores = loaded.names_of(found.numel()), found.double().flatten()
-            if index == 0:
+            if is_first:
                 table.writerow(["sample", *known, *_columns(loaded.kind, names)])
+                is_first = False
             values: list[Any] = scores.tolist()
             if loaded.kind == "classification":
                 values = [names[int(scores.argmax())], *scores.softmax(0).tolist()]
@@ -140,17 +144,33 @@ def _columns(kind: str, names: Sequence[str]) -> list[str]:
 
 
 def _outputs(
-    resident: Resident, samples: Samples, progress: Callable[[int], None]
+    resident: Resident,
+    samples: Samples,
+    progress: Callable[[int], None],
+    on_bad: Callable[[DataError], None],
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields the number and the output of each sample, as many at a time as there are groups."""
     for first in range(0, len(samples.names), resident.groups):
         numbers = range(first, min(first + resident.groups, len(samples.names)))
-        inputs = [resident.prepared(samples.read(i), samples.places[i]) for i in numbers]
-        for number, found in zip(numbers, resident.predict(inputs), strict=True):
-            if not found.isfinite().all():
-                raise DataError(
+        inputs: dict[int, Tensor] = {}
+        for number in numbers:
+            try:
+                inputs[number] = resident.prepared(samples.read(number), samples.places[number])
+            except DataError as error:
+                on_bad(error)
+        outputs = resident.predict(list(inputs.values())) if inputs else []
+        for number, found in zip(inputs, outputs, strict=True):
+            if found.isfinite().all():
+                yield number, found
+                continue
+            on_bad(
+                DataError(
                     f"{samples.places[number]}: the network's output is not finite: the sample has "
                     "extreme values, or training diverged"
                 )
-            yield number, found
+            )
         progress(numbers.stop)
+
+
+def _stop(error: DataError) -> None:
+    raise error

@@ -82,7 +82,7 @@ class TestPrediction:
     ) -> None:
         mesh = Mesh(devices, groups, (2 // groups, 1, 1))
         random = np.random.default_rng(1)
-        samples = [random.gamma(2.0, 1.0, (1, 32, 32, 32)).astype(np.float32) for _ in range(3)]
+        samples = [random.poisson(1.0, (4, 32, 32, 32)).astype(np.int16) for _ in range(3)]
         results = []
         for device in ("cuda", "cpu"):
             resident = Resident(runs / "universes", mesh, device=device)

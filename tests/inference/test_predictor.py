@@ -20,6 +20,7 @@ from pydist.comm import run_local
 from pydist.data import ShardDataset
 from pydist.data.medical.case import read_image
 from pydist.data.medical.convert import convert_nifti
+from pydist.data.medical.dicom import read_dicom
 from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.grid import VoxelGrid
 from pydist.data.medical.options import CTOptions, GridOptions
@@ -38,6 +39,7 @@ from pydist.train.config import (
     UNet3dConfig,
 )
 from pydist.train.metadata import load_trained
+from support.data.series import write_series
 from support.training.runs import job
 
 SHAPE = (20, 18, 26)
@@ -286,6 +288,39 @@ def test_command_with_windows_folds_probabilities_and_truth(trained, fold, tmp_p
     np.testing.assert_array_equal(written, likely)
     np.testing.assert_allclose(likely.sum(-1), 1, atol=1e-5)
     assert np.abs(likely - alone).max() > 0.01  # the other fold counts
+
+
+@pytest.mark.parametrize("ranks", [(), ("-n", "2")])
+def test_a_damaged_volume_is_left_out_if_asked_for(trained, tmp_path, capfd, ranks):
+    images, out = tmp_path / "images", tmp_path / "out"
+    shutil.copytree(trained / "nifti" / "imagesTr", images)
+    damaged = images / "ct_0001_0000.nii.gz"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    command = ["predict", str(trained / "run"), str(images), "-o", str(out), "--device", "cpu"]
+    assert main([*command, *ranks, "--on-bad-sample", "skip"]) == 65
+    said = capfd.readouterr()
+    assert f"skipped    {damaged}: " in said.out
+    assert said.err.count("1 of 4 volumes could not be predicted") == 1
+    assert {path.name for path in out.iterdir()} == {f"ct_{n:04}.nii.gz" for n in (0, 2, 3)}
+
+
+@pytest.mark.parametrize("ranks", [(), ("-n", "2")])
+def test_a_dicom_series_is_predicted_as_the_same_volume_in_nifti(trained, tmp_path, ranks):
+    pytest.importorskip("pydicom")
+    values = np.random.default_rng(1).integers(-200, 300, (20, 18, 26)).astype("int16")
+    series = write_series(tmp_path / "series", values, spacing=(1.0, 1.5), step=2.0)
+    affine = read_dicom(series).affine
+    nib.save(nib.Nifti1Image(values.transpose(2, 1, 0), affine), tmp_path / "same.nii.gz")
+    labels = []
+    for image, name in ((series, "a.nii.gz"), (tmp_path / "same.nii.gz", "b.nii.gz")):
+        command = ["predict", str(trained / "run"), str(image), "-o", str(tmp_path / name)]
+        assert main([*command, "--device", "cpu", *ranks]) == 0
+        labels.append(nib.load(tmp_path / name))
+    np.testing.assert_allclose(labels[0].affine, labels[1].affine, atol=1e-4)
+    found, expected = (np.asarray(each.dataobj) for each in labels)
+    assert found.shape == (26, 18, 20)
+    assert np.array_equal(found, expected)
+    assert len(np.unique(found)) > 1
 
 
 def test_networks_of_other_grids_are_not_averaged(trained, tmp_path):

@@ -92,7 +92,9 @@ def expected(root: Path, name: str) -> torch.Tensor:
         return loaded.network(torch.stack([data.read_block(i) for i in range(len(data))]))
 
 
-def predict(root: Path, name: str, samples, output: Path, ranks: int = 1, spatial=(1, 1, 1)):
+def predict(
+    root: Path, name: str, samples, output: Path, ranks: int = 1, spatial=(1, 1, 1), on_bad=None
+):
     def body(world):
         mesh = Mesh(world, None, spatial)
         resident = Resident(root / f"run-{name}", mesh, factory=factory_of(name))
@@ -100,7 +102,7 @@ def predict(root: Path, name: str, samples, output: Path, ranks: int = 1, spatia
             resident.follow()
             return
         try:
-            predict_samples(resident, samples(), output)
+            predict_samples(resident, samples(), output, on_bad=on_bad)
         finally:
             resident.end()
 
@@ -228,6 +230,39 @@ def test_other_files_among_samples_are_refused(root, tmp_path, capfd):
     (tmp_path / "a.nii").touch()
     assert main(["predict", "run", str(tmp_path / "a.nii"), "-o", "x.csv"]) == 2
     assert "tables are for .npy files and data sets, not for NIfTI" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("ranks", "spatial"), [(1, (1, 1, 1)), (2, (1, 1, 1)), (2, (2, 1, 1))])
+def test_bad_samples_are_left_out_if_asked_for(root, tmp_path, ranks, spatial):
+    """Also the first one, after which the table has its heading, and all of a round."""
+    good = np.ones((4, 8, 8, 8), np.int16)
+    arrays = {"a": -good, "b": good, "c": -good, "d": good[:3], "e": 2 * good}
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    paths = [tmp_path / f"{name}.npy" for name in arrays]
+    skipped: list[str] = []
+
+    def on_bad(error: DataError) -> None:
+        skipped.append(str(error))
+
+    predict(root, "universes", lambda: NumpySamples(paths), tmp_path / "o", ranks, spatial, on_bad)
+    assert [row["sample"] for row in rows_of(tmp_path / "o")] == ["b", "e"]
+    assert [Path(text.split(":")[0]).stem for text in skipped] == ["a", "c", "d"]
+
+
+def test_the_command_leaves_bad_samples_out_and_ends_with_an_error(root, tmp_path, capfd):
+    for name, factor in (("a", 1), ("b", -1)):
+        np.save(tmp_path / f"{name}.npy", np.full((4, 8, 8, 8), factor, np.int16))
+    output = tmp_path / "found.csv"
+    command = ["predict", str(root / "run-universes"), str(tmp_path), "-o", str(output)]
+    command += ["--factory", FACTORY, "--device", "cpu"]
+    assert main(command) == 65
+    assert not output.exists()
+    assert main([*command, "--on-bad-sample", "skip"]) == 65
+    assert [row["sample"] for row in rows_of(output)] == ["a"]
+    said = capfd.readouterr()
+    assert f"skipped    {tmp_path}/b.npy: " in said.out
+    assert "1 samples could not be predicted" in said.err
 
 
 def test_nan_of_a_network_is_an_error(root, tmp_path):
