@@ -86,7 +86,7 @@ def test_version_is_that_of_the_package(capsys):
         (["run", "-n", "2", "--", "nowhere.py"], 2, "no script 'nowhere.py'"),
         (["run", "-n2", "--mpi=gloo", "nowhere.py"], 2, "no script 'nowhere.py'"),
         (["demo", "--folder", "ok.toml/x"], 74, "can't write into ok.toml/x: Not a directory"),
-        (["predict", "none", "ok.toml", "-o", "b.nii"], 73, "no checkpoint here"),
+        (["predict", "none", "a.nii", "-o", "b.nii"], 73, "no checkpoint here"),
         (["predict", "none", "a.nii"], 2, "--output"),
         (["data", "nifti", "nowhere", "x"], 65, "nowhere: no such folder"),
         (["data", "ct", "x", "--count", "0"], 2, "count=0: at least 1 volume"),
@@ -101,6 +101,7 @@ def test_a_mistake_is_one_line_and_the_right_exit_code(
     monkeypatch.chdir(tmp_path)
     Path("ok.toml").write_text('[model]\nwidth = 32\n[data]\npath = "none"\n')
     Path("wrong.toml").write_text("[model]\nwidht = 32\n")
+    Path("a.nii").touch()
     assert cli.main(arguments) == code
     said = capsys.readouterr().err
     assert message in said
