@@ -14,6 +14,7 @@ stages, and bit-identically on the same.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from pydist import owner
 from pydist.comm import Transport
 from pydist.comm.consensus import together
 from pydist.errors import CheckpointError, UsageError
+from pydist.optim.partitioned import kind_of
 from pydist.parsing import parse_json
 from pydist.train import checkpoint, nested_state
 from pydist.train.network import network_of
@@ -86,7 +88,7 @@ def save(
 
     Args:
         folder: folder of the loop's checkpoints; created if missing.
-        step: number of steps done.
+        step: number of steps done, at least 0.
         model: the parallelized network, or one in stages.
         optimizer: its optimizer, partitioned or not.
         scheduler: the learning-rate schedule.
@@ -94,14 +96,14 @@ def save(
         loader: a `pydist.data.Loader`, a `Resumable`, or another one with a state.
         extra: anything else on the rank that writes: nested dicts, lists and tuples of tensors,
             numbers, texts and `None`.
-        keep: number of latest checkpoints to keep.
+        keep: number of latest checkpoints to keep, at least 1.
 
     Returns:
         The checkpoint, `folder/step-000120`. `folder/last` links to it.
 
     Raises:
-        UsageError: the model is not parallelized, the loader has no position, or the folder has
-            checkpoints of another run, which has done as many steps.
+        UsageError: the model is not parallelized, the loader has no position, a number is out of
+            range, or the folder has checkpoints of another run, which has done as many steps.
         CheckpointError: a state holds something else than these values.
         DiskError: the disk is full or fails; earlier checkpoints are unchanged.
     """
@@ -119,6 +121,8 @@ def save(
         if each is not None:
             parts[name] = each.state_dict()
     with together(job.world, "packing the state of each rank"):
+        step = _whole_number("step", step, 0)
+        keep = _whole_number("keep", keep, 1)
         mine = _pack(own)
     everyones = job.world.all_gather_bytes(mine)
     distinct = list(dict.fromkeys(everyones))
@@ -127,6 +131,7 @@ def save(
         "of": [distinct.index(each) for each in everyones],
     }
     parts["extra"] = extra
+    parts["kinds"] = {"optimizer": kind_of(optimizer)}
     path = Path(folder)
     with together(job.world, "saving a checkpoint"):
         if job.writes:
@@ -178,6 +183,8 @@ def load(
             for name, each in {"optimizer": optimizer, **others}.items():
                 if each is not None and name not in parts:
                     raise CheckpointError(f"checkpoint {path} has no state of a {name}")
+            if optimizer is not None:
+                _require_kind(path, parts, optimizer)
             restore(network, optimizer, job.mesh, parts)
             for name, other in others.items():
                 if other is not None:
@@ -226,6 +233,27 @@ def _refuse_other_run(folder: Path, step: int, model: object) -> None:
     )
 
 
+def _whole_number(name: str, value: Any, least: int) -> int:
+    """Returns a whole number, of any type that is one; raises `UsageError` if it is none."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise UsageError(f"{name} = {value!r}: a whole number of at least {least} is needed")
+    return number
+
+
+def _require_kind(path: Path, parts: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raises `CheckpointError` if a checkpoint has the state of another kind of optimizer."""
+    there, here = parts.get("kinds", {}).get("optimizer"), kind_of(optimizer)
+    if there is not None and there != here:  # checkpoints had no kinds once
+        raise CheckpointError(
+            f"checkpoint {path} has the state of the optimizer {there}, and this one is {here}: "
+            "call load without it to restore the rest"
+        )
+
+
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors are equal, also where they are NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -236,7 +264,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _pack(state: object) -> bytes:
     skeleton, tensors = nested_state.flatten_state(state)
-    return nested_state.dumps(skeleton) + b"\0" + safetensors.torch.save(tensors)
+    return nested_state.dumps(skeleton) + b"\0" + nested_state.encode(tensors)
 
 
 def _unpack(message: bytes) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from pydist import Mesh, checkpoint, parallelize, pipeline, run_local
+from pydist import Mesh, checkpoint, distribute_tensor, parallelize, pipeline, run_local
 from pydist.comm import LocalTransport
 from pydist.errors import CheckpointError, DiskError, UsageError
 from pydist.optim import sharded
@@ -345,7 +345,12 @@ def test_mistakes_are_one_line(tmp_path):
         checkpoint.save(tmp_path, 1, loader=DataLoader(Plain()), **states)
     with pytest.raises(CheckpointError, match=r"can't store a: a set is neither"):
         checkpoint.save(tmp_path, 1, extra={"a": {1}}, **states)
-    path = checkpoint.save(tmp_path, 3, **states)
+    for wrong in ({"step": -1}, {"step": 3.0}, {"step": None}, {"keep": 0}, {"keep": -1}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(UsageError, match=f"{name} = {value}: a whole number of at least"):
+            checkpoint.save(tmp_path, **{"step": 1, **states, **wrong})
+    assert not list(tmp_path.iterdir())
+    path = checkpoint.save(tmp_path, np.int64(3), **states)
     assert path == checkpoint.latest(tmp_path) == checkpoint.save(tmp_path, 3, **states)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     with pytest.raises(CheckpointError, match="step-000003 has no state of a scheduler"):
@@ -360,3 +365,49 @@ def test_mistakes_are_one_line(tmp_path):
             checkpoint.save(tmp_path, step, **states)
     assert checkpoint.load(path, model=model).step == 3
     checkpoint.save(tmp_path, 4, **states)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path, ranks):
+    """Also where its settings have the same names; partitioned or not does not matter."""
+
+    def job(mesh: Mesh) -> None:
+        model = parallelize(network(labeled=False), mesh)
+        adam: Any = sharded(torch.optim.Adam(model.parameters()), model, "always")
+        model(SAMPLES.inputs[:1]).sum().backward()
+        adam.step()
+        checkpoint.save(tmp_path, 1, model=model, optimizer=adam)
+        for kind in (torch.optim.RAdam, torch.optim.SGD, torch.optim.RMSprop):
+            optimizer = kind(model.parameters(), 0.1)
+            with pytest.raises(CheckpointError, match=f"optimizer Adam, and .* {kind.__name__}: "):
+                checkpoint.load(tmp_path, model=model, optimizer=optimizer)
+            assert not optimizer.state
+        plain = torch.optim.Adam(model.parameters())
+        assert checkpoint.load(tmp_path, model=model, optimizer=plain) is not None
+        assert plain.state
+
+    on_ranks((1, 1, 1), job, data=ranks)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "sparse", "no text", "a key", "deep", "complex"])
+def test_what_can_not_be_stored_is_an_error_of_all_ranks(tmp_path, kind):
+    def job(mesh: Mesh) -> None:
+        model = parallelize(network(labeled=False), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        text = b"caf\xe9".decode("utf-8", "surrogateescape")
+        deep: Any = ()
+        for _ in range(40):
+            deep = (deep,)
+        extra: Any = {
+            "sharded": distribute_tensor(torch.ones(1, 1, 4, 4, 4), mesh),
+            "sparse": torch.eye(2).to_sparse(),
+            "no text": text,
+            "a key": {text: torch.ones(1)},
+            "deep": deep,
+            "complex": torch.ones(2, dtype=torch.complex128),
+        }[kind]
+        with pytest.raises(CheckpointError, match="can't store "):
+            checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer, extra=[extra])
+        assert not list(tmp_path.iterdir())
+
+    on_ranks((2, 1, 1), job)

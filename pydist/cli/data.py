@@ -191,6 +191,10 @@ def dicom(arguments: Sequence[str]) -> int:
     return 0
 
 
+_MANY = 100
+"""Label from which on it may be a mark instead of a class, where no file names the classes."""
+
+
 def _convert_medical(chosen: _Nifti | _Dicom) -> None:
     """Converts images with labels, with a progress bar, and says which were rejected."""
     from pydist.data.medical.convert import convert_nifti
@@ -207,6 +211,13 @@ def _convert_medical(chosen: _Nifti | _Dicom) -> None:
     ignored = manifest.origin["options"].get("ignore_label")
     if ignored is not None:
         console.print(f"next       set train.ignore_label = {ignored}: these voxels have no class")
+    highest = len(manifest.class_names) - 1
+    if ignored is None and highest >= _MANY and manifest.class_names[highest] == f"class {highest}":
+        console.print(
+            f"notice     the highest label is {highest}, so there are {highest + 1} classes; if it "
+            f"marks voxels without a class, convert with --ignore-label {highest} --overwrite",
+            soft_wrap=True,
+        )
 
 
 def index(arguments: Sequence[str]) -> int:

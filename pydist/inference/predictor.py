@@ -105,7 +105,7 @@ class Predictor:
 
     def predict_file(
         self,
-        images: Sequence[str | Path],
+        images: str | Path | Sequence[str | Path],
         output: str | Path,
         probabilities: str | Path | None = None,
         progress: WindowProgress | None = None,
@@ -116,7 +116,7 @@ class Predictor:
         rank of the group reads and writes, part by part.
 
         Args:
-            images: one file per channel, or one with all channels.
+            images: one file per channel, or one with all channels; or the folder of a DICOM series.
             output: file ending in .nii or .nii.gz; affine, codes, spacing and extents are those of
                 the first image.
             probabilities: file for the probabilities, [x, y, z, class] float32; none by default.
@@ -127,6 +127,7 @@ class Predictor:
             UsageError: nibabel is missing, `output` has another suffix or is one of the images.
             DiskError: `output` can't be written.
         """
+        images = [images] if isinstance(images, str | Path) else images
         if not images:
             raise UsageError("no image was given: a file a channel, or one with all")
         for each in (output, probabilities):
@@ -187,6 +188,8 @@ class Predictor:
                 raise DataError(
                     f"the image: the shape {shape}; the network accepts [{channels}, D, H, W]"
                 )
+            if not all(found.extents):
+                raise DataError(f"the image: the shape {shape} has no voxels")
             if any(extent % self._multiple for extent in found.extents):
                 raise DataError(
                     f"the image: {found.extents} voxels; the network needs multiples of "

@@ -1,7 +1,7 @@
-"""Handles calls on lists of gradients, both plain and of sharded weights.
+"""Handles calls on lists of gradients and weights, both plain and sharded ones.
 
 `GradScaler` makes one, clipping and `zero_grad` make others with `foreach=True`; by default torch
-makes those for plain tensors only.
+makes those for plain tensors only. Averages of weights (`torch.optim.swa_utils`) make the last.
 """
 
 from __future__ import annotations
@@ -60,3 +60,12 @@ def clamp_max_all(grads: Sequence[Tensor], bound: float) -> None:
     """Lowers values of gradients to a bound."""
     for grad in grads:
         grad.clamp_(max=bound)
+
+
+@implements(torch._foreach_lerp_)
+def lerp_all(weights: Sequence[Tensor], others: Sequence[Tensor], weight: Any) -> None:
+    """Moves averaged weights towards others."""
+    if isinstance(weight, Sequence):
+        raise refusal(torch._foreach_lerp_, (weights, others), {}, "one factor for all")
+    for average, other in zip(weights, others, strict=True):
+        average.lerp_(other, weight)

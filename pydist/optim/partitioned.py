@@ -99,6 +99,12 @@ def gather_gradients(model: nn.Module) -> None:
     entry_hook_of(model).reducer.gather_gradients()
 
 
+def kind_of(optimizer: Optimizer) -> str:
+    """Returns the name of an optimizer's class; of a partitioned one, that of the wrapped one."""
+    plain = optimizer._inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+    return type(plain).__name__
+
+
 class ShardedOptimizer(Optimizer):
     """Optimizer of torch that each rank applies to its own part of the parameters (ZeRO-1).
 

@@ -147,7 +147,7 @@ def _encode(parts: Mapping[str, object]) -> dict[str, bytes]:
     for part, state in parts.items():
         tensors: dict[str, Tensor]
         skeletons[part], tensors = nested_state.flatten_state(state)
-        files[f"{part}.safetensors"] = safetensors.torch.save(tensors)
+        files[f"{part}.safetensors"] = nested_state.encode(tensors)
     files[_STATE] = nested_state.dumps(skeletons)
     return files
 

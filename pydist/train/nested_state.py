@@ -11,10 +11,13 @@ import json
 import math
 from typing import Any, TypeAlias
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from pydist.errors import CheckpointError
+from pydist.parsing import require_shallow
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
@@ -83,15 +86,19 @@ def _flatten(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) -
         return {"$float": repr(value)}
     # Exact types: a NumPy number or an enum would not be restored as such.
     if value is None or type(value) in (str, int, float, bool):
+        if isinstance(value, str):
+            _require_text(value, path)
         return value  # type: ignore[return-value]
     raise CheckpointError(
-        f"can't store {'.'.join(path) or 'the state'}: a {type(value).__name__} is neither a "
-        "tensor nor a plain value"
+        f"can't store {_named(path)}: a {type(value).__name__} is neither a tensor nor a plain "
+        "value"
     )
 
 
 def _flatten_dict(value: dict[Any, Any], path: tuple[str, ...], tensors: dict[str, Tensor]) -> Json:
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        for key in value:
+            _require_text(key, path)
         return {key: _flatten(item, (*path, key), tensors) for key, item in value.items()}
     pairs: list[Json] = [
         [_flatten(key, path, tensors), _flatten(item, (*path, str(key)), tensors)]
@@ -100,17 +107,60 @@ def _flatten_dict(value: dict[Any, Any], path: tuple[str, ...], tensors: dict[st
     return {"$dict": pairs}
 
 
+def _require_text(value: str, path: tuple[str, ...]) -> None:
+    """Raises `CheckpointError` if a text is no UTF-8, as names of files may be."""
+    if value.isascii():
+        return
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"can't store {_named(path)}: {value!r} is no UTF-8") from error
+
+
+def _named(path: tuple[str, ...]) -> str:
+    return ".".join(path) or "the state"
+
+
 def _keep(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Tensor]) -> str:
     name = base = ".".join(path) or "tensor"
     copies = 0
     while name in tensors:
         copies += 1
         name = f"{base}#{copies}"
+    sparse = tensor.layout != torch.strided
     # A copy: tied weights share memory, which the file format does not support.
-    tensors[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    form = torch.preserve_format if sparse else torch.contiguous_format
+    found = tensor.detach().to("cpu", copy=True, memory_format=form)
+    if type(found) is not Tensor or sparse:
+        kind = f"a tensor of {tensor.layout}" if sparse else f"a {type(found).__name__}"
+        raise CheckpointError(
+            f"can't store {_named(path)}: {kind} is no plain tensor; full_tensor() makes one of a "
+            "sharded tensor, to_dense() of a sparse one"
+        )
+    tensors[name] = found
     return name
 
 
+def encode(tensors: dict[str, Tensor]) -> bytes:
+    """Encodes tensors as safetensors.
+
+    Raises:
+        CheckpointError: the format does not have the type of one of them.
+    """
+    try:
+        return safetensors.torch.save(tensors)
+    except (SafetensorError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"can't store a tensor: {error}") from error
+
+
 def dumps(skeleton: Json) -> bytes:
-    """Encodes a skeleton, with exact floats and keys in the given order."""
+    """Encodes a skeleton, with exact floats and keys in the given order.
+
+    Raises:
+        CheckpointError: it is nested so deeply that it can't be read.
+    """
+    try:
+        require_shallow(skeleton)
+    except ValueError as error:
+        raise CheckpointError(f"can't store a state: {error}") from None
     return json.dumps(skeleton, allow_nan=False, ensure_ascii=False, indent=1).encode()

@@ -350,6 +350,8 @@ def test_errors_are_those_of_every_rank(trained, tmp_path):
             with pytest.raises(error, match=message):
                 predictor.predict_file(images, tmp_path / output)
         assert list(tmp_path.glob("a.*")) == []
+        predictor.predict_file(str(image), tmp_path / "a.nii")  # the path of one file
+        assert (tmp_path / "a.nii").is_file()
 
     run_local(body, 2, timeout=120)
 
@@ -370,6 +372,7 @@ def test_images_that_are_none_are_named(trained, tmp_path):
         "torch.sparse_coo torch.float32; real": (made.to_sparse(), DataError),
         "of kind meta; real": (made.to("meta"), DataError),
         "the shape \\(16, 16, 16\\)": (made[0], DataError),
+        "the shape \\(1, 0, 16, 16\\) has no voxels": (made[:, :0], DataError),
     }
 
     def body(world):

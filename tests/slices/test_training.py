@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import pydist
 from pydist import Mesh, ShardedTensor
@@ -213,3 +215,30 @@ class Branches(nn.Module):
 def test_plain_inputs(mesh):
     torch.manual_seed(0)
     compare(Branches().double(), randn(2, 6, 8, 6, 6), mesh, sharded=4)
+
+
+@pytest.mark.parametrize(
+    "average", [get_ema_multi_avg_fn(0.7), get_swa_multi_avg_fn()], ids=["ema", "swa"]
+)
+@pytest.mark.parametrize("mesh", ["channel 2", "channel 2:1"])
+def test_averages_of_sharded_weights(mesh: str, average: Any) -> None:
+    """Also with biases, some of which are plain."""
+
+    def averaged(network: nn.Module) -> list[Tensor]:
+        found = AveragedModel(network, multi_avg_fn=average)
+        for step in range(3):
+            with torch.no_grad():
+                for weight in network.parameters():
+                    weight.mul_(1.5 + step)
+            found.update_parameters(network)
+        return [whole_of(weight) for weight in found.parameters()]
+
+    network = nn.Sequential(nn.Conv3d(6, 8, 3), nn.Tanh(), nn.Conv3d(8, 6, 1)).double()
+    expected = averaged(copy.deepcopy(network))
+
+    def job(mesh: Mesh) -> None:
+        found = averaged(pydist.parallelize(copy.deepcopy(network), mesh, sharded_weights=True))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+    on_ranks(body=job, **{"spatial": (1, 1, 1), **MESHES[mesh]})

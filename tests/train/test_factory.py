@@ -18,7 +18,7 @@ from pydist.data import Manifest, ShardDataset
 from pydist.data.loader import Batch
 from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.options import CTOptions
-from pydist.errors import DataError, UsageError
+from pydist.errors import DataError, DoesNotFit, UsageError
 from pydist.inference import Predictor
 from pydist.inference.export import export_weights
 from pydist.train import config_io, log
@@ -63,6 +63,17 @@ class Absolute(AnyRegression):
 class Uncalled(AnyRegression):
     def loss(self, output, targets):
         return (output - targets).abs().mean()
+
+class Plain: ...
+
+class Partial:
+    def __init__(self, model, train): ...
+
+def too_large(in_channels, outputs):
+    return nn.Sequential(
+        nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(in_channels, 1 << 44),
+        nn.Linear(1 << 44, outputs),
+    )
 
 class Failing(nn.Module):
     def __init__(self):
@@ -362,6 +373,11 @@ def test_several_outputs_in_one_tensor_are_several():
         ('factory = "{nets}:deep", task = "{nets}:Nowhere"', "has no 'Nowhere'"),
         ('factory = "{nets}:deep", multiple = 5', "the network needs multiples of 5"),
         ('factory = "{nets}:values", task = "{nets}:Uncalled"', "Uncalled.loss: nothing calls it"),
+        (
+            'factory = "{nets}:values", task = "{nets}:Plain"',
+            "made with the tables model and",
+        ),
+        ('factory = "{nets}:values", task = "{nets}:Partial"', "needs multiple, check, network"),
     ],
 )
 def test_mistakes_are_one_line(volumes, tmp_path, nets, model, complaint):
@@ -370,6 +386,13 @@ def test_mistakes_are_one_line(volumes, tmp_path, nets, model, complaint):
         job(LocalTransport(), run_of(text, volumes, tmp_path / "run"))
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_network_without_memory_is_told_apart(tmp_path, nets):
+    data = values_data(tmp_path / "data", 3)
+    text = f'model = {{factory = "{nets}:too_large", task = "regression"}}'
+    with pytest.raises(DoesNotFit, match=r"no memory for the network that .*nets\.py:too_large"):
+        job(LocalTransport(), run_of(text, data, tmp_path / "run"))
 
 
 def test_the_loss_is_one_of_the_task():

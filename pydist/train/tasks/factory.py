@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pydist.check.factory import load_factory, load_object
-from pydist.errors import DataError, UsageError, in_words
+from pydist.errors import DataError, DoesNotFit, UsageError, in_words, out_of_memory
 from pydist.tensor import ShardedTensor
 from pydist.train.tasks.base import (
     Criterion,
@@ -45,6 +45,7 @@ def make_network(config: FactoryConfig, channels: int, outputs: int) -> nn.Modul
 
     Raises:
         UsageError: the factory can't be imported, does not accept the arguments, or fails.
+        DoesNotFit: it finds no memory.
     """
     factory = load_factory(config.factory)
     arguments = arguments_of(config, channels, outputs)
@@ -53,6 +54,10 @@ def make_network(config: FactoryConfig, channels: int, outputs: int) -> nn.Modul
     except UsageError:
         raise
     except Exception as error:  # a user's function may raise anything
+        if out_of_memory(error):
+            raise DoesNotFit(
+                f"no memory for the network that {config.factory} makes: {in_words(error)}"
+            ) from error
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         raise UsageError(
             f"model.factory: {config.factory.rpartition(':')[2]}({given}): {in_words(error)}"

@@ -10,6 +10,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from pydist.cli.main import main
 from pydist.data import ShardDataset
 from pydist.data.index import verify_dataset
 from pydist.data.medical.case import LABEL_HEADER, geometry_of, write_labels
@@ -76,6 +77,19 @@ def test_an_ignored_label_stays_in_the_files_and_is_no_class(pairs, tmp_path):
     assert sorted(data.read_labels(0).unique().tolist()) == [0, 1, 255]
     with pytest.raises(DataError, match="label 255 at voxel"):
         ShardDataset(tmp_path / "out").read_labels(0)
+
+
+def test_a_label_that_may_be_a_mark_is_told(pairs, tmp_path, capsys):
+    label = nib.load(pairs / "labels" / "case0.nii.gz")
+    values = np.asarray(label.dataobj).astype(np.uint8)
+    values[values == 2] = 255
+    nib.save(nib.Nifti1Image(values, label.affine), pairs / "labels" / "case0.nii.gz")
+    command = ["data", "nifti", str(pairs / "images"), str(tmp_path / "out")]
+    command += ["--labels", str(pairs / "labels")]
+    assert main(command) == 0
+    assert "the highest label is 255, so there are 256 classes; if " in capsys.readouterr().out
+    assert main([*command, "--ignore-label", "255", "--overwrite"]) == 0
+    assert "highest label" not in capsys.readouterr().out
 
 
 def test_free_text_does_not_travel(pairs, tmp_path):
