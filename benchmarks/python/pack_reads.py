@@ -2,10 +2,10 @@
 
 Files of 128 KB, 512 KB, 2 MB and 8 MB are read in a random order by `PackFiles`: stored raw, and
 compressed (zstd; half of each file is random, half of it zeros, so that it shrinks by two). Each
-process reads its part of the files; the time is that from the first start to the last end, with
-all processes waiting for each other before it. Beside that: one process that reads the partitions
-from start to end (the bound for raw files), and the same number of loose files. The files are in
-the page cache.
+process reads its part of the files twice, in an epoch after the other: in the first one it maps
+what it reads. The time is that from the first start to the last end, with all processes waiting for
+each other before it. Beside that: one process that reads the partitions from start to end (the
+bound for raw files), and the same number of loose files. The files are in the page cache.
 
     python benchmarks/python/pack_reads.py                     about 3 minutes
 """
@@ -58,26 +58,32 @@ def measured(name: str, size: int, root: Path, options: argparse.Namespace) -> l
         (root / "source" / f"{number:06}").write_bytes(content)
     for codec in CODECS:
         pack(root / "source", root / codec, PackOptions(codec=codec))
-    contestants: dict[str, Callable[[], float]] = {"sequential": lambda: sequential(root / "raw")}
+    contestants: dict[str, Callable[[], list[float]]] = {
+        "sequential": lambda: [sequential(root / "raw")]
+    }
     for processes in PROCESSES:
         for what in (*CODECS, "loose"):
             contestants[f"{what} {processes}"] = partial(together, root, what, processes, count)
-    seconds: dict[str, list[float]] = {each: [] for each in contestants}
+    seconds: dict[tuple[str, int], list[float]] = {}
     order = random.Random(0)
     for _ in range(options.rounds):
         for each in order.sample(list(contestants), len(contestants)):
-            seconds[each].append(contestants[each]())
+            for epoch, taken in enumerate(contestants[each](), 1):
+                seconds.setdefault((each, epoch), []).append(taken)
     rows = []
-    for each, times in seconds.items():
-        what, _, several = each.partition(" ")
-        summary = common.summary(times)
-        rows.append(
-            {
-                "size": name, "what": what, "processes": int(several or 1),
-                "files_per_s": count / summary["median"],
-                "mb_per_s": count * size / summary["median"] / 1e6, **summary,
-            }
-        )  # fmt: skip
+    for each in contestants:
+        for epoch in (1, 2):
+            if (each, epoch) not in seconds:
+                continue
+            what, _, several = each.partition(" ")
+            summary = common.summary(seconds[each, epoch])
+            rows.append(
+                {
+                    "size": name, "what": what, "processes": int(several or 1), "epoch": epoch,
+                    "files_per_s": count / summary["median"],
+                    "mb_per_s": count * size / summary["median"] / 1e6, **summary,
+                }
+            )  # fmt: skip
     for each_row in rows:
         each_row["of_sequential"] = each_row["mb_per_s"] / rows[0]["mb_per_s"]
     return rows
@@ -91,8 +97,8 @@ def sequential(folder: Path) -> float:
     return time.perf_counter() - began
 
 
-def together(root: Path, what: str, processes: int, count: int) -> float:
-    """Reads all files by several processes; returns the seconds from first start to last end."""
+def together(root: Path, what: str, processes: int, count: int) -> list[float]:
+    """Reads all files by several processes; returns the seconds of each epoch."""
     context = multiprocessing.get_context("fork")
     barrier, queue = context.Barrier(processes), context.SimpleQueue()
     started = [
@@ -104,22 +110,28 @@ def together(root: Path, what: str, processes: int, count: int) -> float:
     spans = [queue.get() for _ in started]
     for process in started:
         process.join()
-    return max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans)
+    return [
+        max(end for _, end in epoch) - min(began for began, _ in epoch)
+        for epoch in zip(*spans, strict=True)
+    ]
 
 
 def part(
     root: Path, what: str, number: int, processes: int, count: int, barrier: Any, queue: Any
 ) -> None:
-    """Reads one process's part of the files, in a random order."""
+    """Reads one process's part of the files twice, in random orders; returns starts and ends."""
     paths = [f"{root}/source/{index:06}" for index in range(count)]
     files = None if what == "loose" else PackFiles(root / what)
     mine = list(range(number, count, processes))
-    random.Random(number).shuffle(mine)
-    barrier.wait(60)
-    began, total = time.monotonic(), 0
-    for index in mine:
-        total += len(loose(paths[index]) if files is None else files[index][1])
-    queue.put((began, time.monotonic(), total))
+    spans = []
+    for epoch in range(2):
+        random.Random(2 * number + epoch).shuffle(mine)
+        barrier.wait(60)
+        began = time.monotonic()
+        for index in mine:
+            _ = loose(paths[index]) if files is None else files[index][1]
+        spans.append((began, time.monotonic()))
+    queue.put(spans)
 
 
 def loose(path: str) -> bytes:
@@ -131,10 +143,10 @@ def loose(path: str) -> bytes:
 def report(rows: list[dict[str, Any]]) -> None:
     """Prints a line for each size, reader and number of processes."""
     common.show(
-        ("size", "what", "processes", "files/s", "MB/s", "of sequential"),
+        ("size", "what", "processes", "epoch", "files/s", "MB/s", "of sequential"),
         [
             (
-                r["size"], r["what"], r["processes"], r["files_per_s"], r["mb_per_s"],
+                r["size"], r["what"], r["processes"], r["epoch"], r["files_per_s"], r["mb_per_s"],
                 r["of_sequential"],
             )
             for r in rows

@@ -200,5 +200,8 @@ def _cases(images: Sequence[Path], output: Path) -> list[tuple[tuple[Path, ...],
 def _are_several(images: Sequence[Path]) -> bool:
     """Returns whether the input is a folder of volumes, and not the files of one volume."""
     from pydist.data.medical.dicom import is_series
+    from pydist.data.medical.nifti_header import is_nifti
 
-    return len(images) == 1 and images[0].is_dir() and not is_series(images[0])
+    if len(images) > 1 or not images[0].is_dir():
+        return False
+    return any(map(is_nifti, images[0].iterdir())) or not is_series(images[0])

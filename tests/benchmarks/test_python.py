@@ -297,7 +297,7 @@ def test_small_files(tmp_path):
 
 def test_pack_reads(tmp_path):
     rows = run("pack_reads", tmp_path)["rows"]
-    assert len(rows) == 4 * (1 + 3 * 3)
+    assert len(rows) == 4 * (1 + 2 * 3 * 3)
     for row in rows:
         check_times(row)
 
