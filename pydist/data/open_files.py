@@ -126,26 +126,29 @@ class OpenFiles:
             DataError: it is missing, damaged, not what the manifest says, or has changed.
         """
         handles = self._current()
+        place = handles.hold(entry.path)
+        was_open = place.opened is not None
         try:
-            with handles.place(entry.path) as place:
-                for _ in range(_ATTEMPTS):
-                    if place.opened is None:
-                        place.opened = self._open(handles, entry)
-                    error = None
-                    try:
-                        found = part(place.opened)
-                    except DataError as damage:  # which a change of the file may have caused
-                        error = damage
-                    change = place.opened.file.change()
-                    if change is None and error is not None:
-                        raise error
-                    if change is None:
-                        return found
-                    place.close()
-                    self._require_same(entry, change)
-                raise DataError(change)
+            for _ in range(_ATTEMPTS):
+                if place.opened is None:
+                    place.opened = self._open(handles, entry)
+                error = None
+                try:
+                    found = part(place.opened)
+                except DataError as damage:  # which a change of the file may have caused
+                    error = damage
+                change = place.opened.file.change()
+                if change is None and error is not None:
+                    raise error
+                if change is None:
+                    return found
+                place.close()
+                self._require_same(entry, change)
+            raise DataError(change)
         finally:
-            handles.close(self._limit)
+            place.lock.release()
+            if not was_open:
+                handles.close(self._limit)
 
     def _require_same(self, entry: DataFile, change: str) -> None:
         """Raises `DataError` unless a changed file has the checksum of the manifest."""
@@ -268,9 +271,8 @@ class _Handles:
         self._one_at_a_time = one_at_a_time
         self._places: OrderedDict[str, _Place] = OrderedDict()
 
-    @contextmanager
-    def place(self, path: str) -> Iterator[_Place]:
-        """Yields the place of a file, which belongs to this thread for the `with` block."""
+    def hold(self, path: str) -> _Place:
+        """Returns the place of a file, whose lock the caller holds from now on."""
         while True:
             with self.lock:
                 if path not in self._places:
@@ -278,15 +280,13 @@ class _Handles:
                     self._places[path] = _Place(lock)
                 self._places.move_to_end(path)
                 place = self._places[path]
-            with place.lock:
-                with self.lock:
-                    is_current = self._places.get(path) is place
-                if is_current:  # no other thread has removed it meanwhile
-                    yield place
-                    return
+            place.lock.acquire()
+            if self._places.get(path) is place:
+                return place
+            place.lock.release()  # another thread has closed the file meanwhile
 
     def close(self, limit: int) -> None:
-        """Closes files until only `limit` are left. Not within `place`: threads would deadlock."""
+        """Closes files until only `limit` are left. The caller holds none: it would deadlock."""
         while True:
             with self.lock:
                 if len(self._places) <= limit:
