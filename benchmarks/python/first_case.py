@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--volumes", type=Path, help="folder with imagesTr and labelsTr")
     parser.add_argument("--case", default="ct_0000", help="the case that is predicted (ct_0000)")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=40, help="of training (40)")
     options = parser.parse_args()
     count, edge = ("4", "32") if options.quick else ("12", "64")
     epochs = 1 if options.quick else options.epochs
