@@ -32,7 +32,7 @@ from pydist import owner
 from pydist.comm import Transport
 from pydist.comm.consensus import together
 from pydist.errors import CheckpointError, UsageError
-from pydist.optim.partitioned import kind_of
+from pydist.optim.partitioned import optimizer_kind
 from pydist.parsing import parse_json
 from pydist.train import checkpoint, nested_state
 from pydist.train.network import network_of
@@ -131,7 +131,7 @@ def save(
         "of": [distinct.index(each) for each in everyones],
     }
     parts["extra"] = extra
-    parts["kinds"] = {"optimizer": kind_of(optimizer)}
+    parts["kinds"] = {"optimizer": optimizer_kind(optimizer)}
     path = Path(folder)
     with together(job.world, "saving a checkpoint"):
         if job.writes:
@@ -246,7 +246,7 @@ def _whole_number(name: str, value: Any, least: int) -> int:
 
 def _require_kind(path: Path, parts: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Raises `CheckpointError` if a checkpoint has the state of another kind of optimizer."""
-    there, here = parts.get("kinds", {}).get("optimizer"), kind_of(optimizer)
+    there, here = parts.get("kinds", {}).get("optimizer"), optimizer_kind(optimizer)
     if there is not None and there != here:  # checkpoints had no kinds once
         raise CheckpointError(
             f"checkpoint {path} has the state of the optimizer {there}, and this one is {here}: "

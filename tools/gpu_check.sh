@@ -85,7 +85,7 @@ benchmark() {
 tests kernels 70 kernels conv norm &
 tests operators 160 format operators &
 tests steps 110 graph input &
-tests ranks 160 split forms training cuda_mpi &
+tests ranks 200 split forms training prediction cuda_mpi &
 tests transports 160 nccl ipc staged &
 tests split_operators 160 split_operators &
 sanitize memcheck initcheck &

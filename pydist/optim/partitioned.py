@@ -99,7 +99,7 @@ def gather_gradients(model: nn.Module) -> None:
     entry_hook_of(model).reducer.gather_gradients()
 
 
-def kind_of(optimizer: Optimizer) -> str:
+def optimizer_kind(optimizer: Optimizer) -> str:
     """Returns the name of an optimizer's class; of a partitioned one, that of the wrapped one."""
     plain = optimizer._inner if isinstance(optimizer, ShardedOptimizer) else optimizer
     return type(plain).__name__

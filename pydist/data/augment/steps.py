@@ -158,8 +158,9 @@ class WeightedSum:
             total: Array | None = None
             for place, weight in zip(places - has.lo[dim], weights, strict=True):
                 along = weight.astype(x.dtype).reshape(-1, *[1] * (2 - dim))
-                part = np.take(x, place, axis=1 + dim) * along
-                total = part if total is None else total + part
+                part = np.take(x, place, axis=1 + dim)
+                part *= along
+                total = part if total is None else np.add(total, part, out=total)
             assert total is not None
             x = total
         return x
@@ -222,11 +223,14 @@ def curved(x: Array, exponent: float, bounds: Range | None, *, inverted: bool = 
         start, extent = upper.astype(x.dtype), (lower - upper).astype(x.dtype)
     else:  # without bounds both are the same
         start, extent = lower.astype(x.dtype), (upper - lower).astype(x.dtype)
-    share = (x - start) / extent
+    share = x - start
+    share /= extent
     powered = np.abs(share)
     np.power(powered, x.dtype.type(exponent), out=powered)
     np.copysign(powered, share, out=powered)
-    return powered * extent + start
+    powered *= extent
+    powered += start
+    return powered
 
 
 def stretched(x: Array, factor: float, bounds: Range | None) -> Array:

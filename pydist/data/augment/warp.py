@@ -190,8 +190,11 @@ def _linear(x: Array, has: Box, places: list[Positions], extents: Triple, out: A
     for channel, room in zip(x, out, strict=True):
         values = [np.take(channel.reshape(-1), corner, mode="clip") for corner in corners]
         for upper in reversed(uppers):
-            pairs = zip(values[::2], values[1::2], strict=True)
-            values = [low + (high - low) * upper for low, high in pairs]
+            for low, high in zip(values[::2], values[1::2], strict=True):
+                np.subtract(high, low, out=high)
+                np.multiply(high, upper, out=high)
+                np.add(low, high, out=low)
+            values = values[::2]
         room[...] = values[0]
 
 
