@@ -74,7 +74,8 @@ def through_device(loader: Loader) -> Loader:
     """Makes a loader read like `device="cuda"`, with the CPU as the device."""
     assert loader._ahead.device_inputs is None
     loader._ahead.device_inputs = queue.SimpleQueue()
-    loader._ahead.device_inputs.put(DeviceInput(CPU))
+    for _ in range(loader.readers):
+        loader._ahead.device_inputs.put(DeviceInput(CPU))
     if loader.store is not None:
         loader.store.form = BlockForm(loader.dataset, loader.mesh, on_device=True)
         loader.store.holdings._format_of = loader.store.form.of
@@ -102,6 +103,22 @@ def test_what_comes_through_a_device_has_the_bits_of_the_host(
                 assert one.indices == other.indices
 
     run_local(job, math.prod(spatial), timeout=60)
+
+
+def test_each_of_several_readers_has_buffers_of_its_own(public_universes: Path) -> None:
+    """Eight samples share a file, so readers wait for each other's reads, not for their copies."""
+
+    def job(transport: Transport) -> None:
+        dataset = ShardDataset(public_universes, normalize="log1p", open_files=1)
+        mesh = Mesh(transport, 1, (2, 1, 1))
+        several = through_device(Loader(dataset, mesh, 2, readers=4))
+        with Loader(dataset, mesh, 2) as host, several as device:
+            for _ in range(3):
+                for one, other in zip(host, device, strict=True):
+                    assert torch.equal(one.inputs.to_local(), other.inputs.to_local())
+                    assert one.indices == other.indices
+
+    run_local(job, 2, timeout=60)
 
 
 @pytest.mark.parametrize(
