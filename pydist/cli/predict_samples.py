@@ -115,7 +115,7 @@ def predict_samples_here(options: Arguments) -> None:
         log.emit("predicted", output=str(options.output), seconds=seconds, dice={})
     with together(mesh.world):
         if skipped:
-            raise DataError(f"{len(skipped)} samples could not be predicted")
+            raise DataError(f"samples that could not be predicted: {len(skipped)}")
 
 
 def _check_output(options: Arguments, resident: Resident) -> None:

@@ -262,7 +262,7 @@ def test_the_command_leaves_bad_samples_out_and_ends_with_an_error(root, tmp_pat
     assert [row["sample"] for row in rows_of(output)] == ["a"]
     said = capfd.readouterr()
     assert f"skipped    {tmp_path}/b.npy: " in said.out
-    assert "1 samples could not be predicted" in said.err
+    assert "samples that could not be predicted: 1" in said.err
 
 
 def test_nan_of_a_network_is_an_error(root, tmp_path):
