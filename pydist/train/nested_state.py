@@ -132,10 +132,10 @@ def _keep(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Tensor]) -> 
     form = torch.preserve_format if sparse else torch.contiguous_format
     found = tensor.detach().to("cpu", copy=True, memory_format=form)
     if type(found) is not Tensor or sparse:
-        kind = f"a tensor of {tensor.layout}" if sparse else f"a {type(found).__name__}"
+        kind = type(found).__name__ if type(found) is not Tensor else str(tensor.layout)
         raise CheckpointError(
-            f"can't store {_named(path)}: {kind} is no plain tensor; full_tensor() makes one of a "
-            "sharded tensor, to_dense() of a sparse one"
+            f"can't store {_named(path)}: a {kind} is no plain tensor; full_tensor() makes one of "
+            "a sharded tensor, to_dense() of a sparse one"
         )
     tensors[name] = found
     return name
