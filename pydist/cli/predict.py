@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydist.cli.options import parse
 from pydist.cli.predict_options import Arguments
 from pydist.cli.predict_samples import are_samples, check_samples, predict_samples_here
-from pydist.errors import DataError, DiskError, UsageError
+from pydist.errors import (
+    DataError,
+    DiskError,
+    DoesNotFit,
+    UsageError,
+    in_words,
+    out_of_memory,
+)
 
 PROG = "pydist predict"
 
@@ -23,7 +31,8 @@ def predict(arguments: Sequence[str]) -> int:
         )
     _check(options)  # raises errors before any rank starts or predicts
     if options.ranks is None:
-        return _predict_here(options)
+        with _advised():
+            return _predict_here(options)
     from pydist.cli.events import followed
     from pydist.cli.prediction_view import PredictionView
     from pydist.launch.supervisor import launch
@@ -44,6 +53,20 @@ def predict(arguments: Sequence[str]) -> int:
         code = launch(options.ranks, ["-m", "pydist", "predict", *files, *own], options.mpi)
     view.close()
     return code
+
+
+@contextmanager
+def _advised() -> Iterator[None]:
+    """Says what takes less memory, if the `with` block finds none."""
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        raise DoesNotFit(
+            f"{in_words(error)}; each rank holds less of a volume if more divide it, as in -n 4 "
+            "--spatial 4 1 1, and labels can be computed by windows, as in --sliding 96"
+        ) from error
 
 
 def _check(options: Arguments) -> None:

@@ -265,6 +265,19 @@ def test_the_command_leaves_bad_samples_out_and_ends_with_an_error(root, tmp_pat
     assert "samples that could not be predicted: 1" in said.err
 
 
+def test_a_prediction_without_memory_says_what_takes_less(root, tmp_path, monkeypatch, capfd):
+    def allocate(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 1024 bytes")
+
+    monkeypatch.setattr(Resident, "predict", allocate)
+    np.save(tmp_path / "a.npy", np.ones((4, 8, 8, 8), np.int16))
+    command = ["predict", str(root / "run-universes"), str(tmp_path / "a.npy"), "-o"]
+    assert main([*command, str(tmp_path / "a.csv"), "--factory", FACTORY, "--device", "cpu"]) == 66
+    said = capfd.readouterr().err
+    assert "you tried 1024 bytes; each rank holds less of a volume if more divide it" in said
+    assert said.count("\n") == 1
+
+
 def test_nan_of_a_network_is_an_error(root, tmp_path):
     def body(world):
         resident = Resident(root / "run-universes", Mesh(world, None, (1, 1, 1)), factory=FACTORY)
