@@ -41,6 +41,9 @@ class PydistError(Exception):
     """Base class of all errors that pydist raises deliberately."""
 
     exit_code = 71
+    on_all_ranks = False
+    """Whether all ranks have raised it at the same place, so that they can go on together; see
+    `pydist.comm.consensus.together`."""
 
 
 class UsageError(PydistError, ValueError):

@@ -163,8 +163,9 @@ def _predict_here(options: Arguments) -> int:
                         if first:
                             truth = _truth_of(options, output)
                             dice = dice_of_files(output, truth, predictor.class_names)
-            except DataError as error:  # on all ranks
-                if options.on_bad_sample == "stop":
+            except DataError as error:
+                # One that a network raises on some ranks alone ends the job: the others wait.
+                if options.on_bad_sample == "stop" or not error.on_all_ranks:
                     raise
                 log.emit("skipped", text=str(error))
                 skipped += 1

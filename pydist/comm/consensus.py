@@ -46,10 +46,12 @@ def together(world: Transport, what: str = "work that one rank may do alone") ->
         failure = json.loads(answer)
         if failure is None:
             continue
-        if rank == world.rank and mine is not None:
-            raise mine
         name, message = failure
-        raise getattr(errors, name, PydistError)(message)
+        raised: PydistError = getattr(errors, name, PydistError)(message)
+        if rank == world.rank and mine is not None:
+            raised = mine
+        raised.on_all_ranks = True
+        raise raised
 
 
 def require_same(world: Transport, facts: Mapping[str, object]) -> None:

@@ -206,10 +206,11 @@ class Predictor:
                 stack.callback(source.close)
             facts = ImageFacts(source, self.group)
             given, channels = facts.channels, self._manifest.sample_shape[0]
-            if given != channels:
-                raise DataError(
-                    f"{facts.name}: {given} channels; the network accepts [{channels}, D, H, W]"
-                )
+            with together(self.group):
+                if given != channels:
+                    raise DataError(
+                        f"{facts.name}: {given} channels; the network accepts [{channels}, D, H, W]"
+                    )
             multiple = self.grid.multiple
             extents = [-(-n // multiple) * multiple for n in facts.inner]
             if self._sliding is None:

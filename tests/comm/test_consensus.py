@@ -20,9 +20,10 @@ def test_an_error_of_one_rank_is_raised_by_all_with_its_class_and_words():
     def body(world):
         with pytest.raises(DataError, match="the file is gone") as caught:
             meet(world, {2: DataError("the file is gone")})
-        return caught.value.exit_code
+        return caught.value.exit_code, caught.value.on_all_ranks
 
-    assert run_local(body, 3) == [65, 65, 65]
+    assert run_local(body, 3) == [(65, True)] * 3
+    assert not DataError("of one rank").on_all_ranks
 
 
 def test_of_several_errors_the_lowest_ranks_is_raised():

@@ -304,6 +304,21 @@ def test_a_damaged_volume_is_left_out_if_asked_for(trained, tmp_path, capfd, ran
     assert {path.name for path in out.iterdir()} == {f"ct_{n:04}.nii.gz" for n in (0, 2, 3)}
 
 
+def test_an_error_of_one_rank_alone_is_never_skipped(trained, tmp_path, capfd, monkeypatch):
+    """The other ranks would wait for it in the volume that it leaves."""
+
+    def predict_file(*_: object) -> None:
+        raise DataError("raised by the network, on some rank")
+
+    monkeypatch.setattr(Predictor, "predict_file", predict_file)
+    images, out = trained / "nifti" / "imagesTr", tmp_path / "out"
+    command = ["predict", str(trained / "run"), str(images), "-o", str(out), "--device", "cpu"]
+    assert main([*command, "--on-bad-sample", "skip"]) == 65
+    said = capfd.readouterr()
+    assert "raised by the network, on some rank" in said.err
+    assert "skipped" not in said.out
+
+
 @pytest.mark.parametrize("ranks", [(), ("-n", "2")])
 def test_a_dicom_series_is_predicted_as_the_same_volume_in_nifti(trained, tmp_path, ranks):
     pytest.importorskip("pydicom")

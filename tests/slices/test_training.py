@@ -222,7 +222,7 @@ def test_plain_inputs(mesh):
 )
 @pytest.mark.parametrize("mesh", ["channel 2", "channel 2:1"])
 def test_averages_of_sharded_weights(mesh: str, average: Any) -> None:
-    """Also with biases, some of which are plain."""
+    """Also of biases, which stay whole."""
 
     def averaged(network: nn.Module) -> list[Tensor]:
         found = AveragedModel(network, multi_avg_fn=average)
