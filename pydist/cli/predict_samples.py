@@ -41,8 +41,8 @@ def are_samples(options: Arguments) -> bool:
     if not arrays and not volumes and not is_series(first):
         within = "a folder without" if first.is_dir() else "not"
         raise UsageError(
-            f"{first}: {within} NIfTI files (.nii, .nii.gz) or NumPy files ({_SUFFIX}), and not a "
-            "data set"
+            f"{first}: {within} NIfTI files (.nii, .nii.gz) or NumPy files ({_SUFFIX}), and "
+            "neither a DICOM series nor a data set"
         )
     if not arrays and options.output.suffix == _TABLE:
         raise UsageError(

@@ -14,74 +14,14 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from pydist.comm import Transport, run_local
-from pydist.data import BadSample, Batch, Loader, ShardDataset
-from pydist.data.convert import convert_dataset
-from pydist.data.options import ConvertOptions
+from pydist.comm import Transport
+from pydist.data import BadSample, Loader, ShardDataset
 from pydist.errors import DataError, UsageError
 from pydist.mesh import Mesh
 from pydist.partition import Box
+from support.data.numbers import Numbers, on_ranks, seen
 from support.data.reading import Meter
-
-
-class Numbers:
-    """Source of distinct samples: each voxel of sample i holds i + its linear index / 1000."""
-
-    sample_shape = (1, 4, 3, 5)
-    num_targets = 2
-    labeled = False
-    dtype = torch.float64
-    identity = "numbers"
-
-    def __init__(
-        self, size: int, delay: float = 0, bad: dict[int, Box | None] | None = None
-    ) -> None:
-        self.size, self.delay, self.bad = size, delay, bad or {}
-        self.reads: list[int] = []
-
-    def __len__(self) -> int:
-        return self.size
-
-    def shape_of(self, index: int) -> tuple[int, int, int, int]:
-        return self.sample_shape
-
-    def whole(self, index: int) -> Tensor:
-        return index + torch.arange(60, dtype=torch.float64).reshape(self.sample_shape) / 1000
-
-    def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
-        time.sleep(self.delay)
-        self.reads.append(index)
-        assert box is not None
-        assert out is not None
-        if index in self.bad:
-            where = self.bad[index]
-            if where is None or not where.intersect(box).empty:
-                raise BadSample(f"numbers: sample {index} is bad")
-        out.copy_(self.whole(index)[tuple(slice(*b) for b in zip(box.lo, box.hi, strict=True))])
-        return out
-
-    def target(self, index: int) -> Tensor:
-        return torch.tensor([index, -index], dtype=torch.float64)
-
-
-def on_ranks(ranks: int, job: Callable[..., object], *args: object) -> list:
-    return run_local(job, ranks, *args, timeout=60)
-
-
-def seen(batch: Batch, dataset: Numbers) -> list[int]:
-    """Returns the samples of a batch after checking its tensors against them."""
-    full = batch.inputs.full_tensor()
-    for n, index in enumerate(batch.indices):
-        assert torch.equal(full[n], dataset.whole(index))
-        assert torch.equal(batch.targets[n], dataset.target(index))
-    assert batch.inputs.shape == (len(batch.indices), *dataset.sample_shape)
-    assert batch.inputs._origin.sizes.first_sample == batch.first_sample
-    return list(batch.indices)
-
-
-# -- what is read -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -268,91 +208,6 @@ def test_training_reads_on_into_the_next_epoch_and_evaluation_does_not() -> None
 
     assert on_ranks(1, job, True) == [5]
     assert on_ranks(1, job, False) == [3]
-
-
-# -- several readers --------------------------------------------------------------------------
-
-
-class Meeting(Numbers):
-    """Source whose reads wait until as many are under way at once."""
-
-    def __init__(self, size: int, readers: int) -> None:
-        super().__init__(size)
-        self.barrier = threading.Barrier(readers, timeout=20)
-
-    def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
-        self.barrier.wait()
-        return super().read_block(index, box, out)
-
-
-def test_several_readers_read_at_once_and_batches_keep_their_order() -> None:
-    def job(transport: Transport, readers: int) -> list:
-        mesh, dataset = Mesh(transport, 1, (2, 1, 1), seed=5), Meeting(12, readers)
-        with Loader(dataset, mesh, 1, readers=readers, training=False) as loader:
-            return [seen(batch, dataset) for _ in range(2) for batch in loader.epoch(0)]
-
-    assert on_ranks(2, job, 3) == on_ranks(2, job, 1) == [[[i] for i in range(12)] * 2] * 2
-
-
-def test_an_error_of_one_of_several_readers_is_raised_at_its_batch() -> None:
-    def job(transport: Transport) -> list:
-        dataset = Numbers(8, delay=0.01, bad={3: None})
-        with Loader(dataset, Mesh(transport), 1, readers=4, training=False) as loader:
-            batches = iter(loader)
-            got = [seen(next(batches), dataset) for _ in range(3)]
-            with pytest.raises(BadSample, match="sample 3 is bad"):
-                next(batches)
-        return got
-
-    assert on_ranks(1, job) == [[[0], [1], [2]]]
-
-
-def test_as_many_batches_are_read_ahead_as_there_are_readers() -> None:
-    def job(transport: Transport) -> None:
-        dataset = Numbers(20)
-        with Loader(dataset, Mesh(transport), 1, readers=6) as loader:
-            batches = iter(loader)
-            next(batches)
-            for _ in range(200):
-                if len(dataset.reads) >= 7:
-                    break
-                time.sleep(0.01)
-            time.sleep(0.05)
-            assert len(dataset.reads) == 7
-
-    on_ranks(1, job)
-
-
-@pytest.mark.parametrize("kind", ["hdf5", "numpy", "zarr"])
-@pytest.mark.parametrize("open_files", [1, 3])
-def test_several_threads_read_the_files_of_a_data_set(
-    universes: Path, tmp_path: Path, kind: str, open_files: int
-) -> None:
-    """Files are opened, read, closed for others and closed by a caller at the same time."""
-    if kind == "zarr":
-        pytest.importorskip("zarr.buffer", reason="zarr 3.1 is not installed")
-    options = {"layout": "channel-first", "chunks": None if kind == "numpy" else (4, 4, 4)}
-    convert_dataset(universes, tmp_path / "made", ConvertOptions(kind, **options))
-    one, several = (ShardDataset(tmp_path / "made", open_files=open_files) for _ in range(2))
-    expected = [one.read_block(index) for index in range(len(one))]
-    failed: list[str] = []
-
-    def read(number: int) -> None:
-        order = np.random.default_rng(number).permutation(len(several)).tolist()
-        for index in order * 3:
-            if not torch.equal(several.read_block(index), expected[index]):
-                failed.append(f"sample {index}")
-            if index == number:
-                several.close()
-
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert not failed
-    assert several.bytes_read == 4 * 3 * one.bytes_read
 
 
 # -- ends -------------------------------------------------------------------------------------
