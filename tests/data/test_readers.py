@@ -14,6 +14,7 @@ from torch import Tensor
 from pydist.comm import Transport
 from pydist.data import BadSample, Loader, ShardDataset
 from pydist.data.convert import convert_dataset
+from pydist.data.open_files import _Handles, _Place
 from pydist.data.options import ConvertOptions
 from pydist.mesh import Mesh
 from pydist.partition import Box
@@ -100,3 +101,23 @@ def test_several_threads_read_the_files_of_a_data_set(
         assert not thread.is_alive()
     assert not failed
     assert several.bytes_read == 4 * 3 * one.bytes_read
+
+
+def test_a_file_that_was_closed_meanwhile_is_not_opened_beside_the_table() -> None:
+    """It would stay open beyond the limit."""
+    handles = _Handles(one_at_a_time=False)
+    first = handles.hold("a")
+    found: list[_Place] = []
+    threads = [threading.Thread(target=lambda: found.append(handles.hold("a")))]
+    threads[0].start()
+    time.sleep(0.05)  # it waits for the lock
+    threads.append(threading.Thread(target=handles.close, args=(0,)))
+    threads[1].start()
+    while handles._places:
+        time.sleep(0.001)
+    first.lock.release()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert found == [handles._places["a"]]
+    assert found[0] is not first
