@@ -29,7 +29,16 @@ from torch.distributed.rendezvous import rendezvous
 
 from pydist.comm import LocalTransport, Transport
 from pydist.errors import NotSupported, UsageError
-from pydist.launch import backends, failures, forks, launcher_env, launcher_socket, leftovers, watch
+from pydist.launch import (
+    backends,
+    failures,
+    forks,
+    launcher_env,
+    launcher_socket,
+    leftovers,
+    mpi_library,
+    watch,
+)
 from pydist.launch.elsewhere import Elsewhere, Place
 from pydist.launch.launcher_env import Identity
 from pydist.registry import TRANSPORTS, transport_names
@@ -166,31 +175,11 @@ def _follow(who: Identity | None) -> str:
 
 
 def _join_mpi(who: Identity | None) -> Transport:
-    if who is not None and not {"MPI4PY_LIBMPI", "MPI4PY_MPIABI"} & os.environ.keys():
-        # Several MPI libraries may be installed; the launcher's is the right one.
-        wheel = backends.find_wheel(who.launcher)
-        if wheel is not None and wheel.library is not None:
-            os.environ["MPI4PY_LIBMPI"] = wheel.library
-    if who is not None:
-        for variable, value in backends.yielding(who.launcher, who.local_size).items():
-            os.environ.setdefault(variable, value)
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise UsageError(
-            f"transport 'mpi' needs mpi4py and an MPI library ({error});"
-            " pip install 'pydist[laptop]', or start the ranks with torchrun"
-        ) from error
+    comm = mpi_library.world_of(who)
+    from mpi4py import MPI
+
     from pydist.comm.transports.mpi.transport import MpiTransport
 
-    comm = MPI.COMM_WORLD
-    if who is not None and who.launcher != "torchrun" and comm.Get_size() != who.size:
-        library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip()
-        raise UsageError(
-            f"{who.launcher} started {who.size} ranks, but the MPI library of mpi4py ({library})"
-            f" sees {comm.Get_size()}: point MPI4PY_LIBMPI to the launcher's library, or use"
-            " `pydist run`"
-        )
     world = MpiTransport(comm)
     if not dist.is_initialized():
         _stay_on_this_machine(comm.Split_type(MPI.COMM_TYPE_SHARED).Get_size() == world.size)

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "core/errors.hpp"
 #include "io/crc32c.hpp"
 #include "packs/codec.hpp"
 #include "packs/system.hpp"
@@ -19,10 +20,11 @@ constexpr std::size_t kRemotePiece = std::size_t{16} << 20;  // in one round tri
 // Opens a partition's file, whose header must agree with the index.
 Descriptor open_partition(const std::string& file, std::uint32_t number, const Index& index) {
   Descriptor descriptor(::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  // A limit of the process, not damage: whoever collects or skips damaged files must not go on.
   if (descriptor.get() < 0 && errno == EMFILE) {
-    throw PackError(file +
-                    ": this process has too many open files (ulimit -n); a pack's reader has " +
-                    "up to " + std::to_string(index.partitions()) + " partitions open");
+    throw UsageError(file +
+                     ": this process has too many open files (ulimit -n); a pack's reader has " +
+                     "up to " + std::to_string(index.partitions()) + " partitions open");
   }
   if (descriptor.get() < 0) throw_system(file);
   struct stat status{};

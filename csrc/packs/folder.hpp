@@ -18,7 +18,8 @@
 namespace pydist::packs {
 
 // An index and its partitions, which are opened at their first use. Thread-safe without locks, so
-// also usable in the child of a fork. All functions throw PackError that names file and reason.
+// also usable in the child of a fork. All functions throw PackError that names file and reason, or
+// UsageError if the process may open no more files.
 class Folder {
  public:
   explicit Folder(const std::string& path);

@@ -14,6 +14,7 @@ import tyro
 from rich.progress import Progress
 
 from pydist.cli.console import Console
+from pydist.cli.data_workers import workers_of
 from pydist.cli.options import parse
 from pydist.data.medical.options import CTOptions, NiftiOptions
 from pydist.data.options import ConvertOptions, IndexOptions
@@ -25,6 +26,7 @@ from pydist.packs.options import PackOptions
 
 # What the commands call is imported by them: their help must not wait for NumPy.
 if TYPE_CHECKING:
+    from pydist.data.each_file import Workers
     from pydist.data.manifest import Manifest
 
 Told = Callable[[int, int, str], None]
@@ -92,7 +94,7 @@ class _Index:
     trust: _FileTrust = field(default_factory=FileTrust)
     """How far the files are trusted."""
     workers: _Workers = field(default_factory=cores)
-    """Processes that read files."""
+    """Processes that read files. Where mpirun or srun has started ranks, all but the first do."""
     overwrite: bool = False
     """Replace a dataset.json that was made in another way."""
 
@@ -110,7 +112,8 @@ class _Convert:
     trust: _FileTrust = field(default_factory=FileTrust)
     """How far the files of the source are trusted."""
     workers: _Workers = field(default_factory=cores)
-    """Processes that copy; each holds one file in memory."""
+    """Processes that copy; each holds one file in memory. Where mpirun or srun has started ranks, all
+    but the first do."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class _Info:
     trust: _FileTrust = field(default_factory=FileTrust)
     """How far the files of a data set are trusted."""
     workers: _Workers = field(default_factory=cores)
-    """Processes that read files."""
+    """Processes that read files with --deep, or ranks as of `pydist data index`."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class _Verify:
     trust: _FileTrust = field(default_factory=FileTrust)
     """How far the files of a data set are trusted."""
     workers: _Workers = field(default_factory=cores)
-    """Threads that read files, or with --deep processes."""
+    """Threads that read files; with --deep processes, or ranks as of `pydist data index`."""
 
 
 def universes(arguments: Sequence[str]) -> int:
@@ -227,12 +230,14 @@ def index(arguments: Sequence[str]) -> int:
 
     console = Console()
     began = time.perf_counter()
-    with progress_bar(console) as told:
+    with workers_of(chosen.workers) as workers, progress_bar(console) as told:
+        if workers is None:
+            return 0
         manifest = index_dataset(
             chosen.folder,
             chosen.index,
             told,
-            workers=chosen.workers,
+            workers=workers,
             overwrite=chosen.overwrite,
             trust=chosen.trust,
         )
@@ -248,13 +253,15 @@ def convert(arguments: Sequence[str]) -> int:
 
     console = Console()
     began = time.perf_counter()
-    with progress_bar(console) as told:
+    with workers_of(chosen.workers) as workers, progress_bar(console) as told:
+        if workers is None:
+            return 0
         manifest = convert_dataset(
             chosen.source,
             chosen.folder,
             chosen.conversion,
             told,
-            workers=chosen.workers,
+            workers=workers,
             trust=chosen.trust,
         )
     what = f"{len(manifest.files)} {manifest.file_format} files"
@@ -265,18 +272,26 @@ def convert(arguments: Sequence[str]) -> int:
 def info(arguments: Sequence[str]) -> int:
     """Runs `pydist data info`; see `pydist data info --help`."""
     chosen = parse(_Info, arguments, "pydist data info")
+    with workers_of(chosen.workers) as workers:
+        if workers is not None:
+            _describe(chosen, workers)
+    return 0
+
+
+def _describe(chosen: _Info, workers: Workers) -> None:
     from pydist.cli.data_info import lines_of
     from pydist.data.info import deep_facts, kept_facts, outline
     from pydist.packs import verifying
 
     console = Console()
     if verifying.is_pack(chosen.folder):
-        return _describe_pack(chosen, console)
+        _describe_pack(chosen, console)
+        return
     described = outline(chosen.folder)
     found = kept_facts(chosen.folder)
     if chosen.deep and found is None:
         with progress_bar(console) as told:
-            found = deep_facts(chosen.folder, told, workers=chosen.workers, trust=chosen.trust)
+            found = deep_facts(chosen.folder, told, workers=workers, trust=chosen.trust)
     if chosen.json:
         deep = None if found is None else {split: asdict(f) for split, f in found.items()}
         print(json.dumps({**described, "deep": deep}, indent=1))
@@ -286,10 +301,9 @@ def info(arguments: Sequence[str]) -> int:
     faults = sum(len(facts.faults) for facts in (found or {}).values())
     if faults:
         raise DataError(f"{chosen.folder} has damaged or missing files ({faults})")
-    return 0
 
 
-def _describe_pack(chosen: _Info, console: Console) -> int:
+def _describe_pack(chosen: _Info, console: Console) -> None:
     from pydist.cli.data_info import lines_of_pack
     from pydist.packs import verifying
 
@@ -307,7 +321,6 @@ def _describe_pack(chosen: _Info, console: Console) -> int:
             console.print(line, soft_wrap=True, markup=False)
     if faults:
         raise DataError(f"{chosen.folder} does not match its checksums (files: {len(faults)})")
-    return 0
 
 
 def _refuse_trust(chosen: _Info | _Verify) -> None:
@@ -343,6 +356,13 @@ def pack(arguments: Sequence[str]) -> int:
 def verify(arguments: Sequence[str]) -> int:
     """Runs `pydist data verify`; see `pydist data verify --help`."""
     chosen = parse(_Verify, arguments, "pydist data verify")
+    with workers_of(chosen.workers) as workers:
+        if workers is not None:
+            _compare(chosen, workers)
+    return 0
+
+
+def _compare(chosen: _Verify, workers: Workers) -> None:
     from pydist.data.index import verify_dataset
     from pydist.data.info import deep_faults
     from pydist.packs import verifying
@@ -354,16 +374,18 @@ def verify(arguments: Sequence[str]) -> int:
     with progress_bar(console) as told:
         if packed:
             faults = verifying.verify(chosen.folder, told, workers=chosen.workers)
+        elif chosen.deep:
+            faults = deep_faults(chosen.folder, told, workers=workers, trust=chosen.trust)
         else:
-            check = deep_faults if chosen.deep else verify_dataset
-            faults = check(chosen.folder, told, workers=chosen.workers, trust=chosen.trust)
+            faults = verify_dataset(
+                chosen.folder, told, workers=chosen.workers, trust=chosen.trust
+            )
     for fault in faults:
         console.print(f"damaged    {fault}", soft_wrap=True, markup=False)
     if faults:
         what = "does not match its checksums" if packed else "has damaged or unusable files"
         raise DataError(f"{chosen.folder} {what} (files: {len(faults)})")
     console.print(f"verified   {chosen.folder}", soft_wrap=True, markup=False)
-    return 0
 
 
 def make(folder: Path, options: UniverseOptions, console: Console) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.data_file import checked_path
-from pydist.data.each_file import Progress, for_each
+from pydist.data.each_file import Progress, Workers, for_each
 from pydist.data.file_image import RECIPE, recipe_hash
 from pydist.data.formats import Storage, StoredFile
 from pydist.data.index import fault_of
@@ -40,7 +40,7 @@ def convert_dataset(
     options: ConvertOptions | None = None,
     progress: Progress | None = None,
     *,
-    workers: int = 1,
+    workers: Workers = 1,
     trust: FileTrust | None = None,
 ) -> Manifest:
     """Copies a data set: the arrays and texts of its samples, with splits and statistics.
@@ -54,7 +54,8 @@ def convert_dataset(
         folder: the new folder.
         options: format and storage.
         progress: called after each source file.
-        workers: processes that copy; see `for_each`. Each holds the arrays of one file.
+        workers: processes that copy, or an executor; see `for_each`. Each holds the arrays of one
+            file.
         trust: how far the files of the source are trusted.
 
     Returns:
@@ -258,7 +259,7 @@ def _made(
     present: Manifest | None,
     recipe: str,
     progress: Progress | None,
-    workers: int,
+    workers: Workers,
 ) -> list[list[DataFile]]:
     """Copies the files that an earlier run with the same recipe has not."""
     for folder in {(task.folder / name).parent for task in tasks for name in task.names}:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from pydist.data.data_file import kind_of
-from pydist.data.each_file import Progress, for_each
+from pydist.data.each_file import Progress, Workers, for_each
 from pydist.data.formats import StoredFile
 from pydist.data.indexed import FileTask, Indexed, check_target, index_file
 from pydist.data.journal import Journal
@@ -38,7 +38,7 @@ def index_folder(
     options: IndexOptions | None = None,
     progress: Progress | None = None,
     *,
-    workers: int = 1,
+    workers: Workers = 1,
     journal: Path | None = None,
     trust: FileTrust | None = None,
 ) -> Manifest:
@@ -50,7 +50,7 @@ def index_folder(
         root: the folder.
         options: what a sample is, and what is computed.
         progress: called after each file.
-        workers: processes that read files; see `for_each`.
+        workers: processes that read files, or an executor; see `for_each`.
         journal: a file that keeps the results until all are there: a repeated call goes on from it.
         trust: how far the files are trusted.
 
@@ -111,7 +111,7 @@ def index_dataset(
     options: IndexOptions | None = None,
     progress: Progress | None = None,
     *,
-    workers: int = 1,
+    workers: Workers = 1,
     overwrite: bool = False,
     trust: FileTrust | None = None,
 ) -> Manifest:
@@ -284,7 +284,7 @@ def _below(folder: Path, kind: type[StoredFile], depth: int = 0) -> Iterator[Pat
 
 
 def _indexed(
-    tasks: Sequence[FileTask], journal: Journal | None, progress: Progress | None, workers: int
+    tasks: Sequence[FileTask], journal: Journal | None, progress: Progress | None, workers: Workers
 ) -> list[Indexed]:
     """Describes files, except those whose results the journal has."""
     found: dict[int, Indexed] = {}

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.axes import label_file_order
-from pydist.data.each_file import Progress, for_each
+from pydist.data.each_file import Progress, Workers, for_each
 from pydist.data.index import fault_of, listed_often, require_targets
 from pydist.data.indexed import slabs
 from pydist.data.journal import Journal
@@ -111,7 +111,7 @@ def deep_facts(
     root: str | Path,
     progress: Progress | None = None,
     *,
-    workers: int = 1,
+    workers: Workers = 1,
     trust: FileTrust | None = None,
 ) -> dict[str, Facts]:
     """Reads all voxels of a data set, and compares all files with their checksums.
@@ -122,7 +122,7 @@ def deep_facts(
     Args:
         root: the data set's folder.
         progress: called after each file.
-        workers: processes that read; see `for_each`.
+        workers: processes that read, or an executor; see `for_each`.
         trust: how far the files are trusted.
 
     Returns:
@@ -141,7 +141,7 @@ def deep_faults(
     root: str | Path,
     progress: Progress | None = None,
     *,
-    workers: int = 1,
+    workers: Workers = 1,
     trust: FileTrust | None = None,
 ) -> list[str]:
     """Reads all voxels of a data set, and compares all files with their checksums.
@@ -151,7 +151,7 @@ def deep_faults(
     Args:
         root: the data set's folder.
         progress: called after each file.
-        workers: processes that read; see `for_each`.
+        workers: processes that read, or an executor; see `for_each`.
         trust: how far the files are trusted.
 
     Returns:
@@ -178,7 +178,7 @@ def _found(
     folder: Path,
     manifest: Manifest,
     progress: Progress | None,
-    workers: int,
+    workers: Workers,
     trust: FileTrust,
     *,
     keeps: bool,

@@ -42,7 +42,7 @@ class PackFiles(Dataset[Any]):
         under: str = "",
         suffixes: tuple[str, ...] = (),
     ) -> None:
-        self.folder = folder
+        self.folder = Path(folder).absolute()
         self.decode = decode
         self._pack = open_pack(folder)
         start = self._pack.find(os.fsencode(under.strip("/")))

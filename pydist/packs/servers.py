@@ -28,12 +28,15 @@ def addresses() -> list[str]:
 def open_pack(folder: str | Path) -> native.PackFolder:
     """Opens a pack; partitions that are not in its folder are read from the servers.
 
+    A relative path is that of now: reads go on after `os.chdir`.
+
     Raises:
         DataError: there is no pack, or it is damaged.
         UsageError: there are servers, and no secret.
     """
     servers = addresses()
-    return native.PackFolder(os.fsencode(folder), servers, secret() if servers else b"")
+    path = os.fsencode(Path(folder).absolute())
+    return native.PackFolder(path, servers, secret() if servers else b"")
 
 
 def serve(folder: str | Path, address: str, threads: int = 8) -> native.PackServer:
@@ -51,7 +54,7 @@ def serve(folder: str | Path, address: str, threads: int = 8) -> native.PackServ
     """
     if not 1 <= threads <= 1024:
         raise UsageError(f"threads={threads}: from 1 to 1024")
-    pack = native.PackFolder(os.fsencode(folder))
+    pack = native.PackFolder(os.fsencode(Path(folder).absolute()))
     return native.PackServer(pack, address, secret(), threads)
 
 

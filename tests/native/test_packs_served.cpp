@@ -66,11 +66,28 @@ TEST_P(Served, FilesAreThoseOfTheFolder) {
       EXPECT_EQ(text_of(part), bytes.substr(1, 2));
     }
     EXPECT_EQ(server->partitions(), 2u);
-    EXPECT_GE(server->requests(), 4u);
     EXPECT_FALSE(folder.is_here(0));
     EXPECT_THROW(folder.partition_fd(0), PackError);
   }
   EXPECT_FALSE(std::filesystem::exists(socket_));
+}
+
+TEST_P(Served, AFileIsOneRequest) {
+  const auto server = serve(socket_);
+  const Folder folder(index_.path(), {socket_}, kSecret);
+  std::uint64_t asked = 0;
+  for (int again = 0; again < 3; ++again) {
+    for (const auto& [path, bytes] : sample_files()) {
+      const std::uint32_t entry = folder.index().find(path).value();
+      EXPECT_EQ(content_of(folder, entry), bytes) << path;
+      if (!bytes.empty()) ++asked;
+      EXPECT_EQ(server->requests(), asked) << path;
+      // The index, which each node has, answers these.
+      EXPECT_EQ(folder.file(entry).raw_size, bytes.size());
+      EXPECT_GE(folder.index().children(0).second, 3u);
+      EXPECT_EQ(server->requests(), asked);
+    }
+  }
 }
 
 TEST_P(Served, ManyThreadsAndForksReadAtOnce) {

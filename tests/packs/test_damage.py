@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pydist._loader import native
-from pydist.errors import DataError
+from pydist.errors import DataError, UsageError
 from pydist.packs import PackFiles, PackFileSystem, PackOptions, pack, verify
 
 
@@ -86,8 +86,10 @@ def test_too_many_open_files_are_said(tmp_path: Path) -> None:
     free = [number for number in range(used[-1] + 60) if number not in used]
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[30], hard))
     try:
-        with pytest.raises(DataError, match=r"too many open files \(ulimit -n\).* 60 partitions"):
+        with pytest.raises(UsageError, match=r"too many open files \(ulimit -n\).* 60 partitions"):
             list(files)
+        with pytest.raises(UsageError, match="too many open files"):  # no list of damaged files
+            verify(tmp_path / "pack")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(list(files)) == 60

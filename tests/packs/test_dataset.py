@@ -39,6 +39,16 @@ def test_a_folder_and_suffixes_choose_files(packed: Path) -> None:
         PackFiles(packed / "none")
 
 
+def test_a_relative_path_is_that_of_the_beginning(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(packed.parent)
+    files = PackFiles(packed.name)  # no partition is open yet
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert list(files) == list(pickle.loads(pickle.dumps(files))) == list(PackFiles(packed))
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_read_what_the_process_reads(packed: Path, method: str) -> None:
     files = PackFiles(packed, size_of, under="train")

@@ -15,7 +15,7 @@ from pydist.partition import Box
 
 
 class Numbers:
-    """Source of distinct samples: each voxel of sample i holds i + its linear index / 1000."""
+    """Source of samples that all differ: a voxel of sample i holds i + its linear index / 1000."""
 
     sample_shape = (1, 4, 3, 5)
     num_targets = 2

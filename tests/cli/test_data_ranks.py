@@ -1,0 +1,113 @@
+"""Tests of `pydist data` on the ranks of an MPI job: they share the files and agree on the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from pydist.cli.main import main
+from pydist.launch.backends import available
+from support.jobs.children import child_environment
+
+Ranks = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def on_ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Ranks:
+    """Returns a function that runs `pydist data` on three ranks."""
+    backend = {each.name: each for each in available()}.get(request.param)
+    if backend is None:
+        pytest.skip(f"{request.param} is not installed")
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        program = [sys.executable, "-m", "pydist", "data", *map(str, arguments)]
+        return subprocess.run(
+            backend.command(3, program),
+            env={**child_environment(), **backend.variables(3, tmp_path)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """Returns a folder with seven HDF5 files, without a manifest."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    draws = np.random.default_rng(0)
+    for number in range(7):
+        with h5py.File(folder / f"{number}.hdf5", "w") as file:
+            file["full"] = draws.integers(0, 99, (4, 6, 4, 2), np.int16)
+            file["unitPar"] = draws.random(4, np.float32)
+    return folder
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "dataset.json").read_bytes())
+
+
+def test_index_info_verify_and_convert(
+    on_ranks: Ranks, foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "index", str(foreign), "--workers", "1"]) == 0
+    alone = manifest_of(foreign)
+    (foreign / "dataset.json").unlink()
+
+    done = on_ranks("index", foreign)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1, repr(done.stdout)
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("data       7 hdf5 files → 7 samples of 4 × 6 × 4")
+    assert done.stderr == ""
+    assert manifest_of(foreign) == alone
+
+    capsys.readouterr()
+    assert main(["data", "info", str(foreign), "--deep", "--json", "--workers", "1"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    (foreign / ".info.json").unlink()
+    done = on_ranks("info", foreign, "--deep", "--json")
+    assert json.loads(done.stdout) == expected
+
+    done = on_ranks("convert", foreign, tmp_path / "copy", "--format", "numpy")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    done = on_ranks("verify", tmp_path / "copy", "--deep")
+    assert (done.returncode, done.stdout.split()[0]) == (0, "verified")
+
+
+def test_what_is_wrong_is_said_once(on_ranks: Ranks, foreign: Path) -> None:
+    damaged = foreign / "3.hdf5"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:500])
+    done = on_ranks("index", foreign)
+    assert done.returncode == 65
+    assert done.stderr.count("3.hdf5") == 1, done.stderr
+    assert not (foreign / "dataset.json").exists()
+    assert not list(foreign.glob("*lock*"))
+    damaged.write_bytes(content)
+    done = on_ranks("index", foreign)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ranks_without_mpi_are_refused(foreign: Path) -> None:
+    program = [sys.executable, "-m", "pydist", "data", "index", str(foreign)]
+    ranks = {"PYDIST_RANK": "0", "PYDIST_SIZE": "2"}
+    done = subprocess.run(
+        program, env={**os.environ, **ranks}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "pydist has started 2 ranks without MPI" in done.stderr
