@@ -1,6 +1,8 @@
 // Packs for Python: reading a folder, and writing partitions and an index. Paths and names are
 // bytes.
 #include <pybind11/stl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -110,6 +112,19 @@ std::vector<PackEntry> children_of(const Folder& folder, std::uint32_t directory
   return children;
 }
 
+// Asks for large pages where fresh memory is large, as NumPy does: to make and clear small ones took
+// a third of the time in which files of 8 MB are read from the page cache.
+void prefer_large_pages(std::span<std::byte> memory) {
+#ifdef MADV_HUGEPAGE
+  constexpr std::size_t kLarge = std::size_t{4} << 20;
+  if (memory.size() < kLarge) return;
+  const auto page = static_cast<std::size_t>(::getpagesize());
+  const std::size_t before = page - reinterpret_cast<std::uintptr_t>(memory.data()) % page;
+  // Only advice: a kernel without them refuses it.
+  ::madvise(memory.data() + before, memory.size() - before, MADV_HUGEPAGE);
+#endif
+}
+
 py::bytes read_whole(const Folder& folder, std::uint32_t entry) {
   std::uint64_t size = 0;
   {
@@ -120,8 +135,10 @@ py::bytes read_whole(const Folder& folder, std::uint32_t entry) {
       PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
   if (!result) throw py::error_already_set();
   auto* start = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result.ptr()));
+  const std::span<std::byte> bytes(start, static_cast<std::size_t>(size));
   const py::gil_scoped_release release;
-  folder.read(entry, {start, static_cast<std::size_t>(size)});
+  prefer_large_pages(bytes);
+  folder.read(entry, bytes);
   return result;
 }
 
