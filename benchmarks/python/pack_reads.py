@@ -3,9 +3,10 @@
 Files of 128 KB, 512 KB, 2 MB and 8 MB are read in a random order by `PackFiles`: stored raw, and
 compressed (zstd; half of each file is random, half of it zeros, so that it shrinks by two). Each
 process reads its part of the files twice, in an epoch after the other: in the first one it maps
-what it reads. The time is that from the first start to the last end, with all processes waiting for
-each other before it. Beside that: one process that reads the partitions from start to end (the
-bound for raw files), and the same number of loose files. The files are in the page cache.
+what it reads, and gets its memory. The time is that from the first start to the last end, with all
+processes waiting for each other before it. Beside that: a process that reads the partitions from
+start to end, twice as well (the bound for raw files in the same epoch), and the same number of loose
+files. All processes are new. The files are in the page cache.
 
     python benchmarks/python/pack_reads.py                     about 3 minutes
 """
@@ -59,7 +60,7 @@ def measured(name: str, size: int, root: Path, options: argparse.Namespace) -> l
     for codec in CODECS:
         pack(root / "source", root / codec, PackOptions(codec=codec))
     contestants: dict[str, Callable[[], list[float]]] = {
-        "sequential": lambda: [sequential(root / "raw")]
+        "sequential 1": partial(together, root, "sequential", 1, count)
     }
     for processes in PROCESSES:
         for what in (*CODECS, "loose"):
@@ -73,28 +74,19 @@ def measured(name: str, size: int, root: Path, options: argparse.Namespace) -> l
     rows = []
     for each in contestants:
         for epoch in (1, 2):
-            if (each, epoch) not in seconds:
-                continue
-            what, _, several = each.partition(" ")
+            what, _, processes = each.partition(" ")
             summary = common.summary(seconds[each, epoch])
             rows.append(
                 {
-                    "size": name, "what": what, "processes": int(several or 1), "epoch": epoch,
+                    "size": name, "what": what, "processes": int(processes), "epoch": epoch,
                     "files_per_s": count / summary["median"],
                     "mb_per_s": count * size / summary["median"] / 1e6, **summary,
                 }
             )  # fmt: skip
-    for each_row in rows:
-        each_row["of_sequential"] = each_row["mb_per_s"] / rows[0]["mb_per_s"]
+    bounds = {row["epoch"]: row["mb_per_s"] for row in rows if row["what"] == "sequential"}
+    for row in rows:
+        row["of_sequential"] = row["mb_per_s"] / bounds[row["epoch"]]
     return rows
-
-
-def sequential(folder: Path) -> float:
-    """Reads the partitions of a pack from start to end; returns the seconds."""
-    began = time.perf_counter()
-    for path in sorted(folder.glob("part-*")):
-        small_files.read_through(path)
-    return time.perf_counter() - began
 
 
 def together(root: Path, what: str, processes: int, count: int) -> list[float]:
@@ -119,17 +111,22 @@ def together(root: Path, what: str, processes: int, count: int) -> list[float]:
 def part(
     root: Path, what: str, number: int, processes: int, count: int, barrier: Any, queue: Any
 ) -> None:
-    """Reads one process's part of the files twice, in random orders; returns starts and ends."""
+    """Reads one process's part twice, files in random orders; returns starts and ends."""
     paths = [f"{root}/source/{index:06}" for index in range(count)]
-    files = None if what == "loose" else PackFiles(root / what)
+    partitions = sorted((root / "raw").glob("part-*"))
+    files = PackFiles(root / what) if what in CODECS else None
     mine = list(range(number, count, processes))
     spans = []
     for epoch in range(2):
         random.Random(2 * number + epoch).shuffle(mine)
         barrier.wait(60)
         began = time.monotonic()
-        for index in mine:
-            _ = loose(paths[index]) if files is None else files[index][1]
+        if what == "sequential":
+            for path in partitions:
+                small_files.read_through(path)
+        else:
+            for index in mine:
+                _ = loose(paths[index]) if files is None else files[index][1]
         spans.append((began, time.monotonic()))
     queue.put(spans)
 
