@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=8, help="kills before a run may end (8)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # a fork has none of a pool's threads
+    # Killed processes leave semaphores, of which multiprocessing would warn each time.
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
     if unknown := set(options.operations) - set(OPERATIONS):
         parser.error(f"{', '.join(unknown)}: choose of {', '.join(OPERATIONS)}")
     for name in options.operations or OPERATIONS:

@@ -145,6 +145,8 @@ class Staging(Operation):
 class _OfUniverses(Operation):
     """An operation that makes a data set of 8 universes, in one of two ways."""
 
+    workers: ClassVar[int] = 1
+
     def __init__(self, base: Path) -> None:
         super().__init__(base)
         self._source = base / "source"
@@ -187,7 +189,7 @@ class Indexing(_OfUniverses):
 
     def work(self) -> Any:
         options = IndexOptions(width=8, validation=0.25, statistics=self.way == 0)
-        return index_dataset(self.folder, options, overwrite=True).digest
+        return index_dataset(self.folder, options, overwrite=True, workers=self.workers).digest
 
     def check(self) -> str:
         # At any instant the manifest is a whole one: of this run, or of an earlier one.
@@ -211,7 +213,7 @@ class Converting(_OfUniverses):
     )
 
     def work(self) -> Any:
-        convert_dataset(self._source, self.folder, self._WAYS[self.way])
+        convert_dataset(self._source, self.folder, self._WAYS[self.way], workers=self.workers)
 
     def check(self) -> str:
         if (self.folder / MANIFEST).exists():
@@ -228,6 +230,20 @@ class Converting(_OfUniverses):
         if self._way == 0:
             for path in self.folder.iterdir():
                 remove(path)
+
+
+class IndexingByTwo(Indexing):
+    """Operation that indexes by two more processes, which must not outlive the killed one."""
+
+    name = "index by two"
+    workers = 2
+
+
+class ConvertingByTwo(Converting):
+    """Operation that converts by two more processes; half-written files are theirs."""
+
+    name = "convert by two"
+    workers = 2
 
 
 class Spilling(Operation):
@@ -273,5 +289,8 @@ def manifest_table(folder: Path) -> str:
 
 
 OPERATIONS: dict[str, Callable[[Path], Operation]] = {
-    each.name: each for each in (Packing, Staging, Spilling, Converting, Indexing)
+    each.name: each
+    for each in (
+        Packing, Staging, Spilling, Converting, ConvertingByTwo, Indexing, IndexingByTwo,
+    )  # fmt: skip
 }
