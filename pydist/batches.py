@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
@@ -58,12 +58,15 @@ class Batches:
         copy = memo[id(self)] = Batches(self._mesh, self.weighs)
         return copy
 
-    def enter(self, module: nn.Module, inputs: Iterable[Any]) -> GroupSizes | None:
+    def enter(
+        self, module: nn.Module, inputs: Iterable[Any], before: Sequence[GroupSizes] = ()
+    ) -> GroupSizes | None:
         """Begins a call of the model, and returns the sizes of its batch.
 
         Args:
             module: the model.
             inputs: its arguments, also from containers among them; volumes are sharded.
+            before: earlier batches of the same step.
 
         Returns:
             The sizes; `None` with one sample group, or without a tensor.
@@ -75,7 +78,7 @@ class Batches:
         sizes = None
         if batch is not None:
             first = batch._origin.sizes.given_first if isinstance(batch, ShardedTensor) else None
-            sizes = self._sizes(module, batch.shape[0], first)
+            sizes = self._sizes(module, batch.shape[0], first, before)
             self._begin(module, sizes)
         self._inside.append((module, sizes))
         return sizes
@@ -125,10 +128,14 @@ class Batches:
             if not isinstance(tensor, (nn.Parameter, ShardedTensor)):
                 use_as_parameter(tensor, self._mesh)
 
-    def _sizes(self, module: nn.Module, own: int, first: int | None) -> GroupSizes:
+    def _sizes(
+        self, module: nn.Module, own: int, first: int | None, before: Sequence[GroupSizes] = ()
+    ) -> GroupSizes:
         agreed = torch.is_grad_enabled() or module.training
         use = f"a forward in {'training' if module.training else 'evaluation mode'}"
-        sizes = GroupSizes(self._mesh, own, first, agreed=agreed, weighs=self.weighs, use=use)
+        sizes = GroupSizes(
+            self._mesh, own, first, before=before, agreed=agreed, weighs=self.weighs, use=use
+        )
         sizes.entered = self
         return sizes
 

@@ -34,7 +34,8 @@ class GroupSizes:
         mesh: the mesh.
         own: samples of this rank's group.
         first_sample: index in the global batch of the group's first sample, if the caller knows
-            it; by default the sum of the sizes of the groups before this one.
+            it; by default it follows the samples of `before` and of the groups before this one.
+        before: batches of the same step that were passed earlier.
         agreed: whether all groups process their batches together. Groups that evaluate at their
             own pace exchange nothing, and assume that the other groups have equal sizes.
         weighs: whether a group's loss is weighted by its samples; else all weights are equal.
@@ -47,6 +48,7 @@ class GroupSizes:
         own: int,
         first_sample: int | None = None,
         *,
+        before: Iterable[GroupSizes] = (),
         agreed: bool = True,
         weighs: bool = True,
         use: str = "a batch",
@@ -61,6 +63,7 @@ class GroupSizes:
         self._weight: float | None = None
         self._first = self.given_first = first_sample
         """Index of the first sample, if the caller has given it."""
+        self._before = tuple(before)
         self._index = mesh.data_index
         self._group, self._timers = mesh.data, mesh.session.timers
         self._weighs = weighs
@@ -108,7 +111,8 @@ class GroupSizes:
     def first_sample(self) -> int:
         """Index that the group's first sample has in the global batch."""
         if self._first is None:
-            self._first = sum(self.counts[: self._index])
+            earlier = sum(sum(each.counts) for each in self._before)
+            self._first = earlier + sum(self.counts[: self._index])
         return self._first
 
     @property

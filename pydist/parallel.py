@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, NoReturn, TypeVar
@@ -219,8 +219,12 @@ class EntryHook:
         self.dims = mesh.grid.batch_dims(3)
         """Number of dims of plain tensors that are cut on entry."""
         self.gradients: Gradients = Dense()
-        self.continues = False
-        """Whether the next batch is a further part of the last one: it draws no new numbers."""
+        self.continues: bool | None = None
+        """Whether the next batch is a further part of the last one, so that it draws the numbers of
+        its samples in the same step; `None`: if it accumulates gradients with it (`no_sync`)."""
+        self._pauses = 0  # open `no_sync` blocks
+        self._passes: list[GroupSizes] = []  # of the step that `no_sync` accumulates
+        self._step = 0  # number of the forward pass that the last of them has counted as
         self._given: dict[int, int | None] = {}
         """Of the running call: index of its first sample, if given, by its number of samples."""
 
@@ -291,21 +295,49 @@ class EntryHook:
             kwargs = {name: mapped(self._cut_nested, a) for name, a in kwargs.items()}
         given = list(leaves((*args, *kwargs.values())))
         trains = module.training and torch.is_grad_enabled()
-        if trains and not self.continues:
-            self.mesh.session.forwards += 1
-        elif trains:
-            draws_of(self.mesh).forget(self.mesh.session.forwards)
+        if trains:
+            self._begin_pass()
         if any(isinstance(each, ShardedTensor) for each in given):
             consistency_of(self.mesh).called(module, self.mesh, trains)
         batch = batch_of(given)
         self._given = {}
-        if isinstance(batch, ShardedTensor):
-            self._given[batch.shape[0]] = batch._origin.sizes.given_first
-        sizes, forward = self.batches.enter(module, given), self.mesh.session.forwards
+        before = self._passes if trains else ()
+        sizes, forward = self.batches.enter(module, given, before), self.mesh.session.forwards
+        if batch is not None:
+            sizes = self._sizes_of_pass(batch, sizes, before)
+        if trains and sizes is not None and self._pauses and self.continues is None:
+            self._passes.append(sizes)
+        elif trains:
+            self._passes = []
         return (
             tuple(self._enter(a, sizes, forward) for a in args),
             {name: self._enter(a, sizes, forward) for name, a in kwargs.items()},
         )
+
+    def _begin_pass(self) -> None:
+        """Counts a training pass; one that accumulates with earlier ones belongs to their step."""
+        session, further = self.mesh.session, self.continues
+        if further is None:
+            # Another model's pass in between, as of a GAN, has begun a step of its own.
+            further = bool(self._passes) and self._step == session.forwards
+        if further:
+            draws_of(self.mesh).forget(session.forwards)
+        else:
+            session.forwards += 1
+            self._passes = []
+        self._step = session.forwards
+
+    def _sizes_of_pass(
+        self, batch: Tensor, sizes: GroupSizes | None, before: Sequence[GroupSizes]
+    ) -> GroupSizes | None:
+        """Returns the sizes of a batch, whose samples count after those of the passes before."""
+        given = batch._origin.sizes.given_first if isinstance(batch, ShardedTensor) else None
+        if sizes is None and (before or self._pauses):  # there is one group
+            own = batch.shape[0]
+            given = sum(each.own for each in before) if given is None else given
+            sizes = GroupSizes(self.mesh, own, given)
+        self._given[batch.shape[0]] = given
+        return sizes
 
     def enter_part(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -327,12 +359,21 @@ class EntryHook:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients without reduction; the next backward outside reduces the sum."""
-        with nullcontext() if self.mesh.size == 1 else self.reducer.paused(self._lanes):
-            yield
+        """Accumulates gradients without reduction; the next backward outside reduces the sum.
+
+        Training passes in the block and the next one are parts of one step: they draw the random
+        numbers that one pass over all of their samples draws.
+        """
+        self._pauses += 1
+        try:
+            with nullcontext() if self.mesh.size == 1 else self.reducer.paused(self._lanes):
+                yield
+        finally:
+            self._pauses -= 1
 
     def reduce(self) -> None:
         """Reduces the gradients accumulated under `no_sync` now. Collective."""
+        self._passes = []
         if self.mesh.size > 1:
             self.reducer.reduce()
 

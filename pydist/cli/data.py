@@ -112,8 +112,8 @@ class _Convert:
     trust: _FileTrust = field(default_factory=FileTrust)
     """How far the files of the source are trusted."""
     workers: _Workers = field(default_factory=cores)
-    """Processes that copy; each holds one file in memory. Where mpirun or srun has started ranks, all
-    but the first do."""
+    """Processes that copy; each holds one file in memory. Where mpirun or srun has started ranks,
+    all but the first do."""
 
 
 @dataclass(frozen=True)
@@ -377,9 +377,7 @@ def _compare(chosen: _Verify, workers: Workers) -> None:
         elif chosen.deep:
             faults = deep_faults(chosen.folder, told, workers=workers, trust=chosen.trust)
         else:
-            faults = verify_dataset(
-                chosen.folder, told, workers=chosen.workers, trust=chosen.trust
-            )
+            faults = verify_dataset(chosen.folder, told, workers=chosen.workers, trust=chosen.trust)
     for fault in faults:
         console.print(f"damaged    {fault}", soft_wrap=True, markup=False)
     if faults:

@@ -90,7 +90,7 @@ class PassState:
                 with copied_buffers(modules, values):
                     yield
         finally:
-            entry_hook_of(self._model).continues = False
+            entry_hook_of(self._model).continues = None
 
 
 class _Start(NamedTuple):

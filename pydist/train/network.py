@@ -6,8 +6,8 @@ The training loop, checkpoints and validation use a `Network`, and do not know w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -141,24 +141,13 @@ class MeshNetwork:
         mixed: AbstractContextManager[Any],
     ) -> Tensor:
         """Runs the passes; the last part of a step reduces the gradient of all of them."""
-        with nullcontext() if batch.parts == 1 else self._part(batch):
+        with nullcontext() if batch.is_last else entry_hook_of(self.model).no_sync():
             with mixed:
                 loss = criterion(self.model(batch.inputs), batch.targets)
             scaled = scaler.scale(loss * scale)
             self.gradients.before_backward(scaler)
             scaled.backward()
         return loss.detach()
-
-    @contextmanager
-    def _part(self, batch: Batch) -> Iterator[None]:
-        """Runs one of several passes of a step in the `with` block."""
-        entry = entry_hook_of(self.model)
-        entry.continues = batch.part > 0  # random numbers go by the sample's place in the step
-        try:
-            with nullcontext() if batch.is_last else entry.no_sync():
-                yield
-        finally:
-            entry.continues = False
 
     def clip(self, scaler: GradScaler, optimizer: Optimizer, norm: float | None) -> None:
         """Clips the gradients, which are equal on all ranks."""

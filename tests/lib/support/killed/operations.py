@@ -291,6 +291,12 @@ def manifest_table(folder: Path) -> str:
 OPERATIONS: dict[str, Callable[[Path], Operation]] = {
     each.name: each
     for each in (
-        Packing, Staging, Spilling, Converting, ConvertingByTwo, Indexing, IndexingByTwo,
+        Packing,
+        Staging,
+        Spilling,
+        Converting,
+        ConvertingByTwo,
+        Indexing,
+        IndexingByTwo,
     )  # fmt: skip
 }
