@@ -74,11 +74,11 @@ def measured(name: str, size: int, root: Path, options: argparse.Namespace) -> l
     rows = []
     for each in contestants:
         for epoch in (1, 2):
-            what, _, processes = each.partition(" ")
+            what, several = each.split()
             summary = common.summary(seconds[each, epoch])
             rows.append(
                 {
-                    "size": name, "what": what, "processes": int(processes), "epoch": epoch,
+                    "size": name, "what": what, "processes": int(several), "epoch": epoch,
                     "files_per_s": count / summary["median"],
                     "mb_per_s": count * size / summary["median"] / 1e6, **summary,
                 }

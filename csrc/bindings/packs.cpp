@@ -112,8 +112,8 @@ std::vector<PackEntry> children_of(const Folder& folder, std::uint32_t directory
   return children;
 }
 
-// Asks for large pages where fresh memory is large, as NumPy does: to make and clear small ones took
-// a third of the time in which files of 8 MB are read from the page cache.
+// Asks for large pages where fresh memory is large, as NumPy does: to make and clear small ones
+// took a third of the time in which files of 8 MB are read from the page cache.
 void prefer_large_pages(std::span<std::byte> memory) {
 #ifdef MADV_HUGEPAGE
   constexpr std::size_t kLarge = std::size_t{4} << 20;

@@ -34,4 +34,4 @@ def workers_of(processes: int) -> Iterator[int | Executor | None]:
     from mpi4py.futures import MPICommExecutor
 
     with MPICommExecutor(world) as executor:
-        yield executor
+        yield executor  # type: ignore[misc]  # the stubs of mpi4py name another class
