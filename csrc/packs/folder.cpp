@@ -20,7 +20,6 @@ constexpr std::size_t kRemotePiece = std::size_t{16} << 20;  // in one round tri
 // Opens a partition's file, whose header must agree with the index.
 Descriptor open_partition(const std::string& file, std::uint32_t number, const Index& index) {
   Descriptor descriptor(::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  // A limit of the process, not damage: whoever collects or skips damaged files must not go on.
   if (descriptor.get() < 0 && errno == EMFILE) {
     throw UsageError(file +
                      ": this process has too many open files (ulimit -n); a pack's reader has " +

@@ -10,6 +10,7 @@
 #include <system_error>
 #include <utility>
 
+#include "core/errors.hpp"
 #include "packs/format.hpp"
 
 namespace pydist::packs {
@@ -38,8 +39,12 @@ class Descriptor {
 };
 
 // Throws PackError with the reason in errno, as "FILE: No such file or directory". Call it before
-// anything that changes errno. file: a path, or the address of a server.
+// anything that changes errno. file: a path, or the address of a server. A limit of this process is
+// no damage, and a UsageError: whoever collects or skips damaged files must not go on.
 [[noreturn]] inline void throw_system(const std::string& file) {
+  if (errno == EMFILE) {
+    throw UsageError(file + ": this process has too many open files (ulimit -n)");
+  }
   throw PackError(file + ": " + std::generic_category().message(errno));
 }
 
