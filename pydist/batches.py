@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
@@ -58,15 +58,12 @@ class Batches:
         copy = memo[id(self)] = Batches(self._mesh, self.weighs)
         return copy
 
-    def enter(
-        self, module: nn.Module, inputs: Iterable[Any], before: Sequence[GroupSizes] = ()
-    ) -> GroupSizes | None:
+    def enter(self, module: nn.Module, inputs: Iterable[Any]) -> GroupSizes | None:
         """Begins a call of the model, and returns the sizes of its batch.
 
         Args:
             module: the model.
             inputs: its arguments, also from containers among them; volumes are sharded.
-            before: earlier batches of the same step.
 
         Returns:
             The sizes; `None` with one sample group, or without a tensor.
@@ -78,7 +75,8 @@ class Batches:
         sizes = None
         if batch is not None:
             first = batch._origin.sizes.given_first if isinstance(batch, ShardedTensor) else None
-            sizes = self._sizes(module, batch.shape[0], first, before)
+            after = self._mesh.session.part if module.training else 0
+            sizes = self._sizes(module, batch.shape[0], first, after)
             self._begin(module, sizes)
         self._inside.append((module, sizes))
         return sizes
@@ -129,12 +127,12 @@ class Batches:
                 use_as_parameter(tensor, self._mesh)
 
     def _sizes(
-        self, module: nn.Module, own: int, first: int | None, before: Sequence[GroupSizes] = ()
+        self, module: nn.Module, own: int, first: int | None, after: int | None = None
     ) -> GroupSizes:
         agreed = torch.is_grad_enabled() or module.training
         use = f"a forward in {'training' if module.training else 'evaluation mode'}"
         sizes = GroupSizes(
-            self._mesh, own, first, before=before, agreed=agreed, weighs=self.weighs, use=use
+            self._mesh, own, first, after=after, agreed=agreed, weighs=self.weighs, use=use
         )
         sizes.entered = self
         return sizes

@@ -34,8 +34,9 @@ class GroupSizes:
         mesh: the mesh.
         own: samples of this rank's group.
         first_sample: index in the global batch of the group's first sample, if the caller knows
-            it; by default it follows the samples of `before` and of the groups before this one.
-        before: batches of the same step that were passed earlier.
+            it; by default the sum of the sizes of the groups before this one.
+        after: samples in the earlier passes of the step, which come before all of these; `None` for
+            what need not be a batch, whose place is not known.
         agreed: whether all groups process their batches together. Groups that evaluate at their
             own pace exchange nothing, and assume that the other groups have equal sizes.
         weighs: whether a group's loss is weighted by its samples; else all weights are equal.
@@ -48,7 +49,7 @@ class GroupSizes:
         own: int,
         first_sample: int | None = None,
         *,
-        before: Iterable[GroupSizes] = (),
+        after: int | None = None,
         agreed: bool = True,
         weighs: bool = True,
         use: str = "a batch",
@@ -63,7 +64,10 @@ class GroupSizes:
         self._weight: float | None = None
         self._first = self.given_first = first_sample
         """Index of the first sample, if the caller has given it."""
-        self._before = tuple(before)
+        self.after = after
+        """Samples in the earlier passes of the step, if these come after them."""
+        self.part = mesh.session.part
+        """Samples in the earlier passes of the step, from which other passes differ."""
         self._index = mesh.data_index
         self._group, self._timers = mesh.data, mesh.session.timers
         self._weighs = weighs
@@ -109,11 +113,25 @@ class GroupSizes:
 
     @property
     def first_sample(self) -> int:
-        """Index that the group's first sample has in the global batch."""
+        """Index that the group's first sample has in the batch of all passes of the step."""
+        return self.first_in_pass + (0 if self._is_in_step else self.after or 0)
+
+    @property
+    def first_in_pass(self) -> int:
+        """Index of the group's first sample, as it was given, or in the batch of this pass."""
         if self._first is None:
-            earlier = sum(sum(each.counts) for each in self._before)
-            self._first = earlier + sum(self.counts[: self._index])
+            self._first = sum(self.counts[: self._index])
         return self._first
+
+    @property
+    def _is_in_step(self) -> bool:
+        """Whether the given index is a place in the step, as of a `Loader` with passes.
+
+        Else it is a place in a batch of its own. All groups find the same.
+        """
+        if not self.after or self.given_first is None:
+            return False
+        return self.given_first - sum(self.counts[: self._index]) >= self.after
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, NoReturn, TypeVar
@@ -223,10 +223,9 @@ class EntryHook:
         """Whether the next batch is a further part of the last one, so that it draws the numbers of
         its samples in the same step; `None`: if it accumulates gradients with it (`no_sync`)."""
         self._pauses = 0  # open `no_sync` blocks
-        self._passes: list[GroupSizes] = []  # of the step that `no_sync` accumulates
-        self._step = 0  # number of the forward pass that the last of them has counted as
-        self._given: dict[int, int | None] = {}
-        """Of the running call: index of its first sample, if given, by its number of samples."""
+        self._sizes: GroupSizes | None = None
+        """Sizes of the last call's batch, where its place in the step matters."""
+        self._passed: GroupSizes | None = None  # of the last pass of a step that goes on
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EntryHook:
         # A copy of the model (such as an average of its weights) runs on the same mesh; its
@@ -299,16 +298,10 @@ class EntryHook:
             self._begin_pass()
         if any(isinstance(each, ShardedTensor) for each in given):
             consistency_of(self.mesh).called(module, self.mesh, trains)
-        batch = batch_of(given)
-        self._given = {}
-        before = self._passes if trains else ()
-        sizes, forward = self.batches.enter(module, given, before), self.mesh.session.forwards
-        if batch is not None:
-            sizes = self._sizes_of_pass(batch, sizes, before)
-        if trains and sizes is not None and self._pauses and self.continues is None:
-            self._passes.append(sizes)
-        elif trains:
-            self._passes = []
+        sizes, forward = self.batches.enter(module, given), self.mesh.session.forwards
+        self._sizes = sizes = sizes or self._sizes_of_one_group(batch_of(given))
+        if trains and self.continues is None:
+            self._expect_more(module)
         return (
             tuple(self._enter(a, sizes, forward) for a in args),
             {name: self._enter(a, sizes, forward) for name, a in kwargs.items()},
@@ -316,28 +309,32 @@ class EntryHook:
 
     def _begin_pass(self) -> None:
         """Counts a training pass; one that accumulates with earlier ones belongs to their step."""
-        session, further = self.mesh.session, self.continues
-        if further is None:
-            # Another model's pass in between, as of a GAN, has begun a step of its own.
-            further = bool(self._passes) and self._step == session.forwards
-        if further:
+        session = self.mesh.session
+        if self.continues is None and session.accumulates is self:
+            assert self._passed is not None
+            session.part += sum(self._passed.counts)
+        elif self.continues:
             draws_of(self.mesh).forget(session.forwards)
         else:
             session.forwards += 1
-            self._passes = []
-        self._step = session.forwards
 
-    def _sizes_of_pass(
-        self, batch: Tensor, sizes: GroupSizes | None, before: Sequence[GroupSizes]
-    ) -> GroupSizes | None:
-        """Returns the sizes of a batch, whose samples count after those of the passes before."""
-        given = batch._origin.sizes.given_first if isinstance(batch, ShardedTensor) else None
-        if sizes is None and (before or self._pauses):  # there is one group
-            own = batch.shape[0]
-            given = sum(each.own for each in before) if given is None else given
-            sizes = GroupSizes(self.mesh, own, given)
-        self._given[batch.shape[0]] = given
-        return sizes
+    def _expect_more(self, module: nn.Module) -> None:
+        """Records under `no_sync` that the next training pass belongs to the same step."""
+        # A frozen network exchanges no sizes: its group may be alone.
+        trains = self._pauses and any(p.requires_grad for p in module.parameters())
+        self._passed = self._sizes if trains else None
+        self.mesh.session.accumulates = None if self._passed is None else self
+
+    def _sizes_of_one_group(self, batch: Tensor | None) -> GroupSizes | None:
+        """Returns the sizes of a batch of the only group, if its place in the step matters."""
+        if batch is None or self.mesh.data_size > 1:
+            return None
+        known = batch._origin.sizes if isinstance(batch, ShardedTensor) else None
+        given = None if known is None else known.given_first
+        after = self.mesh.session.part
+        if not (given or after or self._pauses or (known is not None and known.part)):
+            return None
+        return GroupSizes(self.mesh, batch.shape[0], given, after=after)
 
     def enter_part(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -368,20 +365,27 @@ class EntryHook:
         try:
             with nullcontext() if self.mesh.size == 1 else self.reducer.paused(self._lanes):
                 yield
+        except BaseException:
+            self._end_step()  # what follows begins anew
+            raise
         finally:
             self._pauses -= 1
 
+    def _end_step(self) -> None:
+        if self.mesh.session.accumulates is self:
+            self.mesh.session.accumulates = None
+
     def reduce(self) -> None:
         """Reduces the gradients accumulated under `no_sync` now. Collective."""
-        self._passes = []
+        self._end_step()
         if self.mesh.size > 1:
             self.reducer.reduce()
 
     def of_batch(self, x: Tensor) -> ShardedTensor:
         """Wraps a plain tensor of the running batch as a sharded one that is not cut."""
-        first = self._given.get(x.shape[0])
-        whole = distribute_tensor(x, self.mesh, {}, first_sample=first)
-        entered: ShardedTensor = self._enter(whole, self.batches.running)
+        whole = distribute_tensor(x, self.mesh, {})
+        running = self._sizes if self.mesh.data_size == 1 else self.batches.running
+        entered: ShardedTensor = self._enter(whole, running)
         return entered
 
     def _cut(self, x: Any) -> Any:
@@ -417,10 +421,11 @@ class EntryHook:
         return shown
 
     def _origin_of(self, x: ShardedTensor, sizes: GroupSizes | None, forward: int | None) -> Origin:
+        # Not by the number of samples or rows of `x`: by chance one group may have as many as the
+        # batch, and would exchange nothing where the others do.
         known = x._origin
-        if sizes is None or x.shape[:1] != (sizes.own,):
-            sizes = known.sizes
-        return Origin(known.forward if forward is None else forward, sizes, self.statistics)
+        forward = known.forward if forward is None else forward
+        return Origin(forward, sizes or known.sizes, self.statistics)
 
 
 def _refuse_transforms() -> None:

@@ -26,17 +26,24 @@ class Session:
         """Functions that the backward of each exchange calls, as a backward pass is running."""
         self.at_form: Callable[[str], None] | None = None
         """Function that is called with the form in which a call exchanges, if it has several."""
+        self.part = 0
+        """Samples in the earlier passes of the running step; 0 in the first one."""
+        self.accumulates: object | None = None
+        """Model whose next training pass is a further one of the running step."""
         self._services: dict[type, Any] = {}
         self._forwards = 0
 
     @property
     def forwards(self) -> int:
-        """Number of training forwards that have run: part of the key of every random number."""
+        """Number of steps that training passes have begun: part of the key of every random number.
+
+        A pass that accumulates gradients with the one before (`no_sync`) belongs to its step.
+        """
         return self._forwards
 
     @forwards.setter
     def forwards(self, count: int) -> None:
-        self._forwards = count
+        self._forwards, self.part, self.accumulates = count, 0, None
         at_step(count)  # for reports of hangs
 
     def plan(self, key: Hashable, make: Callable[[], _T]) -> _T:

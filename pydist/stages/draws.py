@@ -68,11 +68,12 @@ def run_drawing(
         samples: their indices in the global batch, if it is one of a step.
     """
     module = call.key.module
-    if any(isinstance(x.value, ShardedTensor) for x in call.inputs):
-        draws_of(mesh).begin(forward)[module] = drawn
+    sharded = [x.value for x in call.inputs if isinstance(x.value, ShardedTensor)]
+    if sharded:
+        draws_of(mesh).begin(forward, sharded[0]._origin.sizes.part)[module] = drawn
         return call.run()
     if _drops(call) and (samples is None or _has_rows_of(call, samples)):
-        draws_of(mesh).begin(forward)[module] = drawn
+        draws_of(mesh).begin(forward, mesh.session.part)[module] = drawn
         return _dropped(call, mesh, samples)
     key = f"{mesh.seed}/{forward}/{module}/{drawn}/{micro_batch}/{mesh.data_index}".encode()
     device = device_of(mesh)

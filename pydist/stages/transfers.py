@@ -156,7 +156,7 @@ class Transfers:
         if transfer.splits is None:
             return local
         layout = Layout(self._stages.mesh, transfer.spec.shape, transfer.splits)
-        if origin is None or transfer.spec.shape[:1] != (origin.sizes.own,):
+        if origin is None:
             return ShardedTensor.of_shard(local, layout)
         return ShardedTensor(local, layout, origin)
 

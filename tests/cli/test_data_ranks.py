@@ -1,4 +1,4 @@
-"""Tests of `pydist data` on the ranks of an MPI job: they share the files and agree on the result."""
+"""Tests of `pydist data` on the ranks of an MPI job, which share the files."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pydist import parallelize
-from support.equivalence import on_ranks, randn
+from pydist import ShardedTensor, parallelize
+from pydist.layout import layout_for_sample
+from support.equivalence import on_ranks, randn, shard
 
 SAMPLES = randn(6, 1, 4, 3, 2)
 TABLE = randn(6, 3, seed=1)
@@ -67,8 +68,11 @@ def whole(mesh, orders: list[list[int]], recomputes: bool = False) -> list[list[
 
 
 def same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> bool:
-    pairs = zip(sum(found, []), sum(expected, []), strict=True)
-    return all(torch.allclose(a, b, rtol=1e-11, atol=1e-13) for a, b in pairs)
+    return all(
+        torch.allclose(a, b, rtol=1e-11, atol=1e-13)
+        for of_step in zip(found, expected, strict=True)
+        for a, b in zip(*of_step, strict=True)
+    )
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -86,11 +90,13 @@ def test_passes_of_a_loop_with_no_sync(passes, spatial, recomputes):
                     backward(model, rows[:count], 6)
                 rows = rows[count:]
             found.append(gradients(model))
+        backward(model, [0, 1, 2], 3)
+        found.append(gradients(model))
         return found
 
-    steps = [list(range(6))] * 2
+    steps = [list(range(6)), list(range(6)), [0, 1, 2]]
     (expected,) = on_ranks((1, 1, 1), lambda mesh: whole(mesh, steps, recomputes))
-    assert not same(expected[:1], expected[1:])  # each step draws anew
+    assert not same(expected[:1], expected[1:2])  # each step draws anew
     for found in on_ranks(spatial, accumulated):
         assert same(found, expected)
 
@@ -160,3 +166,129 @@ def test_reduced_without_a_backward():
     (expected,) = on_ranks((1, 1, 1), lambda mesh: whole(mesh, [list(range(6))] * 2))
     for found in on_ranks((2, 1, 1), accumulated):
         assert same(found, expected)
+
+
+class Rows(nn.Module):
+    """Network of a table with two rows a sample, beside rows of another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volume = nn.Conv3d(1, 4, 3, padding=1)
+        self.table = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))
+        self.columns = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.table(table.reshape(-1, 3))
+        return self.volume(x).mean((2, 3, 4)) + rows.view(-1, 2, 4).sum(1), self.columns(table.t())
+
+
+def test_rows_that_are_not_samples():
+    """Several rows a sample have the masks of one pass; others have new ones in each pass."""
+    weights, table = Rows().double(), randn(6, 6, seed=2)
+
+    def run(mesh, passes):
+        model = parallelize(copy.deepcopy(weights), mesh)
+        columns = []
+        for number, (first, last) in enumerate(passes):
+            with contextlib.nullcontext() if number == len(passes) - 1 else model.no_sync():
+                y, found = model(SAMPLES[first:last], table[first:last])
+                (y.square().mean() * ((last - first) / 6)).backward()
+            columns.append(found == 0)
+        return gradients(model), columns
+
+    ((expected, _),) = on_ranks((1, 1, 1), lambda mesh: run(mesh, [(0, 6)]))
+    for found, columns in on_ranks((2, 1, 1), lambda mesh: run(mesh, [(0, 2), (2, 4), (4, 6)])):
+        assert same([found], [expected])
+        assert len({tuple(each.flatten().tolist()) for each in columns}) == 3
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_batches_of_a_loader_without_passes(data):
+    """Each begins at index 0 of its own: in a step they come after each other."""
+
+    def masks(mesh):
+        model = network(mesh)
+        seen: list[Tensor] = []
+        model.first[1].register_forward_hook(lambda m, i, y: seen.append(y != 0))
+        layout = layout_for_sample(mesh, (2, 1, 4, 3, 2))
+        x = ShardedTensor.from_local(
+            shard(SAMPLES[:2], layout).to_local(), layout, 2 * mesh.data_index
+        )
+        with model.no_sync():
+            for _ in range(2):  # such as of the same batch twice, for a consistency loss
+                model(x, TABLE[:2]).sum().backward()
+        model(x, TABLE[:2]).sum().backward()
+        return [each.full_tensor()[:, :, 0, 0, 0].flatten().tolist() for each in seen]
+
+    found = on_ranks((2, 1, 1), masks, data=data)
+    drawn = [tuple(each) for mine in found[::2] for each in mine]
+    assert len(set(drawn)) == 3 * data
+
+    def whole_masks(mesh):
+        model = network(mesh)
+        seen: list[Tensor] = []
+        model.first[1].register_forward_hook(lambda m, i, y: seen.append(y != 0))
+        rows = [0] * (6 * data)
+        model(SAMPLES[rows], TABLE[rows])
+        return seen[0].full_tensor()[:, :, 0, 0, 0]
+
+    (expected,) = on_ranks((1, 1, 1), whole_masks)
+    order = [each for number in range(3) for each in (mine[number] for mine in found[::2])]
+    assert torch.tensor(order).flatten().tolist() == expected.flatten().tolist()
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (1, 0)], ids=str)
+def test_groups_that_have_as_many_rows_as_samples_by_chance(sizes):
+    """One group must not take for its batch what another exchanges the size of."""
+
+    class Supported(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2)
+            self.drop, self.flat = nn.Dropout(0.5), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, support: Tensor, table: Tensor) -> Tensor:
+            y = self.drop(self.norm(self.conv(support))).mean()
+            return self.conv(x).mean((1, 2, 3, 4)) * y + self.flat(table).mean()
+
+    weights = Supported().double()
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(weights), mesh)
+        rows = slice(0, sizes[mesh.data_index])
+        model(SAMPLES[rows], SAMPLES[:3], TABLE[:2]).mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    first, *others = on_ranks((2, 1, 1), body, data=2)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_an_abandoned_step_and_late_recomputation():
+    """After an error within no_sync a step begins anew; passes need not call the same layers."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Sequential(nn.Conv3d(1, 2, 1), nn.Dropout(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 1:
+                return self.part[0](x).mean()
+            return checkpoint(self.part, x, use_reentrant=False).mean()
+
+    weights = Sometimes().double()
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(weights), mesh)
+        with contextlib.suppress(KeyError), model.no_sync():
+            model(SAMPLES[:2])
+            raise KeyError
+        before = mesh.session.forwards
+        with model.no_sync():
+            late = model(SAMPLES[:2])
+            assert mesh.session.forwards == before + 1
+            (late + model(SAMPLES[2:3])).backward()
+        model(SAMPLES[3:]).backward()
+        return mesh.session.forwards - before, mesh.session.part
+
+    assert on_ranks((2, 1, 1), body) == [(1, 3)] * 2

@@ -34,14 +34,18 @@ class Draw:
 
     def __init__(self, func: Callable[..., Any], x: ShardedTensor, shape: Sequence[int]) -> None:
         self._shape, self._first = list(shape), 0
+        sizes = x._origin.sizes
+        has_place = bool(self._shape) and sizes.after is not None
         if self._shape:
-            sizes = x._origin.sizes
             rows, rest = divmod(self._shape[0], sizes.own) if sizes.own else (1, 0)
+            has_place &= not rest
             # A sample may have several rows by now.
-            self._first = sizes.first_sample * (1 if rest else rows)
+            first = sizes.first_sample if has_place else sizes.first_in_pass
+            self._first = first * (1 if rest else rows)
             self._shape[0] += self._first
         self._device = x.device
-        self._key = _next_key(func, x)
+        # Without a place after the samples of earlier passes, a pass has numbers of its own.
+        self._key = _next_key(func, x, 0 if has_place else sizes.part)
 
     def uniform(self, lo: Sequence[int], extents: Sequence[int]) -> Tensor:
         """Returns the uniform fp32 numbers in [0, 1) of a box; equal at every call.
@@ -77,15 +81,20 @@ def _expandable(numbers: Tensor, extents: Sequence[int]) -> Tensor:
     return numbers.view(*numbers.shape, *(1 for _ in range(len(extents) - numbers.dim())))
 
 
-def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int | Tensor:
+def _next_key(func: Callable[..., Any], x: ShardedTensor, part: int) -> int | Tensor:
     """Returns the key of one draw: of the seed, step, module, and number of the module's draw.
+
+    Args:
+        func: torch's call, for errors.
+        x: the tensor of the call.
+        part: of the pass in the step; 0 for numbers that all passes of a step share.
 
     During the capture of a CUDA graph, returns the memory of the key of each replay.
     """
     mesh, origin = x.mesh, x._origin
     layer = module_path()
     draws = draws_of(mesh)
-    calls = draws.begin(origin.forward)
+    calls = draws.begin(origin.forward, origin.sizes.part)
     if torch._C._current_graph_task_id() != -1:
         # In backward activation checkpointing reruns the call, and needs the same numbers.
         if not layer:
@@ -100,27 +109,27 @@ def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int | Tensor:
         calls[layer] = number + 1
     if draws.replayed is not None:
         return draws.replayed.place_of(layer, number)
-    return _key(mesh, origin.forward, layer, number)
+    return _key(mesh, origin.forward, layer, number, part)
 
 
 class Draws:
     """Counts of the random draws that each module has made, by forward pass."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, dict[str, int]] = {}
+        self._calls: dict[tuple[int, int], dict[str, int]] = {}
         self.replayed: ReplayedKeys | None = None
         """Keys of the step being captured, read by each replay; `None` outside of a capture."""
 
-    def begin(self, forward: int) -> dict[str, int]:
-        """Returns the draw counts of a forward pass by module, which the caller updates."""
-        calls = self._calls.setdefault(forward, {})
+    def begin(self, forward: int, part: int) -> dict[str, int]:
+        """Returns the draw counts of a pass of a step by module, which the caller updates."""
+        calls = self._calls.setdefault((forward, part), {})
         while len(self._calls) > _REMEMBERED:
             self._calls.pop(next(iter(self._calls)))
         return calls
 
     def forget(self, forward: int) -> None:
-        """Resets the draw counts of a forward pass."""
-        self._calls.pop(forward, None)
+        """Resets the draw counts of a step of one pass."""
+        self._calls.pop((forward, 0), None)
 
 
 def draws_of(mesh: Mesh) -> Draws:
@@ -168,6 +177,6 @@ class ReplayedKeys:
         self._table[: len(keys)].copy_(signed, non_blocking=True)
 
 
-def _key(mesh: Mesh, forward: int, layer: str, number: int) -> int:
-    text = f"{mesh.seed}/{forward}/{layer}/{number}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+def _key(mesh: Mesh, forward: int, layer: str, number: int, part: int = 0) -> int:
+    text = f"{mesh.seed}/{forward}/{layer}/{number}" + (f"/{part}" if part else "")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

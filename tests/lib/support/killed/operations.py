@@ -288,15 +288,6 @@ def manifest_table(folder: Path) -> str:
     return name
 
 
-OPERATIONS: dict[str, Callable[[Path], Operation]] = {
-    each.name: each
-    for each in (
-        Packing,
-        Staging,
-        Spilling,
-        Converting,
-        ConvertingByTwo,
-        Indexing,
-        IndexingByTwo,
-    )  # fmt: skip
-}
+_ALL = (Packing, Staging, Spilling, Converting, ConvertingByTwo, Indexing, IndexingByTwo)
+
+OPERATIONS: dict[str, Callable[[Path], Operation]] = {each.name: each for each in _ALL}
