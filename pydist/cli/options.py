@@ -242,6 +242,7 @@ def _add_tables(registry: ConstructorRegistry) -> None:
 
 def _plain(box: str) -> str:
     """Extracts one line from the framed text that tyro prints."""
+    box = re.sub(r"\x1b\[[0-9;]*m", "", box)  # colors, on a terminal
     lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
     lines = [line for line in lines if line.strip("-")]  # rules are dashes in ASCII output
     text = " ".join(" ".join(lines[1:]).split())  # after the frame's title

@@ -103,6 +103,14 @@ def test_what_is_wrong_is_said_once(on_ranks: Ranks, foreign: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_output_that_no_terminal_gets_has_no_colors(on_ranks: Ranks) -> None:
+    """Open MPI gives each rank a terminal of its own."""
+    assert "\x1b" not in on_ranks("index", "--help").stdout
+    wrong = on_ranks("index", "folder", "--bogus")
+    assert "\x1b" not in wrong.stderr
+    assert "error: Unrecognized options: --bogus" in wrong.stderr
+
+
 def test_ranks_without_mpi_are_refused(foreign: Path) -> None:
     program = [sys.executable, "-m", "pydist", "data", "index", str(foreign)]
     ranks = {"PYDIST_RANK": "0", "PYDIST_SIZE": "2"}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import pty
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import nibabel as nib
@@ -17,6 +20,7 @@ from pydist.data.medical.nifti import outline_of, read_nifti
 from pydist.data.medical.options import CTOptions
 from pydist.data.publish import publish
 from pydist.errors import DataError, DiskError
+from support.jobs.children import child_environment
 
 CASE = "scans/imagesTr/ct_0001_0000.nii.gz"
 LABEL = "scans/labelsTr/ct_0001.nii.gz"
@@ -239,3 +243,20 @@ def test_a_group_of_commands_has_help(capsys, arguments, code):
 def test_a_place_that_takes_no_files_is_not_called_full():
     with pytest.raises(DiskError, match=r"^/proc: no files can be written there"):
         publish(Path("/proc/x"), b"content")
+
+
+def test_a_mistake_is_one_line_on_a_terminal_with_colors():
+    """The library that parses options frames and colors its errors there."""
+    reader, terminal = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "pydist", "data", "index", "folder", "--bogus"],
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        env=child_environment(TERM="xterm-256color"),
+        text=True,
+        check=False,
+    )
+    os.close(terminal)
+    os.close(reader)
+    assert done.returncode == 2
+    assert done.stderr == "error: Unrecognized options: --bogus\n"

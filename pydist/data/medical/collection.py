@@ -252,7 +252,10 @@ def as_stored(image: npt.NDArray[Any], dtype: str, name: str, advice: str = "") 
         if image.dtype.kind == "f":
             image = np.rint(image)
         possible, (low, high) = np.iinfo(dtype), (image.min().item(), image.max().item())
-        if not (low >= possible.min and high <= possible.max):  # NaN fits nowhere
+        if low != low:
+            where = tuple(np.argwhere(np.isnan(image))[0].tolist())
+            raise DataError(f"{name}: NaN at {where}, which {dtype} does not have{advice}")
+        if not (low >= possible.min and high <= possible.max):
             raise DataError(f"{name}: values from {low} to {high} do not fit {dtype}{advice}")
     return image.astype(dtype)
 
