@@ -375,7 +375,7 @@ def test_images_that_are_none_are_named(trained, tmp_path):
     made = torch.zeros(1, 16, 16, 16)
     wrong = {
         "NoneType is no array": (None, UsageError),
-        "values from nan to nan do not fit int16": (
+        "NaN at .*, which int16 does not have": (
             made.index_fill(1, torch.tensor([2]), math.nan),
             DataError,
         ),

@@ -131,7 +131,7 @@ def test_what_can_not_be_predicted_is_refused(folder, tmp_path):
             (np.zeros((3, 8, 8, 8)), r"\(3, 8, 8, 8\); the network accepts \[4, D, H, W\]"),
             (np.zeros((4, 8, 8)), r"accepts \[4, D, H, W\]"),
             (np.zeros((4, 0, 8, 8)), r"the shape \(4, 0, 8, 8\) has no voxels"),
-            (np.full((4, 8, 8, 8), np.nan), "values from nan to nan do not fit int16"),
+            (np.full((4, 8, 8, 8), np.nan), "NaN at .*, which int16 does not have"),
             (np.full((4, 8, 8, 8), 1e9), "do not fit int16"),
         ]:
             with pytest.raises(DataError, match=message):
@@ -231,7 +231,7 @@ def test_http(ranks, folder):
             ("POST", "/predict", huge, 400, "not the content of a .npy file"),
             ("POST", "/predict", objects, 400, "real numbers are needed"),
             ("POST", "/predict", npy(image[:, 1:]), 400, "(15, 24, 16) voxels; the network needs"),
-            ("POST", "/predict", npy(image * np.nan), 400, "from nan to nan do not fit"),
+            ("POST", "/predict", npy(image * np.nan), 400, "NaN at (0, 0, 0, 0)"),
             ("POST", "/predict", npy(np.zeros(70_000)), 413, "more than 500000 bytes"),
             ("GET", "/predict", None, 405, "Method Not Allowed"),
             ("GET", "/none", None, 404, "Not Found"),

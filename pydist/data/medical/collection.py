@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -252,7 +253,7 @@ def as_stored(image: npt.NDArray[Any], dtype: str, name: str, advice: str = "") 
         if image.dtype.kind == "f":
             image = np.rint(image)
         possible, (low, high) = np.iinfo(dtype), (image.min().item(), image.max().item())
-        if low != low:
+        if math.isnan(low):
             where = tuple(np.argwhere(np.isnan(image))[0].tolist())
             raise DataError(f"{name}: NaN at {where}, which {dtype} does not have{advice}")
         if not (low >= possible.min and high <= possible.max):
