@@ -5,8 +5,8 @@ compressed (zstd; half of each file is random, half of it zeros, so that it shri
 process reads its part of the files twice, in an epoch after the other: in the first one it maps
 what it reads, and gets its memory. The time is that from the first start to the last end, with all
 processes waiting for each other before it. Beside that: a process that reads the partitions from
-start to end, twice as well (the bound for raw files in the same epoch), and as many loose files. All
-processes are new. The files are in the page cache.
+start to end, twice as well (the bound for raw files in the same epoch), and as many loose files.
+All processes are new. The files are in the page cache.
 
     python benchmarks/python/pack_reads.py                     about 3 minutes
 """
