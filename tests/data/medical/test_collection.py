@@ -17,7 +17,9 @@ def test_values_are_rounded_to_integers_or_do_not_fit(dtype):
     found = as_stored(np.array([0.6, 99.5, 2.0]), dtype, "x")
     assert found.dtype == dtype
     assert found.tolist() == [1, 100, 2]
-    for value in (low - 1.0, 2.0 * high, math.nan, math.inf):
+    with pytest.raises(DataError, match=rf"x: NaN at \(1,\), which {dtype} does not have, as told"):
+        as_stored(np.array([1.0, math.nan]), dtype, "x", ", as told")
+    for value in (low - 1.0, 2.0 * high, math.inf):
         if value < low or not value <= high:  # -2**63 - 1 is -2**63 in float64
             with pytest.raises(DataError, match=f"x: values from .* do not fit {dtype}, as told"):
                 as_stored(np.array([1.0, value]), dtype, "x", ", as told")
