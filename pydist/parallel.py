@@ -365,19 +365,14 @@ class EntryHook:
         try:
             with nullcontext() if self.mesh.size == 1 else self.reducer.paused(self._lanes):
                 yield
-        except BaseException:
-            self._end_step()  # what follows begins anew
-            raise
+        # An error does not end the step: one rank alone may catch it, and must go on as the others.
         finally:
             self._pauses -= 1
 
-    def _end_step(self) -> None:
-        if self.mesh.session.accumulates is self:
-            self.mesh.session.accumulates = None
-
     def reduce(self) -> None:
         """Reduces the gradients accumulated under `no_sync` now. Collective."""
-        self._end_step()
+        if self.mesh.session.accumulates is self:
+            self.mesh.session.accumulates = None
         if self.mesh.size > 1:
             self.reducer.reduce()
 

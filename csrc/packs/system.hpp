@@ -39,8 +39,8 @@ class Descriptor {
 };
 
 // Throws PackError with the reason in errno, as "FILE: No such file or directory". Call it before
-// anything that changes errno. file: a path, or the address of a server. A limit of this process is
-// no damage, and a UsageError: whoever collects or skips damaged files must not go on.
+// anything that changes errno. file: a path, or the address of a server. Throws UsageError for too
+// many open files: the file is not damaged, and code that skips damaged files must not skip it.
 [[noreturn]] inline void throw_system(const std::string& file) {
   if (errno == EMFILE) {
     throw UsageError(file + ": this process has too many open files (ulimit -n)");

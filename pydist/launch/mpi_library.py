@@ -35,7 +35,8 @@ def world_of(who: Identity | None) -> MPI.Intracomm:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UsageError(
-            f"mpi4py and an MPI library are needed ({error}); pip install 'pydist[laptop]'"
+            f"MPI needs mpi4py and an MPI library ({error}); pip install 'pydist[laptop]', or to "
+            "train, start the ranks with torchrun"
         ) from error
     comm = MPI.COMM_WORLD
     if who is not None and who.launcher != "torchrun" and comm.Get_size() != who.size:

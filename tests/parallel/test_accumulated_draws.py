@@ -264,7 +264,7 @@ def test_groups_that_have_as_many_rows_as_samples_by_chance(sizes):
 
 
 def test_an_abandoned_step_and_late_recomputation():
-    """After an error within no_sync a step begins anew; passes need not call the same layers."""
+    """An error that one rank alone catches changes no masks; passes may call other layers."""
 
     class Sometimes(nn.Module):
         def __init__(self) -> None:
@@ -281,14 +281,14 @@ def test_an_abandoned_step_and_late_recomputation():
     def body(mesh):
         model = parallelize(copy.deepcopy(weights), mesh)
         with contextlib.suppress(KeyError), model.no_sync():
-            model(SAMPLES[:2])
-            raise KeyError
+            model(SAMPLES[:2]).backward()
+            if mesh.rank == 0:
+                raise KeyError
         before = mesh.session.forwards
         with model.no_sync():
             late = model(SAMPLES[:2])
-            assert mesh.session.forwards == before + 1
             (late + model(SAMPLES[2:3])).backward()
         model(SAMPLES[3:]).backward()
         return mesh.session.forwards - before, mesh.session.part
 
-    assert on_ranks((2, 1, 1), body) == [(1, 3)] * 2
+    assert on_ranks((2, 1, 1), body) == [(0, 5)] * 2

@@ -84,12 +84,12 @@ def _expandable(numbers: Tensor, extents: Sequence[int]) -> Tensor:
 def _next_key(func: Callable[..., Any], x: ShardedTensor, part: int) -> int | Tensor:
     """Returns the key of one draw: of the seed, step, module, and number of the module's draw.
 
+    During the capture of a CUDA graph, returns the memory of the key of each replay.
+
     Args:
         func: torch's call, for errors.
         x: the tensor of the call.
         part: of the pass in the step; 0 for numbers that all passes of a step share.
-
-    During the capture of a CUDA graph, returns the memory of the key of each replay.
     """
     mesh, origin = x.mesh, x._origin
     layer = module_path()

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=8, help="kills before a run may end (8)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # a fork has none of a pool's threads
-    # Killed processes leave semaphores, of which multiprocessing would warn each time.
+    # multiprocessing would warn about the semaphores of each killed process.
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
     if unknown := set(options.operations) - set(OPERATIONS):
         parser.error(f"{', '.join(unknown)}: choose of {', '.join(OPERATIONS)}")
