@@ -24,7 +24,8 @@ from pydist.errors import UsageError
 from pydist.registry import JOINS, TRANSPORTS, Registry, transport_names
 from pydist.train import log
 from support.jobs.children import child_environment
-from support.transports.contract import CHECKS, Check
+from support.transports.checks import Check
+from support.transports.contract import CHECKS
 
 TRANSPORT = """
 from pydist.comm.transports.routed import RoutedTransport

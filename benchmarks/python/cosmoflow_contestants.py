@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import pydist
 from pydist.comm import Transport
+from pydist.entry_hook import entry_hook_of
 from pydist.gradients.forms.form import DenseForm
 from pydist.gradients.forms.messages import Messages
 from pydist.gradients.partitioned_bucket import PartitionedBucket
@@ -22,7 +23,6 @@ from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.optim import gather_gradients, sharded
 from pydist.optim.partitioned import ShardedOptimizer
-from pydist.parallel import entry_hook_of
 
 RATE = 1e-4
 

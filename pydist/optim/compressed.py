@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pydist.comm.consensus import together
+from pydist.entry_hook import EntryHook, entry_hook_of
 from pydist.errors import UsageError
 from pydist.gradients.forms.local import LocalForm
 from pydist.gradients.forms.stateful import LeafState, StatefulForm, SteppedForm
 from pydist.mesh import Mesh
-from pydist.parallel import EntryHook, entry_hook_of
 from pydist.watchdog import SPAN, phase
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pydist.entry_hook import EntryHook, entry_hook_of
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.own_slice import is_sharded_weight, own_slice, slicing_of
 from pydist.gradients.forms.form import DenseForm
@@ -22,7 +23,6 @@ from pydist.gradients.rows import in_memory_order_of, memory_of
 from pydist.mesh import Mesh
 from pydist.optim.layerwise import LayerwiseOptimizer
 from pydist.optim.whole_state import ParameterState, gather_state
-from pydist.parallel import EntryHook, entry_hook_of
 from pydist.slices.steps import (
     end_step,
     gather_in_state_dict,

@@ -10,9 +10,10 @@ from torch import nn
 
 from pydist.batches import refuse_pickling
 from pydist.comm.consensus import require_same, together
+from pydist.entry_hook import broadcast_state, entry_hook_of
 from pydist.errors import NotSupported, UsageError
 from pydist.gradients.forms.settings import Gradients, settings_of
-from pydist.parallel import broadcast_state, entry_hook_of, parallelize
+from pydist.parallel import parallelize
 from pydist.stages.parts import check_count
 from pydist.stages.pipelines import Pipeline
 from pydist.stages.plan import StagePlan, make_plan, plan_of_json, plan_to_json

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from pydist.entry_hook import entry_hook_of
 from pydist.errors import UsageError
 from pydist.exchange.own_slice import own_slice
 from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
 from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.gradients.rows import in_memory_order_of, shaped_like
-from pydist.parallel import entry_hook_of
 from pydist.slices.state import gathered, index_of, layout_of_slices, own_part
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.uses import Uses

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from pydist.parallel import entry_hook_of
+from pydist.entry_hook import entry_hook_of
 from pydist.stages.attributes import Attributes
 from pydist.stages.generators import Generators
 from pydist.stages.micro_batch import MicroBatch

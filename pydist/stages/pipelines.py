@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from pydist.arguments import leaves, mapped
+from pydist.entry_hook import dims_of_network, entry_hook_of
 from pydist.errors import NotSupported, RankFailed, RankLost, UsageError
 from pydist.exchange.left_weights import LeftWeights
-from pydist.parallel import dims_of_network, entry_hook_of
 from pydist.stages.gradient_watch import GradientWatch
 from pydist.stages.gradients import StagedGradients
 from pydist.stages.messages import PassMark, Route, StageStopped

@@ -9,6 +9,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from pydist.entry_hook import entry_hook_of
 from pydist.gradients.forms.settings import Gradients
 from pydist.optim import (
     average_parameters,
@@ -16,7 +17,6 @@ from pydist.optim import (
     load_gradient_state,
     set_loss_scale,
 )
-from pydist.parallel import entry_hook_of
 
 
 class Averaged:

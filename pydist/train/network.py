@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from pydist.backend.autotuner import autotuner_of
 from pydist.data.axes import without_flat
+from pydist.entry_hook import entry_hook_of
 from pydist.errors import UsageError
 from pydist.gradients import Dense
 from pydist.optim import sharded
-from pydist.parallel import entry_hook_of, parallelize
+from pydist.parallel import parallelize
 from pydist.stages import pipeline
 from pydist.stages.division import pipeline_of
 from pydist.train.averaged import Averaged

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.parallel import entry_hook_of
+from pydist.entry_hook import entry_hook_of
 from pydist.train.device import autocast
 from pydist.train.noise import GradientSquares, SquaredNorms
 

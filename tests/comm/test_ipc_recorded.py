@@ -18,7 +18,8 @@ from pydist.exchange.exchanger import Exchanger
 from pydist.mesh import Mesh
 from pydist.partition import Box
 from support.stand_ins.recorder import RecordedIpc, Recorder, run_ipc
-from support.transports.contract import CHECKS, Check
+from support.transports.checks import Check
+from support.transports.contract import CHECKS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="CUDA IPC is for Linux")
 

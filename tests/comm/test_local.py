@@ -11,7 +11,8 @@ import torch
 
 from pydist.comm import LocalTransport, Transport, run_local
 from pydist.errors import RankFailed, RankLost, UsageError
-from support.transports.contract import CHECKS, Check
+from support.transports.checks import Check
+from support.transports.contract import CHECKS
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -18,7 +18,8 @@ from pydist.errors import NotSupported, PydistError, RankFailed, RankLost, Usage
 from pydist.exchange.exchanger import Exchanger
 from pydist.partition import Box
 from support.stand_ins.recorder import RecordedTransport, Recorder
-from support.transports.contract import CHECKS, Check
+from support.transports.checks import Check
+from support.transports.contract import CHECKS
 
 
 def run(recorder: Recorder, function, size: int):

@@ -6,7 +6,9 @@ import pytest
 
 from pydist.comm import run_local
 from pydist.comm.transports.staged import StagedTransport
-from support.transports.contract import CHECKS, Check, buffers_outlive_work_that_nobody_waits_for
+from support.transports.checks import Check
+from support.transports.collectives import buffers_outlive_work_that_nobody_waits_for
+from support.transports.contract import CHECKS
 
 # Collectives of this transport complete when they start.
 _KEPT = [check for check in CHECKS if check is not buffers_outlive_work_that_nobody_waits_for]

@@ -8,7 +8,7 @@ import torch
 from pydist.comm import Transport
 from pydist.comm.transports.nccl.device_assignment import missing
 from support.training.unequal import check, on_devices
-from support.transports.contract import buffers_outlive_work_that_nobody_waits_for
+from support.transports.collectives import buffers_outlive_work_that_nobody_waits_for
 from support.transports.device_contract import EVERY_CHECK, Check, DeviceContract, two_ranks
 
 ON_BOTH = ["cuda:0", "cpu"]

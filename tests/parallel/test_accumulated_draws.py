@@ -150,7 +150,7 @@ def test_other_passes_draw_anew():
 
 def test_reduced_without_a_backward():
     """`reduce` ends a step, too."""
-    from pydist.parallel import entry_hook_of
+    from pydist.entry_hook import entry_hook_of
 
     def accumulated(mesh):
         model = network(mesh)

@@ -23,7 +23,8 @@ from support.stand_ins.recorder import (
     build,
     shared_memory,
 )
-from support.transports.contract import CHECKS, Check
+from support.transports.checks import Check
+from support.transports.contract import CHECKS
 
 CHANNEL_CHECKS = [check for check in CHECKS if "channel" in check.__name__]
 

@@ -17,7 +17,8 @@ from pydist.comm import Transport
 from pydist.comm.transports.nccl import device_assignment as nccl_place
 from pydist.errors import NotSupported, UsageError
 from pydist.runtime import connect
-from support.transports.contract import CHECKS, Check
+from support.transports.checks import Check
+from support.transports.contract import CHECKS
 
 pytestmark = pytest.mark.ranks(3, mpi=("openmpi", "mpich", "gloo"))
 

@@ -9,8 +9,9 @@ import pytest
 
 from pydist.data import UniverseOptions, generate_universes
 from pydist.train.config import Config
+from pydist.train.run import Result
 from support.equivalence import on_one_core
-from support.training.runs import universe_run
+from support.training.runs import alone, slow_run, universe_run
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +32,10 @@ def universes(tmp_path_factory) -> Path:
 def config(universes, tmp_path) -> Config:
     """Returns a run of the smaller network: two epochs of two steps with three samples each."""
     return universe_run(universes, tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def whole_run(universes, tmp_path_factory) -> tuple[Config, Result]:
+    """Returns a run at a low rate after it has trained on one rank, and its result."""
+    config = slow_run(universes, tmp_path_factory.mktemp("whole") / "run")
+    return config, alone(config)

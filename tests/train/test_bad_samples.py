@@ -13,9 +13,9 @@ from pydist.data import Manifest
 from pydist.data.convert import convert_dataset
 from pydist.data.options import ConvertOptions
 from pydist.errors import DataError, UsageError
-from pydist.train import config_io, log
+from pydist.train import config_io
 from pydist.train.config import Config
-from support.training.runs import change, job
+from support.training.runs import change, events, job
 
 BLOCK = 4 * 32**3 * 2
 """Bytes of a sample of int16 counts."""
@@ -51,10 +51,6 @@ def without(root: Path, to: Path) -> Path:
     files[2] = replace(files[2], path="again.hdf5")
     replace(manifest, files=tuple(files)).save(to)
     return to
-
-
-def events(config: Config, kind: str) -> list[dict]:
-    return [e for e in log.read(config.output.folder / "log.jsonl") if e["event"] == kind]
 
 
 def test_a_bad_sample_ends_the_run(config: Config, damaged: Path) -> None:

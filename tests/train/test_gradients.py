@@ -15,7 +15,7 @@ from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.options import CTOptions
 from pydist.data.sampler import MeshSampler
 from pydist.errors import CheckpointError, UsageError
-from pydist.train import checkpoint, config_io, log
+from pydist.train import config_io
 from pydist.train.config import (
     BatchScheduleConfig,
     Config,
@@ -33,7 +33,7 @@ from pydist.train.config.gradients import (
     settings,
 )
 from support.training.forms import on_hosts
-from support.training.runs import change, in_stages, job
+from support.training.runs import change, curve, events, in_stages, job, last_state
 
 POWER = PowerSgdConfig(rank=2, start=1)
 SPARSE = DgcConfig(density=0.05, warmup_epochs=1.0)
@@ -95,19 +95,6 @@ def trained(volumes, tmp_path_factory):
         return run
 
     return train
-
-
-def events(config, kind):
-    found = log.read(config.output.folder / "log.jsonl")
-    return [event for event in found if event["event"] == kind]
-
-
-def curve(config):
-    return [event["loss"] for event in events(config, "step")]
-
-
-def last_state(config):
-    return checkpoint.read(checkpoint.complete(config.output.folder / "ckpt")[-1])
 
 
 def same(a, b):

@@ -22,7 +22,7 @@ from pydist.train.config import (
     SgdConfig,
     TrainConfig,
 )
-from support.training.runs import change, job
+from support.training.runs import change, curve, job
 
 TABLES = {
     "lars": {"name": "lars", "lr": 0.5, "decay": "polynomial", "warmup_epochs": 1.0},
@@ -48,10 +48,6 @@ def config(universes, tmp_path) -> Config:
 def rates(config: Config) -> list[float]:
     path = config.output.folder / "log.jsonl"
     return [event["lr"] for event in log.read(path) if event["event"] == "step"]
-
-
-def curve(config: Config) -> list[float]:
-    return list(log.losses(config.output.folder / "log.jsonl").values())
 
 
 @pytest.mark.parametrize(

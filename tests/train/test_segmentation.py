@@ -26,7 +26,7 @@ from pydist.train.config import (
     UNet3dConfig,
 )
 from pydist.train.metadata import load_trained
-from support.training.runs import change, job
+from support.training.runs import alone, change, curve, job
 
 
 @pytest.fixture(scope="session")
@@ -48,16 +48,8 @@ def segmentation(volumes, tmp_path) -> Config:
     )
 
 
-def alone(config):
-    return run_local(job, 1, config)[0]
-
-
 def weighing(config, **options) -> Config:
     return change(config, train=options)
-
-
-def curve(config) -> list[float]:
-    return list(log.losses(config.output.folder / "log.jsonl").values())
 
 
 @pytest.mark.parametrize(("data", "spatial"), [(1, (2, 1, 1)), (2, (1, 1, 2))])

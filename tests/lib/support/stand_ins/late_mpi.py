@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pydist.comm.transports.cuda_mpi.transport import CudaMpiTransport
-from support.transports.contract import equal
+from support.transports.checks import equal
 
 
 class OnHostMemory(CudaMpiTransport):

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from pydist.comm import Transport, run_local
+from pydist.comm import LocalTransport, Transport, run_local
 from pydist.mesh import Mesh
 from pydist.stages import Stages
-from pydist.train import checkpoint, config_io
+from pydist.train import checkpoint, config_io, log
 from pydist.train.config import Config, CosmoFlowConfig, DataConfig, OutputConfig, TrainConfig
 from pydist.train.log import Listener
 from pydist.train.ranks import check_ranks, ranks_a_sample, stage_arguments
@@ -27,6 +27,14 @@ def universe_run(universes: Path, folder: Path) -> Config:
         train=TrainConfig(epochs=2, batch=3),
         output=OutputConfig(folder=folder, plot=False),
     )
+
+
+def slow_run(universes: Path, folder: Path) -> Config:
+    """Returns a run at a low rate.
+
+    Adam's steps depend on the signs of gradients: at a high rate, errors of rounding grow in them.
+    """
+    return change(universe_run(universes, folder), optimizer={"lr": 1e-4})
 
 
 def change(config: Config, **tables: Any) -> Config:
@@ -53,6 +61,11 @@ def job(
     return train(config, mesh, listeners)
 
 
+def alone(config: Config, listeners: Sequence[Listener] = ()) -> Result:
+    """Runs training on one rank in this thread."""
+    return job(LocalTransport(), config, listeners=listeners)
+
+
 def staged_job(world: Transport, config: Config, listeners: Sequence[Listener] = ()) -> Result:
     """Runs one rank of a training run in stages, for `run_local`."""
     check_ranks(config, world.size)
@@ -66,6 +79,17 @@ def in_stages(config: Config, listeners: Sequence[Listener] = ()) -> list[Result
     """Runs training on the ranks that its stages need; returns the results in rank order."""
     ranks = ranks_a_sample(config.mesh) * (config.mesh.data or 1)
     return run_local(staged_job, ranks, config, listeners, timeout=240)
+
+
+def events(config: Config, kind: str) -> list[dict[str, Any]]:
+    """Returns the events of one kind in a run's log."""
+    path = config.output.folder / "log.jsonl"
+    return [event for event in log.read(path) if event["event"] == kind]
+
+
+def curve(config: Config) -> list[float]:
+    """Returns the losses in a run's log."""
+    return list(log.losses(config.output.folder / "log.jsonl").values())
 
 
 def last_state(config: Config) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from pydist.exchange.exchanger import Exchanger
 from pydist.partition import Box
 from pydist.runtime import connect
 from support.stand_ins.one_gpu import ranks_of_one_gpu
-from support.transports.contract import CHECKS, Check
+from support.transports.checks import Check
+from support.transports.contract import CHECKS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
