@@ -230,7 +230,7 @@ def index(arguments: Sequence[str]) -> int:
 
     console = Console()
     began = time.perf_counter()
-    with workers_of(chosen.workers) as workers, progress_bar(console) as told:
+    with workers_of(chosen) as workers, progress_bar(console) as told:
         if workers is None:
             return 0
         manifest = index_dataset(
@@ -253,7 +253,7 @@ def convert(arguments: Sequence[str]) -> int:
 
     console = Console()
     began = time.perf_counter()
-    with workers_of(chosen.workers) as workers, progress_bar(console) as told:
+    with workers_of(chosen) as workers, progress_bar(console) as told:
         if workers is None:
             return 0
         manifest = convert_dataset(
@@ -272,7 +272,7 @@ def convert(arguments: Sequence[str]) -> int:
 def info(arguments: Sequence[str]) -> int:
     """Runs `pydist data info`; see `pydist data info --help`."""
     chosen = parse(_Info, arguments, "pydist data info")
-    with workers_of(chosen.workers) as workers:
+    with workers_of(chosen) as workers:
         if workers is not None:
             _describe(chosen, workers)
     return 0
@@ -356,7 +356,7 @@ def pack(arguments: Sequence[str]) -> int:
 def verify(arguments: Sequence[str]) -> int:
     """Runs `pydist data verify`; see `pydist data verify --help`."""
     chosen = parse(_Verify, arguments, "pydist data verify")
-    with workers_of(chosen.workers) as workers:
+    with workers_of(chosen) as workers:
         if workers is not None:
             _compare(chosen, workers)
     return 0

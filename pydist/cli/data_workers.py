@@ -5,24 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
 
 from pydist.errors import UsageError
 from pydist.launch import failures, launcher_env, mpi_library
 
 
+class _Chosen(Protocol):
+    @property
+    def workers(self) -> int: ...
+
+
 @contextmanager
-def workers_of(processes: int) -> Iterator[int | Executor | None]:
+def workers_of(chosen: _Chosen) -> Iterator[int | Executor | None]:
     """Yields what works on files for the first rank; `None` on the others, which have done so.
 
     Args:
-        processes: the number that is yielded where no launcher has started several ranks.
+        chosen: the command's options, with `workers`: the number of processes, which is yielded
+            where no launcher has started several ranks.
 
     Raises:
-        UsageError: ranks were started without MPI.
+        UsageError: there is less than one process, or ranks were started without MPI, or with
+            different options.
     """
+    if chosen.workers < 1:
+        raise UsageError(f"--workers {chosen.workers}: at least 1")
     who = launcher_env.detect()
     if who is None or who.size == 1:
-        yield processes
+        yield chosen.workers
         return
     if who.launcher in ("pydist", "torchrun"):
         raise UsageError(
@@ -31,7 +42,22 @@ def workers_of(processes: int) -> Iterator[int | Executor | None]:
         )
     world = mpi_library.world_of(who)
     failures.install(world.Get_rank(), who.size, abort=world.Abort)
+    everyone = world.gather({**vars(chosen), "the working folder": Path.cwd()})
+    if everyone is not None:
+        _require_one_command(everyone)
     from mpi4py.futures import MPICommExecutor
 
     with MPICommExecutor(world) as executor:
         yield executor  # type: ignore[misc]  # the stubs of mpi4py name another class
+
+
+def _require_one_command(chosen: list[dict[str, Any]]) -> None:
+    """Raises `UsageError` unless all ranks have the same options and working folder."""
+    for rank, options in enumerate(chosen):
+        for name, value in options.items():
+            if value != chosen[0].get(name):
+                raise UsageError(
+                    f"the ranks of a job divide the files of one command, but {name} is "
+                    f"{chosen[0].get(name)} on rank 0, {value} on rank {rank}: start other "
+                    "commands as other jobs"
+                )

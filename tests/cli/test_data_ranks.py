@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ def on_ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Ranks:
     if backend is None:
         pytest.skip(f"{request.param} is not installed")
 
-    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        program = [sys.executable, "-m", "pydist", "data", *map(str, arguments)]
+    def run(
+        *arguments: str | Path, program: Sequence[str] = (sys.executable, "-m", "pydist", "data")
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            backend.command(3, program),
+            backend.command(3, [*program, *map(str, arguments)]),
             env={**child_environment(), **backend.variables(3, tmp_path)},
             cwd=tmp_path,
             capture_output=True,
@@ -119,3 +120,28 @@ def test_ranks_without_mpi_are_refused(foreign: Path) -> None:
     )
     assert done.returncode == 2
     assert "pydist has started 2 ranks without MPI" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["index", "info", "verify"])
+def test_ranks_with_different_folders_are_refused(
+    name: str, foreign: Path, tmp_path: Path, on_ranks: Ranks
+) -> None:
+    """Else the folders of all ranks but the first would silently be left out."""
+    script = tmp_path / "each.py"
+    script.write_text(
+        "import os, sys\n"
+        "rank = os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']\n"
+        "from pydist.cli.main import main\n"
+        "sys.exit(main(['data', sys.argv[1], f'{sys.argv[2]}/{rank}']))\n"
+    )
+    done = on_ranks(name, foreign, program=[sys.executable, str(script)])
+    assert done.returncode == 2, done.stderr
+    differing = f"but folder is {foreign}/0 on rank 0, {foreign}/1 on rank 1: start other commands"
+    assert done.stderr.count(differing) == 1
+
+
+def test_a_number_of_workers_below_one_is_refused(foreign: Path, on_ranks: Ranks) -> None:
+    done = on_ranks("index", foreign, "--workers", "0")
+    assert done.returncode == 2, done.stderr
+    assert "--workers 0: at least 1" in done.stderr
+    assert not (foreign / "dataset.json").exists()
