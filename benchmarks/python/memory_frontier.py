@@ -15,7 +15,8 @@ per rank, and with --state they count too. Memory of oneDNN and MPI does not cou
 - composed, levels: three quarters of the ranks cut the image in the levels with most pixels, on the
   way down and up, and the others in the levels between; of equal memory.
 
-Plans are made on an image of 64², as images near the limit fit no single rank.
+Stages are planned on the largest image whose calls one rank can measure within the limit; with
+--state their plan counts the state, too.
 
     python benchmarks/python/memory_frontier.py
     python benchmarks/python/memory_frontier.py --state --limit 192
@@ -90,16 +91,21 @@ def frontier(options: argparse.Namespace) -> None:
         with jobs.running(**made) as started:
             job = started["job"]
             for features, levels in networks:
+                network = {"features": features, "levels": levels}
+                planned = planning_edge(job, network, options.limit) if ranks > 1 else SAMPLE
                 for division in divisions(ranks):
-                    row = {"features": features, "levels": levels, "ranks": ranks}
-                    prepared = job.ask("prepare", division=division, **row)
+                    row: dict[str, Any] = {**network, "ranks": ranks}
+                    prepared = job.ask(
+                        "prepare", division=division, edge=planned, state=options.state, **network
+                    )
                     states = [each["state_mib"] for each in prepared]
                     counted = states if options.state else [0.0] * ranks
                     if max(counted) >= options.limit:
                         print(*row.values(), division, "its state exceeds the limit", sep=" | ")
                         continue
-                    row |= {"division": division, **search(job, options.limit, counted)}
-                    row["state_mib"] = states
+                    found = search(partial(peaks_of, job), options.limit, counted)
+                    row |= {"division": division, **found}
+                    row["state_mib"], row["planned_on"] = states, planned
                     row["loss"], row["plan"] = prepared[-1]["loss"], prepared[0]["plan"]
                     rows.append(row)
                     print(*row.values(), sep=" | ", flush=True)
@@ -119,19 +125,35 @@ def divisions(ranks: int) -> Sequence[str]:
     return (NAIVE, AWARE, IN_SPACE, *((COMPOSED, BY_LEVELS) if ranks > 2 else ()))
 
 
-def search(job: jobs.Job, limit: float, held: Sequence[float]) -> dict[str, Any]:
+def planning_edge(job: jobs.Job, network: Mapping[str, int], limit: float) -> int:
+    """Returns the largest edge of an image whose calls a rank can measure within the limit."""
+
+    def peak(edge: int) -> list[float]:
+        return job.ask("recorded", edge=edge, **network)[:1]
+
+    edge: int = search(peak, limit, [0.0])["edge"]
+    return edge
+
+
+def peaks_of(job: jobs.Job, edge: int) -> list[float]:
+    """Returns the peak of each rank in a step of an image."""
+    return job.ask("peak", edge=edge)
+
+
+def search(
+    peaks: Callable[[int], list[float]], limit: float, held: Sequence[float]
+) -> dict[str, Any]:
     """Returns the largest edge whose peak is within the limit, and the peaks around it.
 
     Args:
-        job: the ranks.
+        peaks: returns the MiB that each rank needs at an edge.
         limit: MiB of each rank.
-        held: MiB of each rank that count besides the peak.
+        held: MiB of each rank that count besides.
     """
 
     @cache
     def peak(edge: int) -> list[float]:
-        peaks = job.ask("peak", edge=edge)
-        return [own + each for own, each in zip(peaks, held, strict=True)]
+        return [own + each for own, each in zip(peaks(edge), held, strict=True)]
 
     edge = SAMPLE
     fits, exceeds = 0, 0
@@ -255,15 +277,25 @@ def work() -> None:
     contestant: list[Contestant] = []
 
     def answer(what: str, **details: Any) -> Any:
+        if what == "recorded":
+            return recorded(**details) if world.rank == 0 else 0.0
         if what == "prepare":
             contestant[:] = []
             gc.collect()
-            division, features, levels = (details[k] for k in ("division", "features", "levels"))
-            contestant.append(Contestant(world, division, features, levels))
+            contestant.append(Contestant(world, **details))
             return contestant[0].prepare()
         return contestant[0].peak(**details)
 
     jobs.serve(world.rank, answer)
+
+
+def recorded(features: int, levels: int, edge: int) -> float:
+    """Returns the MiB that one rank needs at once to measure the calls of a network."""
+    from pydist.models import UNet2d
+    from pydist.stages.record import record
+
+    model, (x, _) = UNet2d(1, CLASSES, features, levels), batch(edge)
+    return common.peak(lambda: record(model, (x,), repeats=1)) / 2**20
 
 
 def batch(edge: int) -> tuple[Any, Any]:
@@ -283,9 +315,14 @@ class Contestant:
         division: how it is divided.
         features: channels of the first level.
         levels: levels of the network.
+        edge: of the image on which stages are planned.
+        state: whether their plan counts gradients and Adam's state.
     """
 
-    def __init__(self, world: Any, division: str, features: int, levels: int) -> None:
+    def __init__(
+        self, world: Any, division: str, features: int, levels: int, edge: int = SAMPLE,
+        state: bool = False,
+    ) -> None:  # fmt: skip
         import torch
 
         import pydist
@@ -295,7 +332,7 @@ class Contestant:
         torch.manual_seed(0)
         self.model, self.world = UNet2d(1, CLASSES, features, levels), world
         self.plan, self.run, self.mesh = "", None, None
-        sample, _ = batch(SAMPLE)
+        sample, _ = batch(edge)
         if division in (ONE, IN_SPACE):
             self.mesh = pydist.Mesh(world, 1, tuple(SPATIAL[world.size]))
             pydist.parallelize(self.model, self.mesh)
@@ -303,7 +340,7 @@ class Contestant:
             meshes, order = meshes_of(division, world.size)
             stages = Stages(world, meshes, order=order)
             naive = equal_layers(self.model, sample, world.size)
-            how: dict[str, Any] = {"balance": "memory"}
+            how: dict[str, Any] = {"balance": "memory", "state": 3.0 if state else 0.0}
             if division == NAIVE:
                 how = {"cuts": naive, "skips": "relay"}
             self.mesh = stages.mesh

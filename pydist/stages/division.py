@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ def pipeline(
     micro_batches: int = 1,
     schedule: str = "1f1b",
     balance: str = "time",
+    state: float = 3.0,
     cuts: Sequence[str] | None = None,
     skips: str = "direct",
     recompute: bool = False,
@@ -61,8 +63,11 @@ def pipeline(
         micro_batches: number of parts of a batch.
         schedule: "gpipe", "1f1b", "gems" or "zero-bubble"; see `pydist.stages.schedule`.
         balance: what the largest mesh has least of: "time" of a forward and backward pass, or
-            "memory" of the micro-batches that its schedule keeps at once. Both are divided by the
-            ranks that a mesh has for a sample, and summed over the stages of a mesh.
+            "memory" of a rank: of the micro-batches that its schedule keeps at once, and `state`.
+            The ranks that a mesh has for a sample divide time and micro-batches. Both are summed
+            over the stages of a mesh.
+        state: bytes that stay from step to step for each byte of a stage's parameters, for
+            `balance`: 3 for gradients and Adam's two moments, 2 for gradients and momentum.
         cuts: paths of the modules at which the stages from the second on begin; overrides
             `balance`.
         skips: "direct" sends a tensor from the stage that computes it to those that use it;
@@ -90,6 +95,8 @@ def pipeline(
     orders = Schedule(schedule, stages.order)
     collects = running_statistics == "batch"
     _check_settings(stages, orders, micro_batches, skips, running_statistics, batch_norm)
+    if not 0 <= state < math.inf:
+        raise UsageError(f"state={state}: bytes for each byte of parameters, from 0 on")
     given = {
         "micro_batches": micro_batches, "schedule": schedule, "skips": skips, "cuts": str(cuts),
         "recompute": recompute, "batch_norm": batch_norm, "group_weight": group_weight,
@@ -103,7 +110,7 @@ def pipeline(
             "pipeline() the network itself"
         )
     kept = 1 if recompute else micro_batches
-    recorded, plan = _plan_together(model, stages, sample, orders, kept, balance, cuts)
+    recorded, plan = _plan_together(model, stages, sample, orders, kept, balance, state, cuts)
     uses = plan.uses(recorded, model, orders)
     broadcast_state(model, stages.world)
     parallelize(model, stages.mesh, batch_norm, group_weight, sharded_weights, form)
@@ -174,6 +181,7 @@ def _plan_together(
     orders: Schedule,
     kept: int,
     balance: str,
+    state: float,
     cuts: Sequence[str] | None,
 ) -> tuple[RecordedPass, StagePlan]:
     """Records the network's calls on each rank; returns them, and the plan of rank 0. Collective.
@@ -185,13 +193,14 @@ def _plan_together(
         orders: the schedule.
         kept: micro-batches whose activations are kept.
         balance: as for `pipeline`.
+        state: as for `pipeline`.
         cuts: as for `pipeline`.
     """
     with together(stages.world, "planning stages"):
         recorded = record(model, sample if isinstance(sample, tuple) else (sample,))
         ranks = [stages.meshes[mesh].sample_size for mesh in stages.order]
         alive = [orders.most_alive(stage, kept) for stage in range(stages.count)]
-        mine = make_plan(recorded, ranks, balance, cuts, alive, stages.order)
+        mine = make_plan(recorded, ranks, balance, cuts, alive, stages.order, state)
     require_same(stages.world, {"the network's forward pass on the sample": str(recorded)})
     message = stages.world.broadcast_bytes(json.dumps(plan_to_json(mine)).encode())
     return recorded, plan_of_json(json.loads(message))

@@ -10,24 +10,31 @@ from pydist.stages.record import RecordedPass, Wait
 
 
 class PartMemory:
-    """Bytes that parts of a pass need in memory at once.
+    """Bytes that a rank needs in memory at once for parts of a pass.
 
     When the backward pass of a call runs, there are the tensors that it and the calls before it
-    have saved, the gradients of its results and arguments, and gradients that wait: of tensors that
-    several of the part's calls use, from the last of these to the first; and of those that it made
-    until the call that made them. A gradient of a later stage waits only if no call of the part
-    uses the tensor: else it is received when the pass arrives at the call that made it.
+    have saved, the gradients of its results, arguments and parameters, and gradients that wait: of
+    tensors that several of the part's calls use, from the last of these to the first; and of those
+    that it made until the call that made them. A gradient of a later stage waits only if no call of
+    the part uses the tensor: else it is received when the pass arrives at the call that made it.
 
     After the forward pass there are the saved tensors, and those that later stages use too: made by
     the part, or received for its calls, as the network still holds them.
 
+    At all times there is what stays from step to step: gradients and the optimizer's state of the
+    parameters that the part's calls train.
+
     Args:
         found: the pass.
+        ranks: that compute a sample together: each has a part of the tensors, but all parameters.
+        state: bytes that stay for each byte of parameters.
         frees: whether calls free saved tensors as they did in the pass, on one rank.
     """
 
-    def __init__(self, found: RecordedPass, *, frees: bool = True) -> None:
-        self._found, self._frees = found, frees
+    def __init__(
+        self, found: RecordedPass, ranks: int = 1, *, state: float = 0.0, frees: bool = True
+    ) -> None:
+        self._found, self._ranks, self._state, self._frees = found, ranks, state, frees
         self._known: dict[tuple[int, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
 
     def columns(self, starts: Sequence[int]) -> Sequence[tuple[np.ndarray, np.ndarray]]:
@@ -53,10 +60,14 @@ class PartMemory:
             made[wait.made].append(wait)
             for before, use in zip((wait.made, *wait.uses), wait.uses, strict=False):
                 uses[use].append((before, wait))
-        # By first call: saved tensors, waiting gradients of own tensors, and the most at once.
+        ranks = self._ranks
+        # By first call, of all ranks: saved tensors, waiting gradients of own tensors, and the most
+        # at once; of each rank: what stays.
         saved, waiting, most = np.zeros(calls), np.zeros(calls), np.zeros(calls)
+        stays = np.zeros(calls)
         at = np.full((calls, calls), -np.inf, dtype=np.float32)  # by first call and running call
         last: dict[int, int] = {}  # the latest call that has saved each memory
+        trained: dict[int, int] = {}  # the latest call that trains each parameter
         stops = set(first[1:].tolist())
         crossing: dict[int, Wait] = {}  # tensors that calls from the next on use, by memory
         for call in range(calls):
@@ -66,7 +77,8 @@ class PartMemory:
                 for memory, wait in crossing.items():
                     held = max([wait.made, *(use for use in wait.uses if use < call)])
                     sending[last.get(memory, -1) + 1 : held + 1] += wait.nbytes
-                yield saved[begun], np.maximum(most[begun], sending[begun])
+                at_once = np.maximum(most[begun], sending[begun])
+                yield saved[begun] / ranks, at_once / ranks + stays[begun]
             for before, wait in uses[call]:
                 if before == wait.made:
                     waiting[: wait.made + 1] -= wait.nbytes
@@ -79,12 +91,16 @@ class PartMemory:
                 own[last.get(memory, -1) + 1 : call + 1] += nbytes
                 last[memory] = call
             saved += own
+            for parameter, nbytes in found.trained[call].items():
+                stays[trained.get(parameter, -1) + 1 : call + 1] += self._state * nbytes
+                trained[parameter] = call
             rows, cost = slice(0, call + 1), found.costs[call]
             freed = np.minimum(own[rows], cost.freed if self._frees else 0)
-            at[rows, call] = saved[rows] + waiting[rows] + cost.gradients - freed
+            of_parameters = ranks * sum(found.trained[call].values())
+            at[rows, call] = saved[rows] + waiting[rows] + cost.gradients + of_parameters - freed
             np.maximum(most[rows], at[rows, call], out=most[rows])
             for wait in made[call]:
                 waiting[: call + 1] += wait.nbytes
                 crossing[wait.memory] = wait
             crossing = {key: wait for key, wait in crossing.items() if wait.uses[-1] > call}
-        yield saved[first], most[first]
+        yield saved[first] / ranks, most[first] / ranks + stays[first]

@@ -26,8 +26,8 @@ class StagePlan:
 
     Attributes:
         starts: the first call of each stage but the first.
-        rows: of the table of `str(plan)`: calls, milliseconds, MiB that a micro-batch needs in
-            memory, MiB received.
+        rows: of the table of `str(plan)`: calls, milliseconds, MiB that a rank needs in memory for
+            one micro-batch, MiB received.
     """
 
     starts: list[Key]
@@ -99,18 +99,21 @@ def make_plan(
     cuts: Sequence[str] | None = None,
     alive: Sequence[int] | None = None,
     order: Sequence[int] | None = None,
+    state: float = 0.0,
 ) -> StagePlan:
     """Cuts a recorded forward pass into stages.
 
     Args:
         found: the pass.
-        ranks: that each stage has for a sample; they divide its time and memory.
+        ranks: that each stage has for a sample; they divide its time, and the memory of tensors.
         balance: what the largest mesh has least of: "time", or "memory": what its micro-batches
-            keep for their backward passes, and what one of these needs besides; see `PartMemory`.
+            keep for their backward passes, what one of these needs besides, and what stays of its
+            parameters; see `PartMemory`.
         cuts: paths of modules whose first calls begin the stages from the second on; overrides
             `balance`.
         alive: the micro-batches that each stage keeps at once; by default one.
         order: the mesh of each stage; by default one stage on each.
+        state: bytes of gradients and optimizer state for each byte of parameters.
 
     Returns:
         The plan: the best cuts; see `pydist.stages.balance.partition`.
@@ -121,21 +124,23 @@ def make_plan(
     if balance not in BALANCES:
         raise UsageError(f"balance={balance!r}; possible are {', '.join(BALANCES)}")
     alive = alive or [1] * len(ranks)
-    memory = PartMemory(found, frees=max(ranks) == 1)
+    frees = max(ranks) == 1
+    memory = {n: PartMemory(found, n, state=state, frees=frees) for n in set(ranks)}
     if cuts is None:
         seconds = [cost.seconds for cost in found.costs]
         costs = [
-            times(seconds, n) if balance == "time" else memories(memory, n, kept)
+            times(seconds, n) if balance == "time" else memories(memory[n], kept)
             for n, kept in zip(ranks, alive, strict=True)
         ]
         at = _balanced(found, costs, order or range(len(ranks)))
     else:
         at = _at_modules(found, cuts, len(ranks))
     rows = []
-    most = (column[-1] for _, column in memory.columns([0, *at]))
-    for a, b, nbytes in zip([0, *at], [*at, len(found.costs)], most, strict=True):
+    starts = [0, *at]
+    for stage, (a, b) in enumerate(pairwise([*starts, len(found.costs)])):
         ms = 1e3 * sum(c.seconds for c in found.costs[a:b])
-        mib = float(nbytes) / 2**20
+        _, most = memory[ranks[stage]].columns(starts)[stage]
+        mib = float(most[-1]) / 2**20
         rows.append((b - a, ms, mib, float(found.sent[a]) / 2**20 if a else 0.0))
     return StagePlan([found.costs[i].key for i in at], rows)
 
@@ -181,18 +186,17 @@ def times(seconds: Sequence[float] | np.ndarray, ranks: int) -> PartCosts:
     return columns
 
 
-def memories(memory: PartMemory, ranks: int, alive: int = 1) -> PartCosts:
+def memories(memory: PartMemory, alive: int = 1) -> PartCosts:
     """Returns the bytes that parts of a pass need on each rank of a stage.
 
     Args:
-        memory: of the parts of the pass.
-        ranks: of the stage, for a sample.
+        memory: of the parts of the pass, on the stage's ranks.
         alive: micro-batches whose saved tensors are kept. The backward pass of one runs at a time.
     """
 
     def columns(starts: Sequence[int]) -> Iterator[np.ndarray]:
         for saved, most in memory.columns(starts):
-            yield ((alive - 1) * saved + most) / ranks
+            yield (alive - 1) * saved + most
 
     return columns
 

@@ -91,6 +91,8 @@ class RecordedPass:
         operands: ids of the plain tensors among the arguments of each call, or of the parameters
             from which they were computed.
         waits: the tensors whose gradients come from later calls.
+        trained: of each call, the parameters among its operands whose gradients it computes: bytes
+            by id.
         flows: pairs of calls: the one that made a tensor, or has changed it last, and one that uses
             it; the number of calls for the criterion, which uses the network's results.
     """
@@ -102,6 +104,7 @@ class RecordedPass:
     saved: list[dict[int, int]]
     operands: list[list[int]]
     waits: list[Wait]
+    trained: list[dict[int, int]]
     flows: set[tuple[int, int]] = field(default_factory=set)
 
     def __str__(self) -> str:
@@ -345,7 +348,7 @@ class _PassRecorder(Calls):
         }
         waits = [each for each in versions if each.uses and each.nbytes]
         return RecordedPass(
-            self.costs, sent, legal, inside, self._saved, self._operands, waits, flows
+            self.costs, sent, legal, inside, self._saved, self._operands, waits, [], flows
         )
 
 
@@ -418,7 +421,9 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Recorde
     rows = zip(*(each.costs for each in found), strict=True)
     costs = [row[0]._replace(seconds=min(c.seconds for c in row)) for row in rows]
     operands = [[copied.get(each, each) for each in call] for call in found[0].operands]
-    return dataclasses.replace(found[0], costs=costs, operands=operands)
+    sizes = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
+    trained = [{each: sizes[each] for each in call if each in sizes} for call in operands]
+    return dataclasses.replace(found[0], costs=costs, operands=operands, trained=trained)
 
 
 @contextmanager

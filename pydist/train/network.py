@@ -320,6 +320,7 @@ def place_network(
             micro_batches=wanted.micro_batches,
             schedule=wanted.schedule,
             balance=wanted.balance,
+            state=1 + config.optimizer.at(config.train.batch).state(),
             cuts=wanted.cuts,
             recompute=wanted.recompute,
             batch_norm=config.model.statistics,

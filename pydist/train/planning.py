@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pydist.data import Manifest
 from pydist.data.axes import without_flat
@@ -77,7 +77,7 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
     training = Training(
         batch=config.train.batch,
         passes=config.train.accumulate,
-        state=_state(config),
+        state=config.optimizer.at(config.train.batch).state(),
         dtype=_DTYPES[config.train.amp],
         partitioned=partitioned,
         prefetch=max(config.data.prefetch, config.data.readers),
@@ -194,13 +194,3 @@ def _criterion(task: Task) -> Callable[[object], Tensor]:
         return F.cross_entropy(scores, labels)
 
     return loss
-
-
-def _state(config: Config) -> float:
-    """Returns the bytes of the optimizer's state, relative to those of the parameters."""
-    parameter = nn.Parameter(torch.zeros(8))
-    optimizer = config.optimizer.at(config.train.batch).optimizer([parameter])
-    parameter.grad = torch.zeros(8)
-    optimizer.step()
-    state = tensors_of(dict(optimizer.state[parameter]))
-    return sum(x.nbytes for x in state if x.shape == parameter.shape) / parameter.nbytes

@@ -27,6 +27,7 @@ from support.equivalence import randn
 from support.staged import DEEP, ONE, on_stages, ranks_of
 
 X = randn(1, 1, 4, 4, 4)
+LARGE = randn(1, 1, 16, 16, 16)  # beside which the weights of a convolution are small
 
 
 class Calls(nn.Module):
@@ -41,28 +42,38 @@ class Calls(nn.Module):
 
 
 CALLS = st.tuples(
-    st.integers(0, 9), st.integers(0, 9), st.integers(0, 4), st.sets(st.integers(0, 5), max_size=3)
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 4),
+    st.sets(st.integers(0, 5), max_size=3),
+    st.sets(st.integers(0, 3), max_size=2),
 )
 WAITS = st.tuples(st.integers(1, 9), st.sets(st.integers(0, 7), min_size=2, max_size=4))
 
 
 def passes(calls, legal=(), sent=(), waits=()) -> RecordedPass:
-    """Returns a pass of calls: their seconds, gradients, what they free for these, and saved
-    memories, of 1 to 6 bytes."""
-    costs = [Cost(Key("", i), s, g, min(f, g)) for i, (s, g, f, _) in enumerate(calls)]
-    saved = [{memory: memory + 1 for memory in memories} for *_, memories in calls]
+    """Returns a pass of calls: their seconds, gradients, what they free for these, saved memories,
+    of 1 to 6 bytes, and parameters, of 1 to 4."""
+    costs = [Cost(Key("", i), s, g, min(f, g)) for i, (s, g, f, *_) in enumerate(calls)]
+    saved, trained = ([{each: each + 1 for each in call[i]} for call in calls] for i in (3, 4))
     none = np.zeros(len(calls), bool)
-    return RecordedPass(costs, np.asarray(sent), np.asarray(legal), none, saved, [], list(waits))
+    return RecordedPass(
+        costs, np.asarray(sent), np.asarray(legal), none, saved, [], list(waits), trained
+    )
 
 
-def most_at_once(calls, waits, a, b, frees):
+def saved_by(calls, a, b):
+    return set().union(*(call[3] for call in calls[a:b]))
+
+
+def most_at_once(calls, waits, a, b, frees, ranks):
     """Returns the bytes of the backward pass of calls [a, b), counted call by call, or of what
-    they keep, and have made or received that later calls use, if these are more."""
+    they keep, and have made or received that later calls use, if these are more; of a rank."""
 
     def at(i):
-        before = set().union(*(memories for *_, memories in calls[a:i]))
-        saved = before | calls[i][-1]
-        own = sum(memory + 1 for memory in calls[i][-1] - before)
+        before = saved_by(calls, a, i)
+        saved = before | calls[i][3]
+        own = sum(memory + 1 for memory in calls[i][3] - before)
         waiting = sum(
             w.nbytes
             for w in waits
@@ -70,13 +81,14 @@ def most_at_once(calls, waits, a, b, frees):
             or any(a <= one <= i < other < b for one, other in itertools.pairwise(w.uses))
         )
         gradients = calls[i][1] - (min(own, *calls[i][1:3]) if frees else 0)
-        return sum(memory + 1 for memory in saved) + gradients + waiting
+        of_tensors = sum(memory + 1 for memory in saved) + gradients + waiting
+        return of_tensors / ranks + sum(parameter + 1 for parameter in calls[i][4])
 
-    kept = set().union(*(memories for *_, memories in calls[a:b]))
+    kept = saved_by(calls, a, b)
     held = [w for w in waits if w.uses[-1] >= b and {w.made, *w.uses} & {*range(a, b)}]
     sending = sum(memory + 1 for memory in kept)
     sending += sum(w.nbytes for w in held if w.memory not in kept)
-    return max(sending, *map(at, range(a, b)))
+    return max(sending / ranks, *map(at, range(a, b)))
 
 
 @pytest.mark.parametrize("balance", ["time", "memory"])
@@ -84,9 +96,10 @@ def most_at_once(calls, waits, a, b, frees):
     st.lists(CALLS, min_size=2, max_size=8),
     st.lists(WAITS, max_size=4),
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=4),
+    st.sampled_from([0.0, 1.0, 3.0]),
     st.randoms(use_true_random=False),
 )
-def test_partitions_are_the_best(balance, calls, waits, stages, numbers):
+def test_partitions_are_the_best(balance, calls, waits, stages, state, numbers):
     places = ((nbytes, sorted(i for i in at if i < len(calls))) for nbytes, at in waits)
     waits = [Wait(n, at[0], at[1:], i) for i, (n, at) in enumerate(places) if len(at) > 1]
     legal = [i > 0 and numbers.random() < 0.8 for i in range(len(calls))]
@@ -100,9 +113,10 @@ def test_partitions_are_the_best(balance, calls, waits, stages, numbers):
     def cost(a, b, ranks, alive):
         if balance == "time":
             return sum(seconds for seconds, *_ in calls[a:b]) / ranks
-        saved = set().union(*(memories for *_, memories in calls[a:b]))
-        kept = (alive - 1) * sum(memory + 1 for memory in saved)
-        return (kept + most_at_once(calls, waits, a, b, frees)) / ranks
+        kept = (alive - 1) * sum(memory + 1 for memory in saved_by(calls, a, b)) / ranks
+        trained = set().union(*(call[4] for call in calls[a:b]))
+        stays = state * sum(parameter + 1 for parameter in trained)
+        return kept + stays + most_at_once(calls, waits, a, b, frees, ranks)
 
     def value(at):
         parts = itertools.pairwise([0, *at, len(calls)])
@@ -113,25 +127,49 @@ def test_partitions_are_the_best(balance, calls, waits, stages, numbers):
     best = min(largest for largest, _ in every)
     least = min(bytes_ for largest, bytes_ in every if largest <= best * 1.02)
     ranks, alive = zip(*stages, strict=True)
-    plan = make_plan(passes(calls, legal, sent, waits), ranks, balance, alive=alive)
+    plan = make_plan(passes(calls, legal, sent, waits), ranks, balance, alive=alive, state=state)
     found = [key.number for key in plan.starts]
     assert set(found) <= set(starts)
     assert value(found)[0] <= best * 1.02 + 1e-9
     assert value(found)[1] == least
-    for (_, _, mib, _), part in zip(
-        plan.rows, itertools.pairwise([0, *found, len(calls)]), strict=True
+    for (_, _, mib, _), part, n in zip(
+        plan.rows, itertools.pairwise([0, *found, len(calls)]), ranks, strict=True
     ):
         if balance == "memory":
-            assert mib * 2**20 == pytest.approx(cost(*part, 1, 1))
+            assert mib * 2**20 == pytest.approx(cost(*part, n, 1))
 
 
 def test_memory_is_balanced():
     """A convolution needs its argument, and the gradients of argument and result."""
     layers = nn.Sequential(*(nn.Conv3d(1, 1, 3, padding=1) for _ in range(7))).double()
-    plan = make_plan(record(layers, (X,)), [1] * 3, "memory")
+    plan = make_plan(record(layers, (LARGE,)), [1] * 3, "memory")
     assert [key.module for key in plan.starts] == ["3", "5"]
-    assert [row[2] * 2**20 / X.nbytes for row in plan.rows] == [2 + 2, 2 + 2, 2 + 2]
+    needed = [row[2] * 2**20 / LARGE.nbytes for row in plan.rows]
+    assert needed == pytest.approx([2 + 2, 2 + 2, 2 + 2], rel=0.01)
     assert re.search(r"2 +2 .*call 0 in 5$", str(plan).splitlines()[-1])
+
+
+@pytest.mark.parametrize(("state", "calls"), [(0.0, [5, 4]), (1.0, [6, 3]), (3.0, [7, 2])])
+def test_what_stays_of_parameters_is_balanced_too(state, calls):
+    """The weight of the last convolution is as large as an activation, the others are small."""
+
+    def planned(stages):
+        small = (nn.Conv3d(4, 4, 1) for _ in range(8))
+        layers = nn.Sequential(*small, nn.Conv3d(4, 4, 5, padding=2)).double()
+        x = randn(1, 4, 8, 8, 8)
+        made = pipeline(layers, stages, x, balance="memory", state=state)
+        return [row[0] for row in made.plan.rows]
+
+    assert on_stages([ONE, ONE], planned) == [calls] * 2
+
+
+def test_what_stays_of_parameters_is_a_number_from_0_on():
+    def body(stages):
+        for state in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(UsageError, match=r"state=.*: bytes for each byte of parameters"):
+                pipeline(nn.Sequential(nn.ReLU(), nn.ReLU()), stages, X, state=state)
+
+    on_stages([ONE, ONE], body)
 
 
 def test_memory_that_backward_passes_need():
@@ -181,7 +219,7 @@ def test_memory_is_that_of_the_micro_batches_alive(meshes, options, calls):
 
     def planned(stages):
         layers = nn.Sequential(*(nn.Conv3d(1, 1, 3, padding=1) for _ in range(sum(calls)))).double()
-        made = pipeline(layers, stages, X, micro_batches=4, balance="memory", **options)
+        made = pipeline(layers, stages, LARGE, micro_batches=4, balance="memory", **options)
         return [row[0] for row in made.plan.rows]
 
     assert on_stages(meshes, planned) == [calls] * ranks_of(meshes)
@@ -192,7 +230,7 @@ def test_a_mesh_is_balanced_as_a_whole():
 
     def planned(stages):
         layers = nn.Sequential(*(nn.Conv3d(1, 1, 3, padding=1) for _ in range(11))).double()
-        return [row[0] for row in pipeline(layers, stages, X, balance="memory").plan.rows]
+        return [row[0] for row in pipeline(layers, stages, LARGE, balance="memory").plan.rows]
 
     assert on_stages([ONE, ONE], planned, order=[0, 1, 0]) == [[3, 6, 2]] * 2
 

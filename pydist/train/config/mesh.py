@@ -122,7 +122,8 @@ class MeshConfig(StageConfig):
     running_statistics: Literal["micro_batch", "batch"] = "micro_batch"
     """When batch norms in stages change running statistics: in each micro-batch, or once a step."""
     balance: Literal["time", "memory"] = "time"
-    """What stages are balanced by: the largest stage gets the least time, or the least memory."""
+    """What stages are balanced by: the largest stage gets the least time, or the least memory, of
+    activations, gradients and the optimizer's state."""
     cuts: tuple[str, ...] | None = None
     """Modules at which the stages from the second on begin, instead of a balance."""
     recompute: Flag = False

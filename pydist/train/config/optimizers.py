@@ -128,6 +128,17 @@ class OptimizerConfig(Chosen):
         """Creates the optimizer of parameters, or of groups of them, with this learning rate."""
         raise NotImplementedError
 
+    def state(self) -> float:
+        """Returns the bytes of the optimizer's state, relative to those of the parameters."""
+        import torch
+
+        parameter = torch.nn.Parameter(torch.zeros(8))
+        optimizer = self.optimizer([parameter])
+        parameter.grad = torch.zeros(8)
+        optimizer.step()
+        kept = [x for x in optimizer.state[parameter].values() if isinstance(x, torch.Tensor)]
+        return sum(x.nbytes for x in kept if x.shape == parameter.shape) / parameter.nbytes
+
 
 @dataclass(frozen=True)
 class AdamConfig(OptimizerConfig):
