@@ -58,22 +58,24 @@ class Batches:
         copy = memo[id(self)] = Batches(self._mesh, self.weighs)
         return copy
 
-    def enter(self, module: nn.Module, inputs: Iterable[Any]) -> GroupSizes | None:
+    def enter(
+        self, module: nn.Module, inputs: Iterable[Any], known: GroupSizes | None = None
+    ) -> GroupSizes | None:
         """Begins a call of the model, and returns the sizes of its batch.
 
         Args:
             module: the model.
             inputs: its arguments, also from containers among them; volumes are sharded.
+            known: sizes of the batch, if a checkpoint repeats the call.
 
         Returns:
             The sizes; `None` with one sample group, or without a tensor.
         """
         self.note_replaced(module)
         if self._mesh.data_size == 1:
-            return None
-        batch = batch_of(inputs)
-        sizes = None
-        if batch is not None:
+            return known
+        batch, sizes = batch_of(inputs), known
+        if batch is not None and sizes is None:
             first = batch._origin.sizes.given_first if isinstance(batch, ShardedTensor) else None
             after = self._mesh.session.part if module.training else 0
             sizes = self._sizes(module, batch.shape[0], first, after)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,18 @@ def entry_hook_of(model: nn.Module) -> EntryHook:
     return entry
 
 
+class _Pass(NamedTuple):
+    """Pass of a model in training.
+
+    Attributes:
+        forward: its number in the session; -1 for none.
+        sizes: of its batch.
+    """
+
+    forward: int
+    sizes: GroupSizes | None
+
+
 class EntryHook:
     """The hook at a model's entry, which counts forward passes and wraps the inputs."""
 
@@ -82,6 +94,9 @@ class EntryHook:
         self._sizes: GroupSizes | None = None
         """Sizes of the last call's batch, where its place in the step matters."""
         self._passed: GroupSizes | None = None  # of the last pass of a step that goes on
+        self._last = _Pass(-1, None)  # of training
+        self._recomputable = 0  # training passes since one was recomputed
+        self._recomputed = _Pass(-1, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EntryHook:
         # A copy of the model (such as an average of its weights) runs on the same mesh; its
@@ -150,14 +165,22 @@ class EntryHook:
             kwargs = {name: mapped(self._cut_nested, a) for name, a in kwargs.items()}
         given = list(leaves((*args, *kwargs.values())))
         trains = module.training and torch.is_grad_enabled()
-        if trains:
+        again = trains and torch._C._current_graph_task_id() != -1
+        if trains and not again:
             self._begin_pass()
         if any(isinstance(each, ShardedTensor) for each in given):
             consistency_of(self.mesh).called(module, self.mesh, trains)
-        sizes, forward = self.batches.enter(module, given), self.mesh.session.forwards
-        self._sizes = sizes = sizes or self._sizes_of_one_group(batch_of(given))
-        if trains and self.continues is None:
-            self._expect_more(module)
+        if again:
+            forward, known = self._pass_again()
+            sizes = self.batches.enter(module, given, known)
+        else:
+            forward, sizes = self.mesh.session.forwards, self.batches.enter(module, given)
+            self._sizes = sizes = sizes or self._sizes_of_one_group(batch_of(given))
+        if trains and not again:
+            self._last = _Pass(forward, sizes)
+            self._recomputable += 1
+            if self.continues is None:
+                self._expect_more(module)
         return (
             tuple(self._enter(a, sizes, forward) for a in args),
             {name: self._enter(a, sizes, forward) for name, a in kwargs.items()},
@@ -173,6 +196,16 @@ class EntryHook:
             draws_of(self.mesh).forget(session.forwards)
         else:
             session.forwards += 1
+
+    def _pass_again(self) -> _Pass:
+        """Returns the pass that a checkpoint around the model repeats in backward.
+
+        That is the last one, unless there were others since the one that was repeated before.
+        """
+        if self._recomputable:
+            self._recomputed = self._last if self._recomputable == 1 else _Pass(-1, None)
+            self._recomputable = 0
+        return self._recomputed
 
     def _expect_more(self, module: nn.Module) -> None:
         """Records under `no_sync` that the next training pass belongs to the same step."""

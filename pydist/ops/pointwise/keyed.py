@@ -100,7 +100,13 @@ def _next_key(func: Callable[..., Any], x: ShardedTensor, part: int) -> int | Te
         if not layer:
             why = "under activation checkpointing in no module's method: give it one (nn.Dropout)"
             raise refusal(func, (x,), {}, why)
-        if calls.get(layer) != 1:
+        if layer not in calls:
+            why = (
+                "in a model that a checkpoint repeats after several passes of it: put the "
+                "checkpoint around a part of the model"
+            )
+            raise refusal(func, (x,), {}, why)
+        if calls[layer] != 1:
             why = "called more than once in this module under activation checkpointing"
             raise refusal(func, (x,), {}, why)
         number = 0

@@ -18,6 +18,7 @@ from torch import Tensor
 from pydist.exchange.adjoints import average_grad, gather_box
 from pydist.exchange.exchanger import Exchanger
 from pydist.layout import Layout, Split
+from pydist.ops.empty import with_elements, without_added
 from pydist.ops.transposition import scaled_layout
 from pydist.partition import Box
 from pydist.tensor import ShardedTensor, implements, local_of, source_among, wrap
@@ -61,7 +62,9 @@ def grid_sample(
     else:
         splits = (*out.splits[:2], *(None for _ in input.shape[2:]))
         box = operand_in(input, Layout(out.mesh, tuple(input.shape), splits), out)
-    return wrap(F.grid_sample(box, positions, mode, padding_mode, aligned), out, like)
+    box, positions = with_elements(box), with_elements(positions)
+    local = F.grid_sample(box, positions, mode, padding_mode, aligned)
+    return wrap(without_added(local, out.local_shape), out, like)
 
 
 @implements(torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
@@ -78,12 +81,12 @@ def affine_grid(
     theta: ShardedTensor, size: Sequence[int], align_corners: bool | None = None
 ) -> ShardedTensor:
     """Makes the grid of affine maps; each rank makes the grids of its samples in full."""
-    layout = theta.layout
-    batch = layout.splits[0]
-    whole = operand_in(theta, Layout(layout.mesh, layout.shape, (batch, None, None)), layout)
-    local = F.affine_grid(whole, [whole.shape[0], *size[1:]], bool(align_corners))
+    mesh, batch = theta.mesh, theta.layout.splits[0]
     shape = (size[0], *size[2:], len(size) - 2)
-    return wrap(local, Layout(layout.mesh, shape, (batch, *[None] * (len(shape) - 1))), theta)
+    out = Layout(mesh, shape, (batch, *[None] * (len(shape) - 1)))
+    whole = with_elements(operand_in(theta, Layout(mesh, theta.shape, (batch, None, None)), out))
+    local = F.affine_grid(whole, [whole.shape[0], *size[1:]], bool(align_corners))
+    return wrap(without_added(local, out.local_shape), out, theta)
 
 
 def _layout_of_result(input: Tensor, grid: Tensor, like: ShardedTensor) -> Layout:

@@ -93,6 +93,18 @@ def test_tokens_of_a_volume_split_along_three_axes(form):
         check_function(call, randn(2, 4, 3, 2, 3), (), points, second_order=True)
 
 
+@pytest.mark.parametrize("points", [[0, 1, 3, 5, 5], [0, 0, 5]], ids=str)
+def test_ranks_without_tokens_have_a_second_derivative(points):
+    """Of channels that are not contiguous, torch computes attention by parts, which have one."""
+
+    def call(x):
+        heads = x.flatten(2).mT.unflatten(2, (2, 2)).transpose(1, 2)
+        return attention(heads, heads * 2, heads)
+
+    with forced("gather"):
+        check_function(call, randn(2, 4, 5, 2, 3), (), [points, None, None], second_order=True)
+
+
 def test_axes_in_another_order_than_the_meshs():
     """A split may number the ranks otherwise than their group does."""
     x = randn(1, 1, 7, 4)

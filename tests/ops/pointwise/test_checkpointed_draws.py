@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pydist import distribute_tensor, parallelize
+from pydist import Mesh, distribute_tensor, parallelize, run_local
 from pydist.errors import NotSupported
 from support.equivalence import on_ranks, randn
 
@@ -82,3 +83,79 @@ def test_methods_and_layers_draw_the_same_again(made, part, outside, method, spa
 
     for a, b in zip(on_mesh(True), on_mesh(False), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+class Checkpointed:
+    """Steps of a network as a whole, with or without a checkpoint around it."""
+
+    def __init__(self, made, checkpointed, mesh) -> None:
+        self.model = copy.deepcopy(made)
+        self.model.part = self.model.drop
+        parallelize(self.model, mesh)
+        self.checkpointed, self.mesh = checkpointed, mesh
+
+    def output(self, seed):
+        x = randn(4, 2, 6, 5, 4, seed=seed).tensor_split(self.mesh.data_size)[self.mesh.data_index]
+        x = distribute_tensor(x, self.mesh)
+        return (
+            checkpoint(self.model, x, use_reentrant=False) if self.checkpointed else self.model(x)
+        )
+
+    def backward(self, *seeds):
+        sum(self.output(seed).square().mean() for seed in seeds).backward()
+
+    def gradients(self):
+        return [p.grad for p in self.model.parameters()]
+
+
+def in_several_steps(net):
+    """Steps with a pass of evaluation, and one without gradients, between."""
+    net.backward(0)
+    with torch.no_grad():
+        net.model(distribute_tensor(randn(4, 2, 6, 5, 4), net.mesh))
+    net.backward(1)
+    net.model.eval()
+    net.output(2)
+    net.model.train()
+    net.backward(2)
+
+
+def accumulated(net):
+    with net.model.no_sync():
+        net.backward(0)
+        net.backward(1)
+    net.backward(2)
+
+
+def twice_through_one_pass(net):
+    loss = net.output(0).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize("grid", [(1, (1, 1, 1)), (1, (2, 1, 1)), (2, (1, 2, 1))], ids=str)
+@pytest.mark.parametrize("steps", [in_several_steps, accumulated, twice_through_one_pass])
+def test_a_checkpoint_around_the_whole_model_draws_the_same_again(made, steps, grid):
+    data, spatial = grid
+
+    def on_mesh(checkpointed):
+        def body(world):
+            net = Checkpointed(made, checkpointed, Mesh(world, data, spatial))
+            steps(net)
+            return net.gradients()
+
+        return run_local(body, data * math.prod(spatial))[0]
+
+    for a, b in zip(on_mesh(True), on_mesh(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_checkpoint_around_one_of_several_passes_is_refused(made):
+    """Which of them it repeats is not known."""
+
+    def body(mesh):
+        net = Checkpointed(made, True, mesh)
+        with pytest.raises(NotSupported, match="a checkpoint repeats after several passes of it"):
+            net.backward(0, 1)
+
+    on_ranks((2, 1, 1), body)

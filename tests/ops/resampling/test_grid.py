@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import pydist.ops.resampling.grid as grid_module
-from pydist import layout_for_sample
+from pydist import Mesh, distribute_tensor, layout_for_sample, parallelize, run_local
 from support.equivalence import Cut, check_function, layout_at, on_ranks, randn, shard
 
 SHAPE = (2, 3, 9, 8, 7)
@@ -95,6 +98,52 @@ def test_affine_map_of_the_network():
         return F.grid_sample(x, grid, align_corners=True)
 
     check_function(call, randn(*SHAPE), (), [[0, 2, 9], [0, 3, 8], None])
+
+
+@pytest.mark.parametrize(
+    "points",
+    [[[0, 2, 4], None, None], [None, [0, 1, 3], None], [[0, 1, 4], [0, 2, 3], None]],
+)
+def test_an_affine_map_whose_matrices_are_cut(points):
+    """Its grid is whole along the axes that cut the matrices."""
+
+    def call(x):
+        theta = x.mean(1).reshape(2, 4, 3).transpose(1, 2)
+        return F.affine_grid(theta, (2, 1, 3, 2, 4), align_corners=False)
+
+    check_function(call, randn(2, 3, 4, 3, 1), (), points, second_order=True)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+@pytest.mark.parametrize("points", [[0, 3, 3, 5], [0, 0, 5], [0, 5, 5, 5]], ids=str)
+def test_ranks_without_positions(mode, points):
+    def call(x):
+        grid = torch.tanh(x[:, :2]).movedim(1, -1)
+        return F.grid_sample(x, grid, mode, align_corners=False)
+
+    check_function(
+        call, randn(2, 4, 5, 4), (), [None, points, None], second_order=mode != "nearest"
+    )
+
+
+def test_a_group_without_samples_has_an_empty_grid():
+    def body(world):
+        mesh = Mesh(world, 2)
+        net = parallelize(nets[world.rank], mesh)
+        x = torch.ones(1 - mesh.data_index, 2, 4, 4, 4)
+        theta = net(distribute_tensor(x, mesh)).mean((2, 3, 4)).view(-1, 3, 4)
+        grid = F.affine_grid(theta, x.shape, align_corners=False)
+        y = F.grid_sample(distribute_tensor(x, mesh), grid, align_corners=False)
+        assert y.shape == x.shape
+        (y.sum() / max(1, len(x))).backward()
+        return net.weight.grad
+
+    torch.manual_seed(0)
+    nets = [nn.Conv3d(2, 12, 3, padding=1)] * 1
+    nets.append(deepcopy(nets[0]))
+    one, other = run_local(body, 2)
+    assert one.abs().max() > 0
+    assert torch.equal(one, other)
 
 
 def latest(mesh):
