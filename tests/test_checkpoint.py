@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 from pathlib import Path
@@ -188,6 +189,65 @@ def test_a_loader_goes_on_within_an_epoch_with_what_its_workers_draw(tmp_path, w
     assert resumed == batches(15)
     numbers = [number for batch in resumed for _, number in batch]
     assert len(set(numbers)) == len(numbers)
+
+
+def test_a_loader_with_persistent_workers_goes_on_with_the_same_order():
+    """New workers draw a random number before the order is drawn, which kept ones do not."""
+
+    def made() -> checkpoint.Resumable:
+        data = torch.utils.data.TensorDataset(torch.arange(12))
+        options: Any = {"num_workers": 1, "multiprocessing_context": "fork"}
+        return checkpoint.Resumable(
+            DataLoader(data, 3, shuffle=True, persistent_workers=True, **options)
+        )
+
+    torch.manual_seed(0)
+    through = made()
+    orders = []
+    for _ in range(3):
+        orders.append([])
+        for (batch,) in through:
+            orders[-1].append(batch.tolist())
+            if through.epoch in (0, 2) and through.batch == 2:
+                state, drawn = through.state_dict(), torch.get_rng_state()
+        if through.epoch in (1, 3):  # the epoch that has ended
+            resumed = made()
+            resumed.load_state_dict(state)
+            kept = torch.get_rng_state()
+            torch.set_rng_state(drawn)
+            assert [batch.tolist() for (batch,) in resumed] == orders[-1][2:]
+            torch.set_rng_state(kept)
+    assert all(sorted(itertools.chain(*order)) == list(range(12)) for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("new_model", [False, True])
+def test_an_earlier_step_that_is_loaded_again_repeats_its_dropout(tmp_path, new_model):
+    mesh = Mesh(LocalTransport())
+
+    def made() -> dict[str, Any]:
+        model = parallelize(network(labeled=False, dropout=0.5), mesh)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.01)}
+
+    def losses(steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            loss = state["model"](SAMPLES.inputs).square().mean()
+            state["optimizer"].zero_grad()
+            loss.backward()
+            state["optimizer"].step()
+            found.append(loss.item())
+        return found
+
+    state = made()
+    losses(2)
+    checkpoint.save(tmp_path, 2, **state)
+    expected = losses(3)
+    assert len(set(expected)) == 3
+    for _ in range(2):
+        state = made() if new_model else state
+        checkpoint.load(tmp_path, **state)
+        assert losses(3) == expected
 
 
 def test_a_step_that_is_saved_again_replaces_its_checkpoint(tmp_path):

@@ -1,6 +1,6 @@
 // Hooks of fopen and its kin. The C library reads a stream by calls of its own that no hook sees,
-// so a stream of a file in place (or, where calls are counted, of any file below the mount point)
-// is made by fopencookie and reads by hooks.
+// so a stream of a file in place or of a directory (or, where calls are counted, of any file below
+// the mount point) is made by fopencookie and reads by hooks.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -114,7 +114,8 @@ int flags_of(const char* mode) {
 
 PYDIST_HOOK(FILE*, fdopen, int descriptor, const char* mode) {
   const bool counted = tracked(descriptor);
-  if (counted || identify(descriptor).held == Held::kInPlace) {
+  const Held held = identify(descriptor).held;
+  if (counted || held == Held::kInPlace || held == Held::kDirectory) {
     if (flags_of(mode) < 0) return nullptr;
     return make_stream(descriptor, mode);
   }

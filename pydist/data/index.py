@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -254,18 +255,41 @@ def _unfit(files: OpenFiles, entry: DataFile, trust: FileTrust) -> str | None:
 
 def _files(folder: Path, file_format: str, trust: FileTrust) -> tuple[str, list[Path]]:
     """Returns a format, and its files below a folder in the order of their names."""
-    for name in FORMATS.names if file_format == "auto" else (file_format,):
-        kind: type[StoredFile] = FORMATS.get(name)
-        if found := list(_below(folder, kind)):
-            for path in found:
-                if path.is_symlink():
-                    trust.path(folder, path.relative_to(folder).as_posix())
-            return name, found
-    formats = ", ".join(FORMATS.names) if file_format == "auto" else file_format
-    raise DataError(f"{folder}: no files of the format {formats} below it")
+    names = FORMATS.names if file_format == "auto" else (file_format,)
+    kinds: dict[str, type[StoredFile]] = {name: FORMATS.get(name) for name in names}
+    found: dict[str, list[Path]] = {}
+    for name, path in _below(folder, kinds):
+        found.setdefault(name, []).append(path)
+    if not found:
+        raise DataError(f"{folder}: no files of the format {', '.join(names)} below it")
+    if len(found) > 1:
+        counts = ", ".join(f"{len(found[name])} of {name}" for name in names if name in found)
+        raise UsageError(f"{folder} has files of several formats: {counts}; choose one: --format")
+    ((name, paths),) = found.items()
+    _check_links(folder, paths, trust)
+    return name, paths
 
 
-def _below(folder: Path, kind: type[StoredFile], depth: int = 0) -> Iterator[Path]:
+def _check_links(folder: Path, paths: Sequence[Path], trust: FileTrust) -> None:
+    """Raises `DataError` for a link that leads to an untrusted place, or to another sample's file.
+
+    One file under two names could be in the training and the validation data.
+    """
+    links = {path for path in paths if path.is_symlink()}
+    if not links:
+        return
+    known = {os.path.realpath(path): path for path in paths if path not in links}
+    for link in sorted(links):
+        trust.path(folder, link.relative_to(folder).as_posix())
+        other = known.setdefault(os.path.realpath(link), link)
+        if other is not link:
+            raise DataError(f"{link} is a link to the same file as {other}: remove one of them")
+
+
+def _below(
+    folder: Path, kinds: Mapping[str, type[StoredFile]], depth: int = 0
+) -> Iterator[tuple[str, Path]]:
+    """Yields the files of some formats below a folder, with the format's name."""
     if depth > _DEEPEST:
         raise DataError(f"{folder}: below more than {_DEEPEST} folders of the data set")
     try:
@@ -277,10 +301,11 @@ def _below(folder: Path, kind: type[StoredFile], depth: int = 0) -> Iterator[Pat
             continue
         if path.is_symlink() and not path.exists():
             raise DataError(f"{path} is a link to {path.readlink()}, which is not there")
-        if kind.is_one(path):
-            yield path
+        name = next((name for name, kind in kinds.items() if kind.is_one(path)), None)
+        if name is not None:
+            yield name, path
         elif path.is_dir() and not path.is_symlink():
-            yield from _below(path, kind, depth + 1)
+            yield from _below(path, kinds, depth + 1)
 
 
 def _indexed(

@@ -18,6 +18,8 @@ GZIP_RATIO = 1040
 """Upper bound of gzip's compression ratio."""
 _SYNCED = 16
 """Files that are flushed to disk at the same time."""
+_FULL = 1 << 16
+"""A disk with fewer bytes free counts as full, where a failed write does not say why."""
 _SMALLEST_FILE = 512
 """Least bytes on disk of a file that is not empty."""
 
@@ -91,8 +93,11 @@ def publish_folder(path: Path, fill: Callable[[Path], None]) -> None:
         temporary.replace(path)
         flush_to_disk(path.parent)
     except OSError as error:
-        # NumPy's errors on a full disk have a text alone.
-        raise DiskError(f"{path}: could not be written: {error.strerror or error}") from error
+        free = shutil.disk_usage(path.parent).free
+        reason = error.strerror or str(error)
+        if error.errno is None and free < _FULL:  # NumPy's errors have a text alone
+            reason = os.strerror(errno.ENOSPC)
+        raise DiskError(f"{path}: could not be written: {reason}; {free} bytes are free") from error
     finally:
         for each in (temporary, replaced):
             shutil.rmtree(each, ignore_errors=True)

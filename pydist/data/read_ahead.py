@@ -15,6 +15,7 @@ from pydist.data.device_input import DeviceInput
 from pydist.data.sampler import GroupBatch, MeshSampler
 from pydist.data.store.delivery import Delivery
 from pydist.data.store.memory import MemoryStore
+from pydist.errors import UsageError
 from pydist.mesh import Mesh
 from pydist.watchdog import BLOCKED, phase
 
@@ -75,6 +76,7 @@ class ReadAhead:
                 self.device_inputs.put(device_input())
         self._store = store
         self._slots: deque[_Slot] = deque()
+        self._is_closed = False
         self._pool = ThreadPoolExecutor(readers, "pydist-loader")
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
@@ -99,7 +101,13 @@ class ReadAhead:
             self.waited_s += time.perf_counter() - started
 
     def fill(self, position: Position) -> None:
-        """Starts reads until `prefetch` batches are on their way, from `position` if none is."""
+        """Starts reads until `prefetch` batches are on their way, from `position` if none is.
+
+        Raises:
+            UsageError: the loader is closed.
+        """
+        if self._is_closed:
+            raise UsageError("this loader is closed: make another one")
         following = self._following(self._slots[-1].plan) if self._slots else position
         most = self.prefetch + (0 if self._store is None else 1 + self._store.ahead)
         while True:
@@ -125,6 +133,7 @@ class ReadAhead:
 
     def close(self) -> None:
         """Ends the background threads, after the reads in flight, and leaves messages alone."""
+        self._is_closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _advance(self) -> None:

@@ -18,7 +18,9 @@ class Resumable:
     Iteration yields the batches from the position to the end of the epoch, and the next one begins
     with a new epoch. An epoch that continues begins with the random numbers with which it began at
     first, loads its first batches again and drops them: so shuffling, and what worker processes
-    draw, are the same as without the interruption. This costs the time of loading them.
+    draw, are the same as without the interruption. This costs the time of loading them. For that
+    each epoch draws the same random numbers first, also with persistent workers, for which a torch
+    loader draws one more in its first epoch.
 
     Random transforms that run in the training process and keep a random state of their own, such as
     MONAI's, are to be seeded before each epoch (`set_random_state(seed=loader.epoch)`). Persistent
@@ -52,6 +54,9 @@ class Resumable:
         for sampler in self._samplers():
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.epoch)
+        if self.loader.persistent_workers and self.loader._iterator is not None:
+            # The base seed of workers, which only new ones draw, before the order is drawn.
+            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
         batches = iter(self.loader)
         for _ in range(done):
             next(batches, None)

@@ -28,6 +28,7 @@ from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.errors import CheckpointError, PydistError
 from pydist.mesh import Mesh
+from pydist.ops.pointwise.keyed import draws_of
 from pydist.optim import SampleLR
 from pydist.optim.fused import match_parameter_formats
 from pydist.slices import state_on_rank_0
@@ -178,7 +179,8 @@ def restore(
         optimizer.load_state_dict(parts["optimizer"])
         shard_state(optimizer)
         match_parameter_formats(optimizer)
-    mesh.session.forwards = parts["mesh"]["forwards"]
+    mesh.session.forwards = forwards = parts["mesh"]["forwards"]
+    draws_of(mesh).rewind(forwards)  # of steps after it, which this process may have taken
     if "tuning" in parts:
         autotuner_of(mesh).load(parts["tuning"], network.own_tuning)
 

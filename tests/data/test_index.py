@@ -6,6 +6,7 @@ import dataclasses
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -18,6 +19,7 @@ from pydist.data.index import index_dataset, index_folder, verify_dataset
 from pydist.data.info import deep_facts
 from pydist.data.lock import FolderLock
 from pydist.data.options import ConvertOptions, IndexOptions
+from pydist.data.trust import FileTrust
 from pydist.errors import DataError, UsageError
 
 
@@ -91,6 +93,33 @@ def test_a_link_to_nothing_is_named(foreign: Path) -> None:
     (foreign / "not-fetched.hdf5").symlink_to("elsewhere/key")
     with pytest.raises(DataError, match=r"not-fetched.hdf5 is a link to elsewhere/key"):
         index_dataset(foreign)
+
+
+def test_a_file_under_two_names_is_refused(foreign: Path, tmp_path_factory: Any) -> None:
+    """Its samples could be in the training and the validation data."""
+    (foreign / "again.hdf5").symlink_to("univ_000001.hdf5")
+    with pytest.raises(DataError, match=r"again.hdf5 is a link to the same file as .*univ_000001"):
+        index_dataset(foreign)
+    (foreign / "again.hdf5").unlink()
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "sample.hdf5"
+    shutil.copy(foreign / "univ_000001.hdf5", elsewhere)
+    for name in ("one", "two"):
+        (foreign / f"{name}.hdf5").symlink_to(elsewhere)
+    trust = FileTrust(allow_roots=(elsewhere.parent,))
+    with pytest.raises(DataError, match=r"two.hdf5 is a link to the same file as .*one.hdf5"):
+        index_dataset(foreign, trust=trust)
+    (foreign / "two.hdf5").unlink()
+    assert len(index_dataset(foreign, trust=trust).files) == 5
+
+
+def test_a_folder_with_several_formats_needs_a_choice(foreign: Path) -> None:
+    (foreign / "sample").mkdir()
+    np.save(foreign / "sample" / "full.npy", np.zeros((4, 6, 4, 2), np.int16))
+    count = len([*foreign.glob("*.hdf5")])
+    message = rf"has files of several formats: {count} of hdf5, 1 of numpy; choose one: --format"
+    with pytest.raises(UsageError, match=message):
+        index_dataset(foreign)
+    assert len(index_dataset(foreign, IndexOptions(format="hdf5")).files) == count
 
 
 def test_wrong_calls(foreign: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

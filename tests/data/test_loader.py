@@ -217,6 +217,18 @@ def loader_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("pydist-loader")]
 
 
+def test_a_closed_loader_says_so() -> None:
+    def job(transport: Transport) -> None:
+        with Loader(Numbers(3), Mesh(transport), 1) as loader:
+            next(iter(loader))
+        with pytest.raises(UsageError, match="this loader is closed: make another one"):
+            next(iter(loader))
+        with pytest.raises(UsageError, match="this loader is closed"):
+            loader.start()
+
+    on_ranks(1, job)
+
+
 def test_no_thread_is_left_behind() -> None:
     def job(transport: Transport) -> None:
         mesh = Mesh(transport)

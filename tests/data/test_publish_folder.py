@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ def test_a_folder_replaces_another_one(tmp_path: Path) -> None:
     publish_folder(path, fill)
     assert [p.name for p in path.rglob("*")] == ["inner", "file"]
     assert [p.name for p in path.parent.iterdir()] == ["folder"]
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy's error says how many numbers were written, and no more."""
+    usage = shutil.disk_usage(tmp_path)._replace(free=80)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DiskError, match="written: No space left on device; 80 bytes are free"):
+        publish_folder(tmp_path / "folder", broken)
 
 
 def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ COMMANDS = {
     "script by other ways": "PATH=.:$PATH; script x 'a b'; find . -name script -exec {} y \\; ; "
     'python3 -c \'import os; os.spawnlp(os.P_WAIT, "./script", "name", "z")\'',
     "awk": "awk 'END { print NR }' lines; sed -n 5p lines; cut -d' ' -f2 lines | cksum",
+    "folders as files": "md5sum class; sort class; grep x class; wc class; fold class",
     "errors": "cat nothing; ls nothing/x; cat class; cd lines; cat lines/; ls lines/.",
     "realpath": "realpath . class/../lines nothing; readlink -f class/a; cd class; realpath ..",
     "pipes": "cat large | (sleep 0; cksum) & wait; xargs -n 2 cksum < <(ls class/a/* | sort)",

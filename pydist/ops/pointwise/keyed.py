@@ -137,6 +137,10 @@ class Draws:
         """Resets the draw counts of a step of one pass."""
         self._calls.pop((forward, 0), None)
 
+    def rewind(self, forward: int) -> None:
+        """Resets the draw counts of all steps after one."""
+        self._calls = {key: calls for key, calls in self._calls.items() if key[0] <= forward}
+
 
 def draws_of(mesh: Mesh) -> Draws:
     """Returns the draw counts of a mesh."""
