@@ -70,7 +70,12 @@ Edge of the largest image that a 2D U-Net trains on with {limit:g} MiB per rank 
 their gradients and buffers, counted by the allocator's events. Naive: stages of equally many
 layers, with skips through all stages between. Model-aware: stages of equal memory, with direct
 skips. Spatial: the image is cut. Composed: two stages, and each cuts the image over half of
-the ranks.
+the ranks. Composed, levels: three quarters of the ranks cut it in the levels with most pixels,
+the others in the levels between.
+"""
+
+FRONTIER_WITH_STATE = """The same with {limit:g} MiB per rank, of which weights, gradients and Adam's two moments are a part:
+a rank has all weights, and the rest of those that it trains.
 """
 
 FORMS = """\
@@ -192,14 +197,20 @@ def _activations() -> str:
 
 
 def _frontier() -> Iterator[str]:
-    result = result_of("memory_frontier")
+    result, with_state = result_of("memory_frontier"), result_of("memory_frontier_state")
     yield FRONTIER.format(limit=result["limit_mib"])
+    yield _edges(result)
+    yield FRONTIER_WITH_STATE.format(limit=with_state["limit_mib"])
+    yield _edges(with_state)
+
+
+def _edges(result: Mapping[str, Any]) -> str:
     edges: dict[tuple[int, int], dict[tuple[int, str], int]] = {}
     for row in result["rows"]:
         of_network = edges.setdefault((row["features"], row["levels"]), {})
         of_network[row["ranks"], row["division"]] = row["edge"]
-    divisions = ("naive", "model-aware", "spatial", "composed")
-    yield table(
+    divisions = ("naive", "model-aware", "spatial", "composed", "composed, levels")
+    return table(
         ["channels, levels", "ranks", "one rank", *divisions],
         [
             [", ".join(map(str, network)), str(ranks)]

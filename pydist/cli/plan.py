@@ -37,8 +37,9 @@ def plan(arguments: Sequence[str]) -> int:
         return _measure(config)
     if options.ranks is None:
         raise UsageError("--ranks N is missing: the number of ranks to plan for")
-    if options.ranks < 1:
-        raise UsageError(f"--ranks {options.ranks}: 1 or more are possible")
+    for name in ("ranks", "rows"):
+        if (given := getattr(options, name)) < 1:
+            raise UsageError(f"--{name} {given}: 1 or more are possible")
     from pydist.grid import Grid
     from pydist.plan import estimate_step, load_hardware, plan_meshes
     from pydist.plan.table import mesh_table

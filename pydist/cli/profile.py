@@ -33,6 +33,8 @@ def profile(arguments: Sequence[str]) -> int:
     for file in (options.trace, options.picture):
         if file is not None and not file.parent.is_dir():
             raise DiskError(f"{file.parent}: no such folder")
+        if file is not None and file.is_dir():
+            raise DiskError(f"{file}: it is a folder, and a file is needed")
     if options.picture is not None and options.picture.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(
             f"--picture {options.picture}: expected a name that ends with .png, .pdf or .svg"

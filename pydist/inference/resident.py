@@ -293,6 +293,11 @@ def labels_of(scores: Tensor) -> npt.NDArray[np.generic]:
 
     Args:
         scores: [classes, D, H, W], or of fewer dims.
+
+    Raises:
+        DataError: a score is NaN.
     """
+    if scores.isnan().any():
+        raise DataError("the network's scores for this input have NaN")
     kind = "uint8" if len(scores) <= 256 else "uint16"
     return scores.argmax(0).numpy().astype(kind)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pydist.errors import PydistError
+from pydist.errors import DataError, PydistError
 from pydist.inference.resident import Resident, labels_of
 from pydist.interop import ArrayLike
 
@@ -126,7 +126,10 @@ class Service:
         outputs = self.resident.predict([each.x for each in requests])
         for request, output in zip(requests, outputs, strict=True):
             self.answered += 1
-            request.answer.set_result(self._result(output))
+            try:
+                request.answer.set_result(self._result(output))
+            except DataError as error:
+                request.answer.set_exception(error)
 
     @property
     def is_closing(self) -> bool:
@@ -139,9 +142,15 @@ class Service:
         return self.resident.loaded.kind
 
     def _result(self, output: Tensor) -> Any:
-        """Returns the answer of an output of the network."""
+        """Returns the answer of an output of the network.
+
+        Raises:
+            DataError: the output is not finite.
+        """
         if self.kind == "segmentation":
             return labels_of(output)
+        if not output.isfinite().all():
+            raise DataError("the network's output for this input has NaN or infinite values")
         outputs = output.double().flatten().tolist()
         names = self.resident.loaded.names_of(len(outputs))
         values = dict(zip(names, outputs, strict=True))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -18,7 +20,7 @@ from pydist.errors import UsageError
 from pydist.parsing import require_shallow
 from pydist.registry import MODELS, OPTIMIZERS
 from pydist.train import ranks
-from pydist.train.config import Config, StageConfig
+from pydist.train.config import Config, FactoryConfig, StageConfig
 from pydist.train.config.gradients import TABLES as FORMS_OF_GRADIENTS
 from pydist.train.config.mesh import LIST_OF_STAGES, NUMBER_OF_STAGES
 
@@ -26,6 +28,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 _BARE_KEY = re.compile("[A-Za-z0-9_-]+")
@@ -85,6 +90,8 @@ def from_tables(tables: dict[str, Any], source: str) -> Config:
                 f"{source}: {name} = {str(path)!r}: a path that is not UTF-8 can't be written to "
                 "the run's files; rename it, or set PYTHONUTF8=1"
             )
+    if isinstance(config.model, FactoryConfig):
+        _check_arguments(config.model.args, f"{source}: model.args")
     try:
         config.data.check()
         ranks.check_settings(config)
@@ -93,6 +100,20 @@ def from_tables(tables: dict[str, Any], source: str) -> Config:
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
     return config
+
+
+def _check_arguments(given: Any, where: str) -> None:
+    """Raises `UsageError` for values that checkpoints and the log can't store: dates and times."""
+    if isinstance(given, dict):
+        for key, each in given.items():
+            _check_arguments(each, f"{where}.{key}")
+    elif isinstance(given, list | tuple):
+        for each in given:
+            _check_arguments(each, where)
+    elif not isinstance(given, str | int | float):  # bool is an int
+        raise UsageError(
+            f"{where} = {given}: texts, numbers, booleans, lists and tables are possible"
+        )
 
 
 def value(text: str) -> Any:
@@ -105,18 +126,25 @@ def value(text: str) -> Any:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Returns the tables of a configuration as plain dicts, without unset values (None)."""
-    return dict(_set_values(dataclasses.asdict(config)))
+    return dict(_set_values(config))
 
 
-def _set_values(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            if found := dict(_set_values(value)):
-                yield key, found
-        elif isinstance(value, tuple):
-            yield key, tuple(dict(_set_values(v)) if isinstance(v, dict) else v for v in value)
-        elif value is not None:
-            yield key, value
+def _set_values(table: DataclassInstance) -> Iterator[tuple[str, Any]]:
+    for each in dataclasses.fields(table):
+        value = _plain(getattr(table, each.name))
+        if value is not None:
+            yield each.name, value
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value without dataclasses; `None` for a table of which nothing is set."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dict(_set_values(value)) or None
+    if isinstance(value, tuple):
+        return tuple(
+            _plain(each) or {} if dataclasses.is_dataclass(each) else each for each in value
+        )
+    return copy.deepcopy(value)  # of the user's own tables, empty ones count, too
 
 
 def dumps(config: Config) -> str:
@@ -136,6 +164,8 @@ def _toml(value: object) -> str:
         return "{" + ", ".join(f"{_key(key)} = {_toml(v)}" for key, v in value.items()) + "}"
     if isinstance(value, Path):
         value = str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     # JSON strings, numbers and booleans are valid TOML, except that TOML requires DEL escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 

@@ -144,7 +144,7 @@ class MeshNetwork:
         """Runs the passes; the last part of a step reduces the gradient of all of them."""
         with nullcontext() if batch.is_last else entry_hook_of(self.model).no_sync():
             with mixed:
-                loss = criterion(self.model(batch.inputs), batch.targets)
+                loss = _checked(criterion(self.model(batch.inputs), batch.targets))
             scaled = scaler.scale(loss * scale)
             self.gradients.before_backward(scaler)
             scaled.backward()
@@ -329,6 +329,27 @@ def place_network(
             gradients=gradients,
         )
     return StagedNetwork(pipe)
+
+
+def _checked(loss: object) -> Tensor:
+    """Returns the loss of a task's criterion.
+
+    Raises:
+        UsageError: it is not one number, or has no gradient.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        kind = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        found = f"a tensor of {kind}" if isinstance(loss, Tensor) else kind
+        raise UsageError(
+            f"the task's criterion returned {found}: a tensor with one number is needed, the mean "
+            "over the samples"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "the task's criterion returned a loss without a gradient: it is detached, was computed "
+            "under no_grad, or does not depend on the output"
+        )
+    return loss
 
 
 def network_of(model: nn.Module) -> tuple[Job, Network]:

@@ -53,6 +53,7 @@ from pydist.train.noise import AdaptiveBatch
 from pydist.train.ranks import meshes_of
 from pydist.train.rebalancing import Rebalancing, resumed
 from pydist.train.shortage import with_advice
+from pydist.train.signals import Ending
 from pydist.train.state import RunState, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
 from pydist.watchdog import phase
@@ -159,7 +160,7 @@ def _logged(
             log.path = path
         raise missing
     except BaseException as error:
-        status = "stopped" if isinstance(error, Stopped) else "failed"
+        status = "stopped" if isinstance(error, Stopped | Ending) else "failed"
         reason = str(error)
         raise
     finally:

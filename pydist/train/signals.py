@@ -49,21 +49,33 @@ class StopRequest:
         self.signal = self.signal or signal.Signals(number)
 
 
+class Ending(BaseException):
+    """Raised by a signal's handler, wherever the program is.
+
+    It is no `Exception`: packages catch these while they are imported, and go on half imported.
+    """
+
+
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
     """Lets the signals of batch systems end a run immediately within the block, except in steps.
 
     While a run starts, and while it writes its results, there is no step to finish and nothing to
     save. It ends with the code of a stopped run, which batch scripts restart, unlike a lost rank.
+
+    Raises:
+        Stopped: one has arrived.
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         name = signal.Signals(number).name
-        raise Stopped(f"stopped by {name} before or after training; the same command resumes")
+        raise Ending(f"stopped by {name} before or after training; the same command resumes")
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
+    except Ending as ending:
+        raise Stopped(str(ending)) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

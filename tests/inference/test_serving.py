@@ -275,6 +275,24 @@ class Idle:
         """Ends nothing."""
 
 
+@pytest.mark.parametrize("name", ["universes", "ct"])
+def test_an_output_that_is_not_finite_is_an_error_of_its_request(name, folder):
+    def use(resident):
+        service = Service(resident)
+        with torch.no_grad():
+            next(resident.loaded.network.parameters()).fill_(float("nan"))
+        shape = (4, 8, 8, 8) if name == "universes" else (1, *SHAPE)
+        answers = [service.submit(np.ones(shape)) for _ in range(2)]
+        service.close()
+        service.run()
+        for answer in answers:
+            with pytest.raises(DataError, match="NaN"):
+                answer.result(0)
+        assert service.answered == 2
+
+    on_ranks(1, (of_universes if name == "universes" else of_ct)(folder), use)
+
+
 def test_a_body_that_stalls_does_not_keep_the_service_from_ending():
     pytest.importorskip("uvicorn")
     from pydist.inference.http import HttpServer

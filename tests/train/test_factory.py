@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pydist import Mesh, distribute_tensor, run_local
 from pydist.check.factory import load_factory
 from pydist.cli.main import main
 from pydist.comm import LocalTransport
-from pydist.data import Manifest, ShardDataset
+from pydist.data import Manifest, ShardDataset, UniverseOptions, generate_universes
 from pydist.data.loader import Batch
 from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.options import CTOptions
@@ -427,3 +428,40 @@ def test_a_configuration_of_a_factory_is_written_and_read_again(tmp_path):
     spaced = replace(config, model=replace(config.model, args={"a b": {"c.d": [True, 1.5]}}))
     assert config_io.loads(config_io.dumps(spaced), "t") == spaced
     assert config.model.args["norm"] == ["group", {"num_groups": 2}]
+
+
+def test_empty_tables_and_infinite_numbers_are_arguments():
+    given = "act = {}\nnorm = {a = {}, b = [{}, inf]}\nlow = -inf\nodd = nan\n"
+    config = config_io.loads(f'[model]\nfactory = "n:m"\n[model.args]\n{given}', "t")
+    args = config.model.args
+    assert (args["act"], args["norm"], args["low"]) == ({}, {"a": {}, "b": [{}, inf]}, -inf)
+    again = config_io.loads(config_io.dumps(config), "t").model.args
+    assert str(again) == str(args)  # NaN differs from itself
+    again = config_io.from_tables(config_io.to_dict(config), "t").model.args
+    assert str(again) == str(args)
+
+
+@pytest.mark.parametrize("value", ["2020-01-01", "[10:00:00]", "{a = 2020-01-01T10:00:00}"])
+def test_dates_are_no_arguments(value):
+    with pytest.raises(UsageError, match=r"t: model.args.when.* = .*: texts, numbers, booleans, "):
+        config_io.loads(f'[model]\nfactory = "n:m"\n[model.args]\nwhen = {value}\n', "t")
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("None", "the task's criterion returned NoneType: a tensor with one number is needed"),
+        ("(output - targets).square().mean(1)", r"returned a tensor of \(2,\): a tensor with one"),
+        ("(output - targets).detach().mean()", "returned a loss without a gradient: it is deta"),
+    ],
+)
+def test_a_criterion_that_returns_no_loss_is_named(tmp_path, nets, returned, message):
+    data = tmp_path / "universes"
+    generate_universes(data, UniverseOptions(count=4, width=8, box_width=8))
+    nets.write_text(
+        f"{NETS}\nclass Wrong(AnyRegression):\n    def criterion(self, batches):\n"
+        f"        return lambda output, targets: {returned}\n"
+    )
+    text = f'[model]\nfactory = "{nets}:values"\ntask = "{nets}:Wrong"\n'
+    with pytest.raises(UsageError, match=message):
+        job(LocalTransport(), run_of(text, data, tmp_path / "run"))

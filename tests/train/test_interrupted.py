@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 
@@ -111,16 +112,30 @@ def test_before_and_after_its_steps_a_signal_ends_a_run_at_once(config, monkeypa
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
+    message = f"stopped by {number.name} before or after training"
+    with pytest.raises(Stopped, match=message), ending_at_once():
+        alone(config, [interrupt])
+    assert not events(config, "step")
+    assert events(config, "end")[-1]["status"] == "stopped"
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "write_predictions", lambda *_: os.kill(os.getpid(), number))
+        with pytest.raises(Stopped, match=message), ending_at_once():
+            alone(config)
     with ending_at_once():
-        with pytest.raises(Stopped, match=f"stopped by {number.name} before or after training"):
-            alone(config, [interrupt])
-        assert not events(config, "step")
-        with monkeypatch.context() as patch:
-            patch.setattr(report, "write_predictions", lambda *_: os.kill(os.getpid(), number))
-            with pytest.raises(Stopped):
-                alone(config)
         assert alone(config).steps == 4
     assert signal.getsignal(number) is before
+
+
+def test_what_catches_every_exception_does_not_lose_a_signal():
+    """Packages do so while they are imported."""
+
+    def imported():
+        with suppress(Exception):
+            os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("lost")
+
+    with pytest.raises(Stopped), ending_at_once():
+        imported()
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(config, monkeypatch):
