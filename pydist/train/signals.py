@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
 
 from pydist.errors import Stopped
 
@@ -49,11 +49,21 @@ class StopRequest:
         self.signal = self.signal or signal.Signals(number)
 
 
-class Ending(BaseException):
-    """Raised by a signal's handler, wherever the program is.
+_AGAIN = 0.1
+"""Seconds after which a signal that has arrived during an import comes again."""
 
-    It is no `Exception`: packages catch these while they are imported, and go on half imported.
-    """
+
+class Ending(BaseException):
+    """Raised by a signal's handler; no `Exception`, which some code catches and drops."""
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Returns whether a frame is part of an import."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager
@@ -67,7 +77,12 @@ def ending_at_once() -> Iterator[None]:
         Stopped: one has arrived.
     """
 
-    def end(number: int, frame: FrameType | None) -> NoReturn:
+    def end(number: int, frame: FrameType | None) -> None:
+        if _imports(frame):  # packages catch all errors of imports, and would go on without
+            again = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
         name = signal.Signals(number).name
         raise Ending(f"stopped by {name} before or after training; the same command resumes")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from contextlib import suppress
 
 import pytest
@@ -136,6 +137,26 @@ def test_what_catches_every_exception_does_not_lose_a_signal():
 
     with pytest.raises(Stopped), ending_at_once():
         imported()
+
+
+def test_a_signal_during_an_import_comes_again_after_it(tmp_path, monkeypatch):
+    """Where a package is imported by another one that does without it, it would be lost."""
+    (tmp_path / "interrupted.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nfound = [1]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+
+    def run():
+        import interrupted
+
+        found.extend(interrupted.found)
+        threading.Event().wait(10)
+        pytest.fail("lost")
+
+    with pytest.raises(Stopped), ending_at_once():
+        run()
+    assert found == [1]
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(config, monkeypatch):
