@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from pydist.arguments import is_container, leaves, mapped
 from pydist.batches import Batches, batch_of, refuse_pickling
+from pydist.checkpointed import CheckpointedPasses
 from pydist.comm import Transport
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.consistency import consistency_of
@@ -94,9 +95,7 @@ class EntryHook:
         self._sizes: GroupSizes | None = None
         """Sizes of the last call's batch, where its place in the step matters."""
         self._passed: GroupSizes | None = None  # of the last pass of a step that goes on
-        self._last = _Pass(-1, None)  # of training
-        self._recomputable = 0  # training passes since one was recomputed
-        self._recomputed = _Pass(-1, None)
+        self._checkpointed = CheckpointedPasses[_Pass]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EntryHook:
         # A copy of the model (such as an average of its weights) runs on the same mesh; its
@@ -171,14 +170,13 @@ class EntryHook:
         if any(isinstance(each, ShardedTensor) for each in given):
             consistency_of(self.mesh).called(module, self.mesh, trains)
         if again:
-            forward, known = self._pass_again()
+            forward, known = self._checkpointed.repeated() or _Pass(-1, None)
             sizes = self.batches.enter(module, given, known)
         else:
             forward, sizes = self.mesh.session.forwards, self.batches.enter(module, given)
             self._sizes = sizes = sizes or self._sizes_of_one_group(batch_of(given))
         if trains and not again:
-            self._last = _Pass(forward, sizes)
-            self._recomputable += 1
+            self._checkpointed.add(_Pass(forward, sizes))
             if self.continues is None:
                 self._expect_more(module)
         return (
@@ -196,16 +194,6 @@ class EntryHook:
             draws_of(self.mesh).forget(session.forwards)
         else:
             session.forwards += 1
-
-    def _pass_again(self) -> _Pass:
-        """Returns the pass that a checkpoint around the model repeats in backward.
-
-        That is the last one, unless there were others since the one that was repeated before.
-        """
-        if self._recomputable:
-            self._recomputed = self._last if self._recomputable == 1 else _Pass(-1, None)
-            self._recomputable = 0
-        return self._recomputed
 
     def _expect_more(self, module: nn.Module) -> None:
         """Records under `no_sync` that the next training pass belongs to the same step."""

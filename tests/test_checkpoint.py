@@ -191,6 +191,47 @@ def test_a_loader_goes_on_within_an_epoch_with_what_its_workers_draw(tmp_path, w
     assert len(set(numbers)) == len(numbers)
 
 
+class Wrapped(torch.utils.data.Sampler[Any]):
+    """Sampler that has another one."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+@pytest.mark.parametrize("kind", ["batch sampler", "wrapped sampler", "set_epoch within"])
+def test_a_loader_goes_on_with_the_order_of_a_sampler_within_another(kind):
+    data = torch.utils.data.TensorDataset(torch.arange(12))
+
+    def made() -> checkpoint.Resumable:
+        generator = torch.Generator().manual_seed(3)
+        inner: Any = torch.utils.data.RandomSampler(data, generator=generator)
+        if kind == "wrapped sampler":
+            return checkpoint.Resumable(DataLoader(data, 3, sampler=Wrapped(inner)))
+        if kind == "set_epoch within":
+            inner = DistributedSampler(data, 1, 0, seed=5)
+        batches = torch.utils.data.BatchSampler(inner, 3, False)
+        return checkpoint.Resumable(DataLoader(data, batch_sampler=batches))
+
+    through, orders, state = made(), [], {}
+    for epoch in range(2):
+        orders.append([])
+        for (batch,) in through:
+            orders[-1].append(batch.tolist())
+            if epoch == 1 and through.batch == 2:
+                state = through.state_dict()
+    resumed = made()
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for (batch,) in resumed] == orders[1][2:]
+    assert orders[0] != orders[1]
+    assert sorted(itertools.chain(*orders[1])) == list(range(12))
+
+
 def test_a_loader_with_persistent_workers_goes_on_with_the_same_order():
     """New workers draw a random number before the order is drawn, which kept ones do not."""
 

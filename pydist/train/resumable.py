@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from pydist.train.state import random_state, set_random_state
 
@@ -29,8 +29,9 @@ class Resumable:
 
     Args:
         loader: any loader; the order of its samples follows from the random numbers of Python,
-            NumPy and torch, from the generator of the loader or its sampler, or from
-            `set_epoch` of its sampler, which each epoch calls.
+            NumPy and torch, from generators of torch that the loader, its samplers or samplers
+            within these have as attributes, or from `set_epoch` of a sampler, which each epoch
+            calls.
 
     Attributes:
         epoch: the epoch of the next batch.
@@ -83,13 +84,23 @@ class Resumable:
         self.epoch, self.batch, self._begin = state["epoch"], state["batch"], state["begin"]
         self._set_generators(state["generators"])
 
-    def _samplers(self) -> tuple[Any, Any]:
-        return self.loader.sampler, self.loader.batch_sampler
+    def _samplers(self) -> list[Any]:
+        """Returns the loader's samplers, and those that they have as attributes."""
+        found = [self.loader.sampler, self.loader.batch_sampler]
+        for each in found:  # grows meanwhile
+            inner = [v for v in getattr(each, "__dict__", {}).values() if isinstance(v, Sampler)]
+            found += [v for v in inner if not any(v is known for known in found)]
+        return [each for each in found if each is not None]
 
     def _generators(self) -> list[torch.Generator]:
-        owners = (self.loader, *self._samplers())
-        found = dict.fromkeys(getattr(each, "generator", None) for each in owners)
-        return [each for each in found if each is not None]
+        attributes = [getattr(each, "__dict__", {}) for each in (self.loader, *self._samplers())]
+        found = dict.fromkeys(
+            value
+            for each in attributes
+            for value in each.values()
+            if isinstance(value, torch.Generator)
+        )
+        return list(found)
 
     def _random_state(self) -> dict[str, Any]:
         return {**random_state(), "generators": [g.get_state() for g in self._generators()]}

@@ -102,8 +102,8 @@ def _next_key(func: Callable[..., Any], x: ShardedTensor, part: int) -> int | Te
             raise refusal(func, (x,), {}, why)
         if layer not in calls:
             why = (
-                "in a model that a checkpoint repeats after several passes of it: put the "
-                "checkpoint around a part of the model"
+                "in a model that a checkpoint repeats, but not once as a whole: put the checkpoint "
+                "around one call of the model, or around parts of it"
             )
             raise refusal(func, (x,), {}, why)
         if calls[layer] != 1:

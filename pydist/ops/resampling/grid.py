@@ -48,6 +48,17 @@ def grid_sample(
             f"grid_sample: input of shape {list(input.shape)} and grid of {list(grid.shape)}: "
             "both with 4 or both with 5 dims are possible"
         )
+    if grid.shape[0] != input.shape[0] or grid.shape[-1] != input.dim() - 2:
+        raise RuntimeError(
+            f"grid_sample: input of shape {list(input.shape)} and grid of {list(grid.shape)}: the "
+            f"same batch size, and {input.dim() - 2} numbers at each position, are expected"
+        )
+    for name, given, possible in (
+        ("mode", mode, _MODES),
+        ("padding_mode", padding_mode, _PADDINGS),
+    ):
+        if given not in possible:
+            raise ValueError(f"grid_sample: {name}={given!r}; possible are {', '.join(possible)}")
     aligned = bool(align_corners)
     like = source_among((input, grid))
     out = _layout_of_result(input, grid, like)
@@ -81,8 +92,14 @@ def affine_grid(
     theta: ShardedTensor, size: Sequence[int], align_corners: bool | None = None
 ) -> ShardedTensor:
     """Makes the grid of affine maps; each rank makes the grids of its samples in full."""
+    dims = len(size) - 2
+    if tuple(theta.shape) != (size[0], dims, dims + 1):
+        raise RuntimeError(
+            f"affine_grid: theta of shape {list(theta.shape)} for a size of {list(size)}; "
+            f"{[size[0], dims, dims + 1]} is expected"
+        )
     mesh, batch = theta.mesh, theta.layout.splits[0]
-    shape = (size[0], *size[2:], len(size) - 2)
+    shape = (size[0], *size[2:], dims)
     out = Layout(mesh, shape, (batch, *[None] * (len(shape) - 1)))
     whole = with_elements(operand_in(theta, Layout(mesh, theta.shape, (batch, None, None)), out))
     local = F.affine_grid(whole, [whole.shape[0], *size[1:]], bool(align_corners))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,9 @@ def identity(*extents, aligned=False):
     """Returns the grid at which sampling changes nothing."""
     theta = torch.eye(len(extents), len(extents) + 1, dtype=torch.float64)[None]
     return F.affine_grid(theta, (1, 1, *extents), aligned)
+
+
+sampled = partial(F.grid_sample, align_corners=False)
 
 
 def displaced(by):
@@ -112,6 +116,30 @@ def test_an_affine_map_whose_matrices_are_cut(points):
         return F.affine_grid(theta, (2, 1, 3, 2, 4), align_corners=False)
 
     check_function(call, randn(2, 3, 4, 3, 1), (), points, second_order=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda x: sampled(x, x.new_zeros(1, 3, 3, 3, 3)), RuntimeError),
+        (lambda x: sampled(x[:1], x.new_zeros(2, 3, 3, 3, 3)), RuntimeError),
+        (lambda x: sampled(x, x.new_zeros(2, 3, 3, 3, 2)), RuntimeError),
+        (lambda x: sampled(x, x.new_zeros(2, 3, 3, 3, 3), "cubic"), ValueError),
+        (lambda x: sampled(x, x.new_zeros(2, 3, 3, 3, 3), padding_mode="x"), ValueError),
+        (lambda x: F.affine_grid(x[:1, :3, 0, :4, 0], (2, 1, 3, 3, 3), False), RuntimeError),
+        (lambda x: F.affine_grid(x[:, :2, 0, :3, 0], (2, 1, 3, 3, 3), False), RuntimeError),
+    ],
+)
+def test_shapes_and_modes_that_torch_refuses(call, kind):
+    whole = randn(2, 3, 9, 8, 7)
+    with pytest.raises(kind):
+        call(whole)
+
+    def body(mesh):
+        with pytest.raises(kind, match=r"grid_sample: |affine_grid: "):
+            call(shard(whole, layout_at(mesh, whole.shape, POINTS["2x1x1"])))
+
+    on_ranks((2, 1, 1), body)
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
