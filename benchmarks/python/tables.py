@@ -74,7 +74,8 @@ the ranks. Composed, levels: three quarters of the ranks cut it in the levels wi
 the others in the levels between.
 """
 
-FRONTIER_WITH_STATE = """The same with {limit:g} MiB per rank, of which weights, gradients and Adam's two moments are a part:
+FRONTIER_WITH_STATE = """\
+The same with {limit:g} MiB per rank, of which weights, gradients and Adam's two moments are a part:
 a rank has all weights, and the rest of those that it trains.
 """
 

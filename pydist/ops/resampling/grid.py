@@ -93,10 +93,12 @@ def affine_grid(
 ) -> ShardedTensor:
     """Makes the grid of affine maps; each rank makes the grids of its samples in full."""
     dims = len(size) - 2
-    if tuple(theta.shape) != (size[0], dims, dims + 1):
-        raise RuntimeError(
+    expected = (size[0], dims, dims + 1)
+    if tuple(theta.shape) != expected:
+        kind = RuntimeError if theta.shape[1:] == expected[1:] else ValueError  # as torch
+        raise kind(
             f"affine_grid: theta of shape {list(theta.shape)} for a size of {list(size)}; "
-            f"{[size[0], dims, dims + 1]} is expected"
+            f"{list(expected)} is expected"
         )
     mesh, batch = theta.mesh, theta.layout.splits[0]
     shape = (size[0], *size[2:], dims)
