@@ -1,4 +1,4 @@
-"""The hook at the entry of a parallelized model: it cuts inputs and counts passes."""
+"""Cuts the inputs of a parallelized model at its entry, and counts its passes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def entry_hook_of(model: nn.Module) -> EntryHook:
 
 
 class _Pass(NamedTuple):
-    """Pass of a model in training.
+    """Pass that a model makes in training.
 
     Attributes:
         forward: its number in the session; -1 for none.

@@ -97,15 +97,21 @@ def _run(program: Sequence[str], environment: Mapping[str, str]) -> int:
     # The shell starts a program that is in the pack, too: it is a preloaded program itself.
     command = ["/bin/sh", "-c", 'exec "$@"', "sh", *program]
     started: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []  # signals that have arrived before the program was known here
 
     def forward(number: int, frame: object) -> None:
-        # The terminal sends Ctrl-C to the program, too.
-        if started and number != signal.SIGINT:
+        if number == signal.SIGINT:
+            return  # the terminal sends Ctrl-C to the program, too
+        if started:
             started[0].send_signal(number)
+        else:
+            early.append(number)
 
     before = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
         started.append(subprocess.Popen(command, env=dict(environment)))
+        for number in early:
+            started[0].send_signal(number)
         code = started[0].wait()
     finally:
         for number, handler in before.items():

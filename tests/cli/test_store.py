@@ -8,10 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pydist.cli import store
 from pydist.cli.main import main
 from pydist.errors import UsageError
 from pydist.packs import pack
@@ -71,6 +74,23 @@ def test_a_signal_reaches_the_program(packed: Path) -> None:
         started.send_signal(signal.SIGTERM)
         assert started.stdout.read() == "caught\n"
     assert started.returncode == 3
+
+
+def test_a_signal_that_arrives_as_the_program_starts_reaches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = tmp_path / "ready"
+
+    class Early(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            while not ready.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Early)
+    script = f"trap 'exit 3' TERM; touch {ready}; while :; do sleep 0.05; done"
+    assert store._run(["sh", "-c", script], {**os.environ, "PYDIST_MOUNT": "/data"}) == 3
 
 
 def test_a_library_whose_path_has_a_space(packed: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checks of collectives: every root, dtype and slice, order of sums, work that is under way."""
+"""Checks collectives: every root, dtype and slice, order of sums, work that is under way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of groups of ranks, barriers, byte strings, and errors."""
+"""Checks groups of ranks, barriers, byte strings, and errors."""
 
 from __future__ import annotations
 

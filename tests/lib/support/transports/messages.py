@@ -1,4 +1,4 @@
-"""Checks of messages between two ranks: order, strides, buffers and channels."""
+"""Checks messages between two ranks: order, strides, buffers and channels."""
 
 from __future__ import annotations
 
