@@ -260,7 +260,9 @@ def checkpointed(model: nn.Module, x: Tensor, function: Any = None) -> Tensor:
         for m in model.modules()
     )
     with set_checkpoint_early_stop(not tracks):
-        return checkpoint(function or model, x, use_reentrant=False)
+        # Nothing draws. Threads that keep torch's random state can wait for each other: one has its
+        # lock and waits for the interpreter's, another the reverse.
+        return checkpoint(function or model, x, use_reentrant=False, preserve_rng_state=False)
 
 
 class Checkpointed(nn.Module):
