@@ -86,9 +86,14 @@ def test_stages_are_profiled_with_a_picture_of_their_schedule(place):
 
 
 def test_a_trace_that_cannot_be_written_ends_all_ranks_with_the_code_of_the_disk(place):
-    (place / "no" / "trace.json").mkdir(parents=True)
-    shown = profile("-n", "2", "--steps", "1", "--warmup", "0", "--trace", "no/trace.json", code=74)
-    assert "error: can't write no/trace.json: Is a directory" in shown
+    full = "/dev/full"
+    shown = profile("-n", "2", "--steps", "1", "--warmup", "0", "--trace", full, code=74)
+    assert f"error: can't write {full}: No space left on device" in shown
+
+
+def test_a_folder_in_the_place_of_a_trace_is_refused_before_ranks_start(place, capsys):
+    assert cli.main(["profile", "run.toml", "-n", "2", "--trace", str(place)]) == 74
+    assert f"error: {place}: it is a folder, and a file is needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
