@@ -15,8 +15,8 @@ per rank, and with --state they count too. Memory of oneDNN and MPI does not cou
 - composed, levels: three quarters of the ranks cut the image in the levels with most pixels, on the
   way down and up, and the others in the levels between; of equal memory.
 
-Stages are planned on the largest image whose calls one rank can measure within the limit; with
---state their plan counts the state, too.
+Stages are planned on the largest image whose calls one rank can measure within the limit (weights
+do not count there); with --state their plan counts the state, too.
 
     python benchmarks/python/memory_frontier.py
     python benchmarks/python/memory_frontier.py --state --limit 192

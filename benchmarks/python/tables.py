@@ -75,8 +75,8 @@ the others in the levels between.
 """
 
 FRONTIER_WITH_STATE = """\
-The same with {limit:g} MiB per rank, of which weights, gradients and Adam's two moments are a part:
-a rank has all weights, and the rest of those that it trains.
+The same with {limit:g} MiB per rank, which also hold the weights of the whole network, and the
+gradients and Adam's two moments of the weights that the rank trains.
 """
 
 FORMS = """\

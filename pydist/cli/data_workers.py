@@ -42,7 +42,8 @@ def workers_of(chosen: _Chosen) -> Iterator[int | Executor | None]:
         )
     world = mpi_library.world_of(who)
     failures.install(world.Get_rank(), who.size, abort=world.Abort)
-    everyone = world.gather({**vars(chosen), "the working folder": Path.cwd()})
+    # Not the number of processes: its default is that of the cores, which machines have.
+    everyone = world.gather({n: _absolute(v) for n, v in vars(chosen).items() if n != "workers"})
     if everyone is not None:
         _require_one_command(everyone)
     from mpi4py.futures import MPICommExecutor
@@ -51,8 +52,12 @@ def workers_of(chosen: _Chosen) -> Iterator[int | Executor | None]:
         yield executor  # type: ignore[misc]  # the stubs of mpi4py name another class
 
 
+def _absolute(option: Any) -> Any:
+    return option.absolute() if isinstance(option, Path) else option
+
+
 def _require_one_command(chosen: list[dict[str, Any]]) -> None:
-    """Raises `UsageError` unless all ranks have the same options and working folder."""
+    """Raises `UsageError` unless all ranks have the same options."""
     for rank, options in enumerate(chosen):
         for name, value in options.items():
             if value != chosen[0].get(name):

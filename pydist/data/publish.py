@@ -93,14 +93,24 @@ def publish_folder(path: Path, fill: Callable[[Path], None]) -> None:
         temporary.replace(path)
         flush_to_disk(path.parent)
     except OSError as error:
-        free = shutil.disk_usage(path.parent).free
-        reason = error.strerror or str(error)
-        if error.errno is None and free < _FULL:  # NumPy's errors have a text alone
-            reason = os.strerror(errno.ENOSPC)
-        raise DiskError(f"{path}: could not be written: {reason}; {free} bytes are free") from error
+        raise DiskError(f"{path}: could not be written: {_reason(error, path.parent)}") from error
     finally:
         for each in (temporary, replaced):
             shutil.rmtree(each, ignore_errors=True)
+
+
+def _reason(error: OSError, folder: Path) -> str:
+    """Returns why a write into a folder has failed, with the free bytes of a full disk."""
+    reason = error.strerror or str(error)  # NumPy's errors have a text alone
+    if error.errno not in (None, errno.ENOSPC):
+        return reason
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return reason
+    if error.errno is None and free >= _FULL:
+        return reason
+    return f"{os.strerror(errno.ENOSPC)}; {free} bytes are free"
 
 
 def make_folder(folder: Path) -> None:

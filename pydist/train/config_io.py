@@ -137,7 +137,7 @@ def _set_values(table: DataclassInstance) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value without dataclasses; `None` for a table of which nothing is set."""
+    """Returns a value with dicts in place of dataclasses; `None` for one without set values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dict(_set_values(value)) or None
     if isinstance(value, tuple):

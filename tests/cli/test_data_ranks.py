@@ -140,6 +140,27 @@ def test_ranks_with_different_folders_are_refused(
     assert done.stderr.count(differing) == 1
 
 
+def test_ranks_on_machines_with_other_numbers_of_cores_are_not_refused(
+    foreign: Path, tmp_path: Path, on_ranks: Ranks
+) -> None:
+    """The default of `--workers`, which ranks do not use, differs there."""
+    script = tmp_path / "each.py"
+    script.write_text(
+        "import os, sys\n"
+        "rank = os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']\n"
+        "os.sched_setaffinity(0, {0} if rank == '1' else {0, 1})\n"
+        "from pydist.launch.backends import cores\n"
+        "assert cores() == (1 if rank == '1' else 2)\n"
+        "from pydist.cli.main import main\n"
+        "sys.exit(main(['data', *sys.argv[1:]]))\n"
+    )
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core")
+    done = on_ranks("index", foreign, program=[sys.executable, str(script)])
+    assert done.returncode == 0, done.stderr
+    assert len(manifest_of(foreign)["splits"]) > 0
+
+
 def test_a_number_of_workers_below_one_is_refused(foreign: Path, on_ranks: Ranks) -> None:
     done = on_ranks("index", foreign, "--workers", "0")
     assert done.returncode == 2, done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -36,6 +38,14 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(DiskError, match="written: No space left on device; 80 bytes are free"):
         publish_folder(tmp_path / "folder", broken)
+
+
+def test_other_errors_say_nothing_of_the_disk(tmp_path: Path) -> None:
+    def forbidden(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    with pytest.raises(DiskError, match=r"could not be written: Permission denied$"):
+        publish_folder(tmp_path / "folder", forbidden)
 
 
 def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
