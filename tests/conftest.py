@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING
 # Before torch is imported: the ranks of a test share few cores, as threads or as processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import hypothesis
 import pytest
 
 from pydist.launch.backends import available
@@ -51,16 +50,15 @@ _LATE = f"no time left ({_DEADLINE})"
 _TEST_SECONDS = 120
 """Within which a job of ranks reports the end of another test."""
 
-hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
-# The same examples in every run; `dev` draws new ones each time, `nightly` draws many.
-hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
-hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
-# Ranks must draw the same examples; a database would be shared while they run.
-hypothesis.settings.register_profile(
-    "ranks", max_examples=20, deadline=None, derandomize=True, database=None
-)
-_default_profile = "ranks" if _REPORT in os.environ else "ci" if os.environ.get("CI") else "dev"
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", _default_profile))
+if _REPORT not in os.environ:  # in a job, each rank would wait for the import, and draw its own
+    import hypothesis
+
+    hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
+    # The same examples in every run; `dev` draws new ones each time, `nightly` draws many.
+    hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
+    hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
+    _default_profile = "ci" if os.environ.get("CI") else "dev"
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", _default_profile))
 
 
 @pytest.fixture(scope="session")
@@ -97,6 +95,8 @@ def _keep_freed_memory() -> None:
 
 
 def pytest_collection_finish() -> None:
+    if _REPORT in os.environ and "hypothesis" in sys.modules:
+        raise pytest.UsageError("ranks of a job draw different examples: take ranks in threads")
     # Modules and tests loaded by now stay alive to the end: excluding these objects, nearly all
     # of the process, from garbage collection saves a third of the time.
     gc.collect()

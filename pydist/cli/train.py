@@ -43,7 +43,7 @@ def _check(config: Config, ranks: int, mpi: str) -> None:
     """Raises the errors that can be known before ranks start; they report the others."""
     from pydist.data.manifest import Manifest
     from pydist.launch.backends import backend_named
-    from pydist.train.folder import refuse_data_folder
+    from pydist.train.data_folder import refuse_data_folder
     from pydist.train.ranks import check_ranks
 
     check_ranks(config, ranks)

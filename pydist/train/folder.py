@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from pydist import owner
-from pydist.data.publish import real_path
 from pydist.errors import DiskError, UsageError
 from pydist.train import checkpoint, log, report
 from pydist.train.curves import CURVES_FILE
@@ -20,19 +19,6 @@ TUNING_FILE = "tuning.json"
 """The run's choices of kernels, for `train.tuning` of another run."""
 
 _RESULTS = (report.PREDICTIONS_FILE, DICE_FILE, report.PICTURE_FILE, CURVES_FILE)
-
-
-def refuse_data_folder(folder: Path, data: Path) -> None:
-    """Stops a run before it writes between the files of a data set.
-
-    Raises:
-        UsageError: its folder is that of the data set.
-    """
-    if real_path(folder) == real_path(data):
-        raise UsageError(
-            f"output.folder = {str(folder)!r} is the data set's folder, data.path = {str(data)!r}: "
-            "choose another one"
-        )
 
 
 def refuse_foreign(folder: Path) -> None:

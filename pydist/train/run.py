@@ -27,6 +27,7 @@ from pydist.optim.layerwise import LayerwiseOptimizer
 from pydist.train import checkpoint, config_io, report
 from pydist.train.config.optimizers import LayerwiseConfig
 from pydist.train.curves import drawn_in
+from pydist.train.data_folder import refuse_data_folder
 from pydist.train.datasets import make_loader, open_datasets, store_options
 from pydist.train.device import (
     facts_of_run,
@@ -39,7 +40,6 @@ from pydist.train.folder import (
     CHECKPOINTS,
     CONFIG_FILE,
     PICTURES,
-    refuse_data_folder,
     refuse_foreign,
     remove_unfinished,
 )

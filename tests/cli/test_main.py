@@ -14,6 +14,7 @@ from pydist.errors import UsageError
 from pydist.train.config import Config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+CONFIG = '[data]\npath = "data"\n[model]\nwidth = 32\n[train]\nsteps = 1\n'
 
 
 def test_no_help_waits_for_numpy_or_torch(tmp_path):
@@ -34,6 +35,25 @@ def test_no_help_waits_for_numpy_or_torch(tmp_path):
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_ranks_do_not_wait_for_their_launcher_to_import_torch(place, command):
+    program = (
+        "import sys\nimport pydist.launch.supervisor as supervisor\n"
+        "def launch(ranks, argv, *_, **__):\n"
+        "    assert ranks == 2 and 'torch' not in sys.modules\n"
+        "    print('launched', argv)\n"
+        "    return 0\n"
+        "supervisor.launch = launch\n"
+        "from pydist.cli.main import main\n"
+        f"sys.exit(main(['{command}', 'run.toml', '-n', '2']))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "launched" in ended.stdout
 
 
 @pytest.mark.parametrize(
