@@ -58,6 +58,19 @@ class Call(NamedTuple):
         return f"{name_of(self.func)} ({self.key})"
 
     @property
+    def needs_grad(self) -> bool:
+        """Whether gradients flow back through it, if its results can have one."""
+        if not torch.is_grad_enabled() or self.func in _DETACHING:
+            return False
+        return any(_needs_grad(x) for x in tensors_of((self.args, self.kwargs)))
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """The plain tensors among its arguments, such as weights."""
+        found = tensors_of((self.args, self.kwargs))
+        return [x for x in found if not isinstance(x, StageTensor)]
+
+    @property
     def statistics(self) -> Sequence[Tensor]:
         """The running statistics that the call updates, as a norm in training does."""
         if self.func not in _UPDATES:
@@ -83,6 +96,12 @@ class Call(NamedTuple):
 
 
 _T: Any = Tensor
+_DETACHING = frozenset({
+    _T.detach, torch.detach, _T.data.__get__, torch.zeros_like, torch.ones_like, torch.empty_like,
+    torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like, _T.new_zeros,
+    _T.new_ones, _T.new_empty, _T.new_full, _T.new_tensor, _T.sign, torch.sign,
+})  # fmt: skip
+"""Calls whose results need no gradient, whatever their arguments."""
 _BATCH_NORMS = (F.batch_norm, torch.batch_norm)
 _MOVES = (_T.to, _T.cpu, _T.cuda, _T.type)
 _FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias")
@@ -120,7 +139,10 @@ _GETTERS: dict[Any, Callable[[StageTensor], Any]] = {
 }
 """Attributes that torch's meta device would answer wrongly."""
 _DTYPE = _T.dtype.__get__
-_FACTS = (int, float, str, torch.dtype, torch.layout, torch.memory_format, type(None))
+_FACTS = (
+    int, float, str, torch.dtype, torch.layout, torch.memory_format, type(None),
+    type(NotImplemented),  # of x == "a"
+)  # fmt: skip
 """Types of shapes and other results that all stages know."""
 
 
@@ -318,3 +340,7 @@ def _meta_of(x: Tensor) -> Tensor:
 
 def _value(x: Tensor) -> Tensor | None:
     return x.value if isinstance(x, StageTensor) else x
+
+
+def _needs_grad(x: Tensor) -> bool:
+    return x.needs_grad if isinstance(x, StageTensor) else x.requires_grad

@@ -50,9 +50,9 @@ class StagedGradients:
                 continue
             if isinstance(p.grad, PartitionedGradient):
                 refuse_pending(p.grad)
-                total += p.grad.piece.double().pow(2).sum().cpu()
+                total += _squares(p.grad.piece).cpu()
                 continue
-            squares = p.grad.detach().double().pow(2).sum()  # of slices: over the mesh
+            squares = _squares(p.grad.detach())  # of slices: over the mesh
             if self._is_first:  # other ranks of the mesh have the same
                 total += squares.cpu()
         self._stages.world.all_reduce(total)
@@ -187,6 +187,10 @@ class StagedGradients:
             own.grad.gradient_set.forget_norms()
         else:
             own.grad = whole
+
+
+def _squares(grad: Tensor) -> Tensor:
+    return grad.abs().double().pow(2).sum()  # abs, as a gradient may be complex
 
 
 def _zeros_like_whole(parameter: Tensor) -> Tensor:

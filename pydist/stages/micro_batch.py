@@ -23,20 +23,14 @@ from pydist.stages.draws import draws, refuse_to_draw_again, run_drawing
 from pydist.stages.left_layers import run_leaving
 from pydist.stages.messages import PassMark, Route
 from pydist.stages.ranks import Stages, device_of
-from pydist.stages.shapes import Shapes, tensors_of
+from pydist.stages.shapes import Shapes, is_differentiable, tensors_of
 from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfers import Transfers, origin_of
+from pydist.stages.uses import Uses
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.aliasing import as_result
 from pydist.tensor.stage import StageTensor
 
-_T: Any = Tensor
-_DETACHING = frozenset({
-    _T.detach, torch.detach, _T.data.__get__, torch.zeros_like, torch.ones_like, torch.empty_like,
-    torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like, _T.new_zeros,
-    _T.new_ones, _T.new_empty, _T.new_full, _T.new_tensor, _T.sign, torch.sign,
-})  # fmt: skip
-"""Calls whose results need no gradient, whatever their arguments."""
 NO_STAGE = -1
 """Stage of a pass that makes the calls of the network, and computes none."""
 
@@ -49,6 +43,8 @@ class MicroBatch(Calls):
         own: the stage; `NO_STAGE` to make the calls without computing them.
         placed: the mesh of each stage.
         starts: the first call of each stage but the first.
+        uses: which meshes have the weights of each call.
+        is_first: whether no weight has changed yet, so that all meshes have all of them.
         transfers: the messages between stages.
         shapes: of the results of calls, which micro-batches share.
         repeats: the micro-batch whose forward pass this one repeats, without messages.
@@ -65,11 +61,13 @@ class MicroBatch(Calls):
         own: int,
         placed: Sequence[int],
         starts: Sequence[Key],
+        uses: Uses,
         transfers: Transfers,
         shapes: Shapes,
         repeats: MicroBatch | None = None,
         *,
         index: int = 0,
+        is_first: bool,
         mark: PassMark,
         relays: bool,
         lends: bool,
@@ -78,6 +76,7 @@ class MicroBatch(Calls):
         super().__init__(device_of(stages.mesh), shapes)
         self._stages, self.own, self._placed = stages, own, placed
         self._starts, self._transfers = starts, transfers
+        self._uses, self._is_first = uses, is_first
         self._relays, self._mark = relays, mark
         self._lends = lends
         self.wrapped: Callable[[Tensor], ShardedTensor] | None = None
@@ -147,12 +146,12 @@ class MicroBatch(Calls):
     def compute(self, call: Call) -> Any:
         """Computes a call on its stage, after the transfers that it needs."""
         self._mark = self._mark.after(str(call))
-        while self._stage < len(self._starts) and call.key == self._starts[self._stage]:
-            self._stage += 1
-        stage = self._stage
+        stage = self._stage = self._stage_of(call)
         if stage > self.own:
             self._let_go()
         self._check(call, stage)
+        if torch.is_grad_enabled():
+            self._uses.note_training(call, self._placed[stage], is_first=self._is_first)
         if self._ended:
             self.factors += [
                 x.item() for x in tensors_of((call.args, call.kwargs)) if _is_factor(x)
@@ -178,6 +177,35 @@ class MicroBatch(Calls):
             if stage != self.own:
                 x.value = None
         return result
+
+    def _stage_of(self, call: Call) -> int:
+        """Returns the stage that a call belongs to: the next one begins, or the last one goes on.
+
+        A network may make other calls than those that were planned, as in evaluation. A layer stays
+        on a mesh that has its weights nevertheless, wherever the call lies at which a stage begins.
+
+        Raises:
+            NotSupported: no later stage has the weights.
+        """
+        stage = self._stage
+        while stage < len(self._starts) and self._uses.has_begun(
+            stage + 1, self._starts[stage], call.key, self._counts
+        ):
+            stage += 1
+        if self._is_first:
+            return stage
+        meshes = self._uses.possible(call)
+        if meshes is None or self._placed[stage] in meshes:
+            return stage
+        later = range(self._stage, len(self._placed))
+        found = next((s for s in later if self._placed[s] in meshes), None)
+        if found is None:
+            raise NotSupported(
+                f"{call} comes after calls of stage {self._stage} in this forward pass, and its "
+                "weights have been trained on an earlier stage: plan the stages with a sample and "
+                "a mode in which the network makes the same calls, or choose cuts elsewhere"
+            )
+        return found
 
     def _run_layer(self, call: Call) -> Any:
         return call.run() if self.left is None else run_leaving(call, self.left)
@@ -251,12 +279,10 @@ class MicroBatch(Calls):
 
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
         """Assigns the results of a call to its stage."""
-        given = tensors_of((call.args, call.kwargs))
-        needs_grad = torch.is_grad_enabled() and any(_needs_grad(x) for x in given)
-        needs_grad &= call.func not in _DETACHING
+        needs_grad = call.needs_grad
         for x in results:
             x.owner, x.stages = self._stage, {self._stage}
-            if x.value is None and needs_grad and x.meta.is_floating_point():
+            if x.value is None and needs_grad and is_differentiable(x.meta):
                 x.now_needs_grad()
         for x in call.changed:
             if needs_grad:
@@ -266,14 +292,14 @@ class MicroBatch(Calls):
         """Checks that every stage has begun; calls that follow belong to the last one.
 
         Raises:
-            UsageError: a call at which a stage begins was not made.
+            UsageError: a call at which a stage begins was not made in training.
         """
-        if self._stage < len(self._starts):
+        if self._stage < len(self._starts) and torch.is_grad_enabled():
             raise UsageError(
                 f"stage {self._stage + 1} begins with {self._starts[self._stage]}, which the "
                 "network has not made in this forward pass: choose other modules"
             )
-        self._ended = True
+        self._stage, self._ended = len(self._starts), True
 
     def bring(self, x: StageTensor, stage: int, call: str) -> None:
         """Transfers a tensor to a stage that does not hold it.
@@ -355,7 +381,3 @@ class MicroBatch(Calls):
 def _is_factor(x: Tensor) -> bool:
     is_plain = not isinstance(x, StageTensor | ShardedTensor)
     return is_plain and x.dim() == 0 and x.is_floating_point() and not x.requires_grad
-
-
-def _needs_grad(x: Tensor) -> bool:
-    return x.needs_grad if isinstance(x, StageTensor) else x.requires_grad

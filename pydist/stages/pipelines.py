@@ -61,6 +61,7 @@ class Pipeline:
         self._micro_batches, self._schedule = micro_batches, schedule
         self._relays, self._recomputes = skips == "relay", recompute
         self._transfers, self._shapes = Transfers(stages, dims_of_network(model), routes), Shapes()
+        self._uses = uses
         self._gradients = StagedGradients(model, stages, uses)
         self._watch = GradientWatch(model, stages)
         self._state = StagedState(model, stages, self._gradients.owner)
@@ -71,6 +72,7 @@ class Pipeline:
         self._lends = recompute or len(self._own) > 1  # there are several passes over a micro-batch
         self._number = self._next = 0  # of micro-batches before this batch, and with it
         self._batch = 0  # checksum
+        self._has_stepped = False
         self._left_weights = stages.mesh.session.service(LeftWeights, LeftWeights)
         self._state_of = PassState(model, stages, lends=self._lends, collects=collects)
         self._made: list[MicroBatch] = []  # passes over the batch that may be owed gradients
@@ -126,6 +128,8 @@ class Pipeline:
                     if not self._state_of.has_begun(part.number):
                         self._forward_of(part, NO_STAGE, criterion)
                 raise
+            finally:
+                self._has_stepped = True
         self._gradients.compare_factors(factors)
         self._gradients.reduce_shared(before)
         self._watch.note()
@@ -314,9 +318,9 @@ class Pipeline:
         mode = f"{self.model.training} {torch.is_grad_enabled()}"
         mark = PassMark(self._number + index + 1, self._batch, 0).after(mode)
         made = MicroBatch(
-            self.stages, stage, self._schedule.placed(index), self.plan.starts, self._transfers,
-            self._shapes, repeats, index=index, mark=mark, relays=self._relays, lends=self._lends,
-            keeps=self._recomputes,
+            self.stages, stage, self._schedule.placed(index), self.plan.starts, self._uses,
+            self._transfers, self._shapes, repeats, index=index, is_first=not self._has_stepped,
+            mark=mark, relays=self._relays, lends=self._lends, keeps=self._recomputes,
         )  # fmt: skip
         entry = entry_hook_of(self.model)
         made.wrapped = None if entry.statistics == "rank" else entry.of_batch

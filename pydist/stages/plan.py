@@ -45,7 +45,7 @@ class StagePlan:
         for cost, operands, stage in zip(
             found.costs, found.operands, self._stages_of(found), strict=True
         ):
-            uses.note(cost.key.module, operands, schedule.meshes(stage))
+            uses.note(cost.key, operands, stage, schedule.meshes(stage))
         return uses
 
     def routes(self, found: RecordedPass, schedule: Schedule, *, relays: bool) -> set[Route]:

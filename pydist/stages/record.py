@@ -32,7 +32,7 @@ from pydist.stages.attributes import Attributes
 from pydist.stages.calls import Call, Calls, Key, memory_id
 from pydist.stages.generators import Generators
 from pydist.stages.parts import on_mesh
-from pydist.stages.shapes import Shapes, replaced, tensors_of
+from pydist.stages.shapes import Shapes, is_differentiable, replaced, tensors_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
 from pydist.watchdog import MODULE_PATH
@@ -208,7 +208,8 @@ class _PassRecorder(Calls):
         parts = _checkpointed_parts()
         self._inside.append(any(a is b for a in parts for b in self._parts))
         self._parts = parts
-        forward, result = self._timed(call.run)
+        with torch.no_grad():
+            forward, result = self._timed(call.run)
         self._backward = backward = self._backward_of(call)
         self._seconds = forward + (forward if backward is None else backward.seconds)
         return result
@@ -233,7 +234,7 @@ class _PassRecorder(Calls):
             is_made = isinstance(x, StageTensor) and x.made
             value = x.value if isinstance(x, StageTensor) else x
             assert value is not None
-            if value.is_floating_point() and (is_made or isinstance(x, nn.Parameter)):
+            if is_differentiable(value) and (is_made or isinstance(x, nn.Parameter)):
                 value = value.detach().requires_grad_()
                 starts.append(value)
             known[_address(_local(value))] = (
@@ -269,6 +270,9 @@ class _PassRecorder(Calls):
 
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
         now = len(self.costs)
+        for x in (*results, *call.changed) if call.needs_grad else ():
+            if is_differentiable(x.meta):
+                x.now_needs_grad()
         shared = {memory_id(x.meta) for x in call.inputs}
         for x in results:
             if memory_id(x.meta) not in shared:  # new, perhaps at the address of freed memory
@@ -276,7 +280,7 @@ class _PassRecorder(Calls):
             memory = self._memories.setdefault(memory_id(x.meta), x.number)
             self._lives[x.number] = _Life(x.meta.nbytes, now, now, memory)
         for x in (*results, *call.changed):
-            nbytes = x.meta.nbytes if x.meta.is_floating_point() else 0
+            nbytes = x.meta.nbytes if is_differentiable(x.meta) else 0
             if x.number in self._lives:
                 memory = self._lives[x.number].memory
                 self._waits.setdefault(x.number, []).append(Wait(nbytes, now, [], memory))
@@ -311,7 +315,7 @@ class _PassRecorder(Calls):
         if not call.changed and results.keys() <= given.keys():
             return 0
         metas = [*results.values(), *given.values()]
-        return sum(x.nbytes for x in metas if x.is_floating_point())
+        return sum(x.nbytes for x in metas if is_differentiable(x))
 
     def _freed_by(self, call: Call) -> int:
         """Returns the bytes of gradients before which a call's backward pass frees its input.
@@ -395,7 +399,7 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Recorde
     mesh = Mesh(LocalTransport())
     modules, versions = list(model.modules()), [p._version for p in model.parameters()]
     with (
-        torch.no_grad(), Generators(first.device).kept(), Attributes(modules).kept(),
+        torch.enable_grad(), Generators(first.device).kept(), Attributes(modules).kept(),
         copied_buffers(modules) as copied, _named(model),
     ):  # fmt: skip
         for _ in range(repeats):

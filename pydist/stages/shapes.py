@@ -104,6 +104,11 @@ def tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
+def is_differentiable(x: Tensor) -> bool:
+    """Returns whether a tensor of this dtype can have a gradient."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def replaced(fn: Callable[[Tensor], Any], value: Any) -> Any:
     """Returns nested tuples, lists, dicts and slices with all tensors replaced."""
     if isinstance(value, Tensor):

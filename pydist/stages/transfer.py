@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pydist.comm.interface.checks import real_view
 from pydist.errors import UsageError
 from pydist.exchange.memory_formats import is_channels_last
 from pydist.partition import Box
@@ -182,7 +183,7 @@ class StageTransfer:
                 peer = peers.rank(mine.data_index, there)
                 block = local[index]
                 block = _rows(block) if channels_last else block
-                self._stages.world.send(block, peer, tag, lender=lender)
+                self._stages.world.send(real_view(block.resolve_conj()), peer, tag, lender=lender)
 
     def _receive(self, direction: int, channels_last: bool) -> Tensor:
         mine, end = self._stages.mesh, self._boxes[1 - direction]
@@ -199,10 +200,11 @@ class StageTransfer:
                 continue
             peer = peers.rank(mine.data_index, there)
             if tuple(part.shape) == tuple(local.shape):
-                self._stages.world.recv(_rows(local) if channels_last else local, peer, tag)
+                whole = _rows(local) if channels_last else local
+                self._stages.world.recv(real_view(whole), peer, tag)
                 continue
             block = torch.empty(tuple(part.shape), **made)
-            self._stages.world.recv(block, peer, tag)
+            self._stages.world.recv(real_view(block), peer, tag)
             index = (slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, box.lo, strict=True))
             local[tuple(index)] = block
         return local if self.splits is not None else local.view(self.spec.shape)

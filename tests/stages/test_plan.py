@@ -317,6 +317,23 @@ def test_no_cut_within_a_checkpointed_part():
     assert record(Calls(nested), (X,)).legal.tolist() == [False] * 6 + [True]
 
 
+def test_a_part_that_is_checkpointed_only_where_a_gradient_flows():
+    class Block(nn.Conv3d):
+        def forward(self, x):
+            inner = super().forward
+            flows = x.requires_grad and torch.is_grad_enabled()
+            return (
+                checkpoint(lambda x: inner(x).tanh(), x, use_reentrant=False) if flows else inner(x)
+            )
+
+    net = nn.Sequential(Block(1, 1, 1), Block(1, 1, 1), nn.Flatten()).double()
+    found = record(net, (X,))
+    assert [str(cost.key) for cost in found.costs] == [
+        "call 0 in 0", "call 0 in 1", "call 1 in 1", "call 0 in 2"
+    ]  # fmt: skip
+    assert found.legal.tolist() == [False, True, False, True]
+
+
 def test_named_modules_are_not_within_a_checkpointed_part():
     net = nn.Sequential(nn.Conv3d(1, 1, 1), nn.Sequential(nn.Conv3d(1, 1, 1), nn.Conv3d(1, 1, 1)))
 

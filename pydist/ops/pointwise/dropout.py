@@ -71,9 +71,10 @@ def alpha_dropout(
 def _drops(func: Callable[..., Any], x: ShardedTensor, p: float, training: bool) -> bool:
     if not 0 <= p <= 1:
         raise UsageError(f"dropout probability {p}: 0 to 1 is possible")
-    if x.dim() == UNBATCHED.get(func):
+    drops = training and p > 0
+    if drops and x.dim() == UNBATCHED.get(func):
         raise refusal(func, (x,), {}, "without a batch dim")
-    return training and p > 0
+    return drops
 
 
 def _kept(func: Callable[..., Any], x: ShardedTensor, p: float, per_channel: bool) -> Tensor:

@@ -1,0 +1,170 @@
+"""Tests of networks whose later passes make other calls than the planned one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from pydist.errors import NotSupported
+from pydist.stages import pipeline
+from support.equivalence import randint, randn
+from support.networks.small import initialized
+from support.staged import DEEP, ONE, on_stages
+
+
+class Branches(nn.Module):
+    """Layers in a row, and calls that `extra` and training switch on."""
+
+    def __init__(self, extra: str = "") -> None:
+        super().__init__()
+        self.extra = extra
+        self.a, self.b, self.c = (nn.Conv3d(c, 4, 3, padding=1) for c in (2, 4, 4))
+        self.aux, self.head = nn.Conv3d(4, 4, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.a(x))
+        if self.extra == "layer":
+            x = x + self.aux(x)
+        if self.extra == "training" and self.training:
+            x = x * 2 - x
+        x = torch.tanh(self.b(x))
+        if self.extra == "again":
+            x = torch.tanh(self.c(x))
+            x = x + self.b(x)
+        return self.head(torch.tanh(self.c(x)).mean((2, 3, 4)))
+
+
+class SizedUNet(nn.Module):
+    """U-Net that pads where an extent is odd, one call more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e1, self.e2, self.mid = (
+            nn.Conv2d(i, o, 3, padding=1) for i, o in ((1, 4), (4, 8), (8, 8))
+        )
+        self.d2, self.d1 = nn.Conv2d(16, 4, 3, padding=1), nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = F.relu(self.e1(x))
+        second = F.relu(self.e2(F.max_pool2d(first, 2)))
+        up = self._up(F.relu(self.mid(F.max_pool2d(second, 2))), second)
+        return self.d1(self._up(F.relu(self.d2(up)), first))
+
+    def _up(self, x: Tensor, skip: Tensor) -> Tensor:
+        x = F.interpolate(x, scale_factor=2)
+        if x.shape[2:] != skip.shape[2:]:
+            x = F.pad(x, (0, skip.shape[3] - x.shape[3], 0, skip.shape[2] - x.shape[2]))
+        return torch.cat([x, skip], 1)
+
+
+def trained(model, step, batches, change):
+    """Returns the losses of steps with momentum, with `change(model, i)` before each."""
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9), []
+    for i, (x, target) in enumerate(batches):
+        change(model, i)
+        found.append(float(step(x, target)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def compare(model, meshes, batches, loss, change=lambda model, i: None, **options):
+    """Compares losses and evaluations of a run in stages with one device."""
+    one = copy.deepcopy(model)
+
+    def alone(x, target):
+        value = loss(one(x), target)
+        value.backward()
+        return value.detach()
+
+    expected = trained(one, alone, batches, change)
+    one.eval()
+    with torch.no_grad():
+        output = one(batches[0][0])
+
+    def rank(stages):
+        mine = copy.deepcopy(model)
+        made = pipeline(mine, stages, batches[0][0], **options)
+        got = trained(mine, lambda x, t: made.step(x, t, loss), batches, change)
+        mine.eval()
+        y = made(batches[0][0])
+        return got, None if y is None else getattr(y, "full_tensor", lambda: y)()
+
+    for losses, y in on_stages(meshes, rank):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        if y is not None:
+            torch.testing.assert_close(y, output, rtol=1e-10, atol=1e-12)
+
+
+BATCHES = [(randn(4, 2, 4, 4, 4, seed=i), randn(4, 3, seed=i)) for i in range(5)]
+OPTIONS = [
+    {"balance": "memory"},
+    {"cuts": ["b"]},
+    {"cuts": ["c"]},
+    {"balance": "memory", "micro_batches": 2, "recompute": True},
+]
+
+
+@pytest.mark.parametrize("extra", ["layer", "training"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("meshes", [[ONE] * 2, [DEEP, ONE]], ids=str)
+def test_a_layer_stays_where_it_was_trained(meshes, options, extra):
+    def change(model, i):
+        model.extra = extra if i >= 2 else ""
+
+    compare(initialized(Branches()), meshes, BATCHES, F.mse_loss, change, **options)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("balance", ["time", "memory"])
+def test_a_unet_that_pads_some_samples(stages, balance):
+    sizes = [(16, 16), (16, 16), (18, 17), (16, 16), (18, 17)]
+    batches = [(randn(4, 1, *s, seed=i), randint(2, 4, *s, seed=i)) for i, s in enumerate(sizes)]
+    compare(initialized(SizedUNet()), [ONE] * stages, batches, F.cross_entropy, balance=balance)
+
+
+@pytest.mark.parametrize("cuts", [["b"], ["c"]])
+def test_calls_that_evaluation_leaves_out(cuts):
+    """Also of weights that are computed from parameters, which evaluation has no graph of."""
+    model = Branches("training")
+    model.b = parametrizations.weight_norm(model.b)
+    compare(initialized(model), [ONE] * 2, BATCHES, F.mse_loss, cuts=cuts)
+
+
+def test_a_layer_that_a_later_stage_would_need():
+    model = initialized(Branches())
+
+    def rank(stages):
+        mine = copy.deepcopy(model)
+        made = pipeline(mine, stages, BATCHES[0][0], cuts=["c"])
+        made.step(*BATCHES[0], F.mse_loss)
+        mine.extra = "again"
+        with pytest.raises(NotSupported, match=r"conv3d \(call 1 in b\) comes after .* stage 1 "):
+            made.step(*BATCHES[1], F.mse_loss)
+
+    on_stages([ONE] * 2, rank)
+
+
+def test_a_layer_that_two_stages_use_from_the_first_step_on():
+    compare(initialized(Branches("again")), [ONE] * 2, BATCHES, F.mse_loss, cuts=["c"])
+
+
+@pytest.mark.parametrize("other", [None, "a", []], ids=str)
+def test_a_comparison_with_what_is_no_tensor_is_false(other):
+    class Compares(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return -super().forward(x) if x == other else super().forward(x).tanh()
+
+    model, x = initialized(Compares(3, 3)), randn(2, 3)
+    expected = F.mse_loss(model(x), x).detach()
+
+    def rank(stages):
+        made = pipeline(copy.deepcopy(model), stages, x, balance="memory")
+        torch.testing.assert_close(made.step(x, x, F.mse_loss), expected)
+
+    on_stages([ONE] * 2, rank)
