@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from numbers import Real
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
@@ -97,6 +97,9 @@ class Mesh:
             self._refuse_mixed_samples()
         self.ranks_per_core = _ranks_per_core(world, hosts)
         """More than 1 if ranks share cores: then work that all of them repeat costs more."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self  # what holds a mesh, such as a model that is copied, has the same ranks
 
     def _refuse_mixed_samples(self) -> None:
         """Refuses sample groups on unequal devices, whose exchanges have different forms."""

@@ -193,7 +193,7 @@ def test_a_refusal_is_one_line_and_the_handler_that_would_help():
         line, *handler = str(caught.value).splitlines()
         assert all(word in line for word in ("torch.tril", "test_errors.py:", "full_tensor()"))
         assert [text.split()[0] for text in handler] == [
-            "@pydist.tensor.implements(torch.tril)", "def", "return"
+            "@pydist.tensor.implements(torch.tril)", "def", "whole", "return"
         ]  # fmt: skip
 
     on_ranks((2, 1, 1), body)

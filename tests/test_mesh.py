@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 
@@ -13,6 +14,7 @@ from pydist import Mesh, run_local
 from pydist.comm import LocalTransport
 from pydist.errors import UsageError, exit_code_of
 from pydist.grid import AXES
+from pydist.stages import Stages
 
 
 def on_world(size, body):
@@ -68,6 +70,21 @@ def test_axes_of_a_group_may_come_in_any_order():
         assert mesh.group(("width", "depth")) is mesh.group(("depth", "width")) is mesh.sample
 
     on_world(4, body)
+
+
+def test_copies_of_what_holds_a_mesh_have_the_same_one():
+    class Holds(torch.nn.Linear):
+        def __init__(self, mesh):
+            super().__init__(2, 2)
+            self.mesh = mesh
+
+    def body(world):
+        model = Holds(Mesh(world, 2))
+        assert copy.deepcopy(model).mesh is model.mesh
+        assert torch.optim.swa_utils.AveragedModel(model).module.mesh is model.mesh
+        assert copy.deepcopy(stages := Stages(world, [{}, {}])) is stages
+
+    on_world(2, body)
 
 
 def test_data_fills_the_world_by_default():

@@ -96,7 +96,7 @@ def history_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         code = _codes[func] = _code_of(func)
     if code == 0:
         return getattr(args[0], "_history", NO_HISTORY) if args else NO_HISTORY
-    if func in _writes and not hasattr(args[0], "_history"):
+    if func in _writes and args and not hasattr(args[0], "_history"):
         args = (None, *args[1:])
     key = call_key(code, args, Parameter, _KINDS, _key, _UNSEEN)
     names: tuple[str, ...] = ()

@@ -17,10 +17,11 @@ from pydist.ops.norm import batch_norm, channel_norm, instance_norm, layer_norm
 from pydist.ops.pointwise import creation, dropout, elementwise, random
 from pydist.ops.pool import adaptive, unpool
 from pydist.ops.products import distances, einsum, matmul, recurrent
-from pydist.ops.reduction import along, extremes, loss, order, powers, reduce
+from pydist.ops.reduction import along, extremes, loss, order, powers, reduce, written_losses
 from pydist.ops.resampling import columns, grid, pad, periodic, pixel_shuffle, resample
 from pydist.ops.shaping import (
     assignment,
+    diagonal,
     gathered,
     indexing,
     joining,

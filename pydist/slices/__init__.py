@@ -5,14 +5,16 @@ shows its global shape. It is a `ShardedTensor` and a `torch.nn.Parameter`; this
 is a plain parameter with its own gradient, which the reducer averages over the ranks with the same
 slice only. `to_local()` returns the slice, and `full_tensor()` the whole on all ranks.
 
-=========  ========================================================================================
-module     contents
-=========  ========================================================================================
-`cut`      the choice of the weights, and their replacement by slices
-`state`    `state_dict()` of the whole network, and `state_on_rank_0`
-`steps`    steps of torch's optimizers on the slices, and their whole state
-`vectors`  `torch.nn.utils.vector_to_parameters`
-=========  ========================================================================================
+=============  ====================================================================================
+module         contents
+=============  ====================================================================================
+`cut`          the choice of the weights, and their replacement by slices
+`initial`      `torch.nn.init`
+`state`        `state_dict()` of the whole network, and `state_on_rank_0`
+`steps`        steps of torch's optimizers on the slices, and their whole state
+`vectors`      `torch.nn.utils.vector_to_parameters`
+`whole_state`  the tensors of `state_dict()`, whose changes reach the slices
+=============  ====================================================================================
 """
 
 from pydist.slices.state import state_on_rank_0

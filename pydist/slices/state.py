@@ -14,6 +14,7 @@ from pydist.errors import UsageError
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.grid import AXES
 from pydist.layout import Layout
+from pydist.slices.whole_state import WholeState
 from pydist.tensor import ShardedTensor, local_of
 
 
@@ -116,7 +117,19 @@ def _gather_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: An
             note_call(
                 weight, f"state_dict() with the sharded weight {key!r}, to be called on all ranks"
             )
-            state[key] = gathered(state[key])
+            state[key] = _as_state(state[key])
+
+
+def _as_state(x: ShardedTensor) -> Tensor:
+    whole, own, index = gathered(x), local_of(x).detach(), index_of(x.layout)
+    if _target.is_rank_0:
+        return whole
+
+    @torch.no_grad()
+    def write_back() -> None:
+        own.copy_(whole[index])
+
+    return WholeState(whole, write_back)
 
 
 def _refuse_assignment(

@@ -139,6 +139,9 @@ class Stages:
             for end, size, grid, given in zip(ends, sizes, grids, meshes, strict=True)
         ]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stages:
+        return self  # as meshes
+
     def __repr__(self) -> str:
         own = [stage for stage, mesh in enumerate(self.order) if mesh == self.index]
         where = f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}"

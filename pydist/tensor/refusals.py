@@ -26,10 +26,17 @@ _INSIDE = (
 _CHECKPOINT = str(Path(torch.__file__).parent / "utils" / "checkpoint.py")
 
 _WAY_ON = """
-compute it on the whole tensor, with x.full_tensor() in place of x, or register a handler:
+compute it on whole tensors, x.full_tensor() in place of x, or register a handler:
     @pydist.tensor.implements({name})
-    def handler(x, *args, **kwargs):
-        return {name}(x.full_tensor(), *args, **kwargs)"""
+    def handler(*args, **kwargs):
+        whole = lambda x: x.full_tensor() if isinstance(x, pydist.ShardedTensor) else x
+        return {name}(*map(whole, args), **{{k: whole(x) for k, x in kwargs.items()}})"""
+_IN_PLACE = (
+    "compute a new tensor from whole ones, y = {call}(x.full_tensor(), ...): a change of "
+    "x.full_tensor() would be lost"
+)
+_IN_PLACE_OF_PLAIN = "give it whole tensors, x.full_tensor() in place of x"
+_INITIALIZE = "initialize the weights before parallelize, or load them: model.load_state_dict(...)"
 
 
 def refusal(
@@ -51,7 +58,7 @@ def refusal(
         f"{name} on a sharded tensor"
         f"{f' in module {module}' if module else ''}{f' at {source}' if source else ''} "
         f"(shapes {shapes}) {f'has no exact form here: {why}' if why else 'has no handler'}; "
-        + _advice(name)
+        + _advice(name, bool(args) and not hasattr(args[0], "full_tensor"))
     )
 
 
@@ -72,7 +79,7 @@ def refuse_compiled(what: str) -> None:
         )
 
 
-def _advice(name: str) -> str:
+def _advice(name: str, changes_plain: bool) -> str:
     if name.startswith("torch.distributed."):
         return (
             "all ranks of a sample group hold the same batch: sum with pydist.sum_over_groups,"
@@ -80,9 +87,14 @@ def _advice(name: str) -> str:
         )
     if "::" in name or name == "torch._make_dual":
         return (
-            "torch.func, torch.vmap, forward-mode differentiation and torch.tensor(x) go around "
-            "torch's overrides; compute them on x.full_tensor()"
+            "subclasses of Tensor (as MONAI's transforms and MetaTensor make), torch.tensor(x), "
+            "torch.func, torch.vmap and forward-mode differentiation go around torch's overrides; "
+            "compute them on x.full_tensor()"
         )
+    if name.startswith("torch.nn.init."):
+        return _INITIALIZE
+    if name.endswith("_") and not name.endswith("__"):
+        return _IN_PLACE_OF_PLAIN if changes_plain else _IN_PLACE.format(call=name.rstrip("_"))
     return _WAY_ON.strip().format(name=name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 
 import pytest
@@ -63,13 +64,72 @@ def train(mesh, model, optimizer, steps):
         optimizer.step()
 
 
+WRITES = {
+    "copy_": lambda state, key, new: state[key].copy_(new),
+    "a view": lambda state, key, new: state[key].view(-1)[:].copy_(new.view(-1)),
+    "part by part": lambda state, key, new: [
+        own.mul_(0).add_(row) for own, row in zip(state[key], new, strict=True)
+    ],
+    "item": lambda state, key, new: state[key].__setitem__(slice(None), new),
+    "data": lambda state, key, new: setattr(state[key], "data", state[key].data.copy_(new)),
+    "out": lambda state, key, new: torch.mul(new, 1, out=state[key]),
+    "foreach": lambda state, key, new: torch._foreach_copy_([state[key]], [new]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("split", list(SPLITS)[1:])
+def test_what_is_written_into_the_state_reaches_the_weights(split, write):
+    """As in torch, whose state_dict() has the parameters' memory."""
+    other = copy.deepcopy(NETWORK)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(3).add_(1)
+
+    def body(mesh):
+        model, key = parallel(mesh), "0.weight"
+        state, new = model.state_dict(), other.state_dict()
+        write(state, key, new[key])
+        assert torch.equal(state[key], new[key])
+        assert_same(model[0].weight.full_tensor(), new[key])
+        for name, value in model.state_dict().items():
+            value.copy_(new[name])
+        assert_same([p.detach() for p in model.cpu().state_dict().values()], list(new.values()))
+        x = randn(2, 2, 4, 4, 4).chunk(mesh.data_size)[mesh.data_index]
+        assert model.eval()(pydist.distribute_tensor(x, mesh)).shape[1] == 7
+
+    on(split, body)
+
+
+def test_copies_of_the_state_are_their_own():
+    def body(mesh):
+        model = parallel(mesh)
+        state, key = model.state_dict(), "0.weight"
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        for each in (loaded[key], copy.deepcopy(state)[key], state[key] * 1, state[key].clone()):
+            assert type(each) is torch.Tensor
+            assert torch.equal(each, NETWORK[0].weight)
+            each.zero_()
+        with pytest.raises(ValueError, match="read-only"):
+            state[key].numpy()[:] = 0
+        plain = made()
+        plain.load_state_dict(state)
+        with torch.no_grad():
+            plain[0].weight.zero_()
+        assert_same(model[0].weight.full_tensor(), NETWORK[0].weight)
+
+    on("channel 2", body)
+
+
 @pytest.mark.parametrize("split", list(SPLITS)[1:])
 def test_state_is_that_of_the_network(split):
     def body(mesh):
         model = parallel(mesh)
         found = model.state_dict()
         assert found.keys() == NETWORK.state_dict().keys()
-        assert all(type(tensor) is torch.Tensor for tensor in found.values())
         assert_same(list(found.values()), list(NETWORK.state_dict().values()))
         assert_same(model[0].state_dict()["weight"], NETWORK[0].weight)
         kept = model.state_dict(keep_vars=True)

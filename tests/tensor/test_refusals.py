@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import textwrap
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import pydist
 from pydist import Mesh, ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.tensor import HANDLERS
-from support.equivalence import on_ranks, on_shards, randn, shard
+from support.equivalence import on_ranks, on_shards, randint, randn, shard
 
 SHAPE = (2, 3, 5, 4, 3)
 GRID = (2, 1, 1)
@@ -136,6 +138,47 @@ def test_a_refusal_names_the_call_the_module_the_shapes_and_a_way_on():
             "@pydist.tensor.implements(torch.tril)",
         ):
             assert part in message
+
+    on_ranks(GRID, body)
+
+
+def test_the_handler_of_a_refusal_gathers_all_sharded_arguments():
+    x, labels = randn(3, 4), torch.tensor([[0, 2, -1, 1], [1, -1, 0, 0], [3, 0, 1, -1]])
+    call = F.multilabel_margin_loss
+    expected = float(call(x, labels))
+
+    def body(mesh):
+        parts = [distribute_tensor(each, mesh, {0: "depth"}) for each in (x, labels)]
+        with pytest.raises(NotSupported) as caught:
+            call(*parts)
+        handler = textwrap.dedent("\n".join(str(caught.value).splitlines()[1:]))
+        mesh.world.barrier()
+        exec(handler, {"torch": torch, "pydist": pydist})
+        try:
+            assert float(call(*parts)) == float(call(parts[0], target=parts[1])) == expected
+        finally:
+            mesh.world.barrier()
+            HANDLERS.pop(call, None)
+
+    on_ranks(GRID, body)
+
+
+IN_PLACE = {
+    "of a sharded tensor": (lambda x, m: x.tril_(), "whole ones, y = torch.Tensor.tril("),
+    "of a plain view": (
+        lambda x, m: torch.zeros(2, *x.shape)[0].add_(x), "give it whole tensors, x.full_tensor()"
+    ),
+    "initialization": (lambda x, m: torch.nn.init.constant_(x, 1), "before parallelize"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "advice"), IN_PLACE.values(), ids=IN_PLACE)
+def test_the_advice_for_changes_in_place_is_no_change_of_a_copy(call, advice):
+    def body(mesh):
+        with pytest.raises(NotSupported) as caught:
+            call(distribute_tensor(randint(3, *SHAPE), mesh), mesh)
+        assert advice in str(caught.value)
+        assert "implements" not in str(caught.value)
 
     on_ranks(GRID, body)
 

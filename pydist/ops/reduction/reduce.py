@@ -201,6 +201,11 @@ def _all(input: ShardedTensor, dim: Dims = None, keepdim: bool = False) -> Any:
     return found.to(torch.uint8) if input.dtype == torch.uint8 else found
 
 
+@implements(torch._is_all_true)
+def _is_all_true(input: ShardedTensor) -> Any:
+    return _all(input)  # as the arguments of torch.distributions are validated
+
+
 class _SquaredDeviation(Function):
     """Function |x - mean|², where the mean is over all values that are summed afterwards.
 

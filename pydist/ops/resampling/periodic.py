@@ -122,6 +122,22 @@ def flip(input: ShardedTensor, *dims: Any, **kw: Any) -> ShardedTensor:
     return wrap(torch.flip(reads.gather(input), asked), layout, input)
 
 
+@implements(torch.rot90, torch.Tensor.rot90)
+def rot90(input: ShardedTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> ShardedTensor:
+    """Rotates a plane by k quarter turns, from its first dim to its second; splits turn along."""
+    if len(dims) != 2:
+        raise RuntimeError(f"expected total rotation dims == 2, but got dims = {len(dims)}")
+    first, second = canonical_all(dims, input.dim())
+    match k % 4:
+        case 1:
+            return flip(input, second).transpose(first, second)  # type: ignore[return-value]
+        case 2:
+            return flip(input, (first, second))
+        case 3:
+            return flip(input, first).transpose(first, second)  # type: ignore[return-value]
+    return input.clone()  # type: ignore[return-value]
+
+
 def _gather(x: ShardedTensor, dim: int, intervals: Sequence[tuple[int, int]]) -> Tensor:
     """Gathers an interval of a split dim for each of its parts, within the rank's other dims."""
     layout = x.layout

@@ -186,8 +186,8 @@ REFUSED = {
         ValueError, r"\(2, 5, 4, 3\) is expected", lambda x: F.cross_entropy(x, randint(3, 2, 4))
     ),
     "a loss without a handler": (
-        NotSupported, "cosine_embedding_loss",
-        lambda x: F.cosine_embedding_loss(x, x, torch.ones(2)),
+        NotSupported, "multilabel_margin_loss",
+        lambda x: F.multilabel_margin_loss(x.mean((2, 3, 4)), torch.zeros(2, 3).long()),
     ),
     "weights of another size": (
         ValueError, "same size", lambda x: F.mse_loss(x, TARGET, weight=torch.ones(3, 1, 1, 1))

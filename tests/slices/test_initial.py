@@ -1,0 +1,59 @@
+"""Initialization of sharded weights after `parallelize`: that of the whole network."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pydist
+from pydist.errors import NotSupported
+from support.equivalence import on_ranks, randn
+
+LAYER = nn.Sequential(nn.Conv3d(2, 6, 3)).double()
+CALLS = {
+    "reset_parameters": lambda layer: layer.reset_parameters(),
+    "constant": lambda layer: nn.init.constant_(layer.weight, 0.5),
+    "ones": lambda layer: nn.init.ones_(layer.weight),
+    "uniform": lambda layer: nn.init.uniform_(layer.weight, -1, 2),
+    "normal": lambda layer: nn.init.normal_(layer.weight, std=0.02),
+    "xavier_uniform": lambda layer: nn.init.xavier_uniform_(layer.weight),
+    "xavier_normal": lambda layer: nn.init.xavier_normal_(layer.weight, 2),
+    "kaiming_uniform": lambda layer: nn.init.kaiming_uniform_(layer.weight, mode="fan_out"),
+    "kaiming_normal": lambda layer: nn.init.kaiming_normal_(layer.weight, nonlinearity="relu"),
+    "dirac": lambda layer: nn.init.dirac_(layer.weight),
+}
+
+
+@pytest.mark.parametrize("shares", [None, (2, 1)])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_slices_are_those_of_the_whole_weight(call, shares):
+    torch.manual_seed(5)
+    alone = copy.deepcopy(LAYER)
+    call(alone[0])
+
+    def body(mesh):
+        model = pydist.parallelize(copy.deepcopy(LAYER), mesh, sharded_weights=True)
+        for rank in range(mesh.size):  # one after the other, as threads have one generator
+            if rank == mesh.rank:
+                torch.manual_seed(5)
+                call(model[0])
+            mesh.world.barrier()
+        assert torch.equal(model[0].weight.full_tensor(), alone[0].weight)
+        assert torch.equal(model[0].bias, alone[0].bias)
+
+    given = {} if shares is None else {"shares": {"channel": shares}}
+    on_ranks((1, 1, 1), body, axes={"channel": 2}, **given)
+
+
+def test_other_tensors_are_not_drawn():
+    def body(mesh):
+        x = pydist.distribute_tensor(randn(2, 2, 4, 4, 4), mesh)
+        pydist.parallelize(copy.deepcopy(LAYER), mesh, sharded_weights=True)
+        for call in (nn.init.normal_, torch.Tensor.uniform_):
+            with pytest.raises(NotSupported, match=r"it is no weight; torch\.rand_like"):
+                call(x)
+
+    on_ranks((1, 1, 1), body, axes={"channel": 2})
