@@ -13,7 +13,7 @@ from pydist.arguments import leaves, mapped
 
 
 class WholeState(torch.Tensor):
-    """Whole tensor in the state of a model with sharded weights, or a view of it.
+    """Whole tensor, or a view of one, that the state of a model with sharded weights holds.
 
     In torch, what is written into the tensors of `state_dict()` reaches the parameters, as in
     `own[name].copy_(loaded)` and averages of models. A whole tensor is a copy, so a call that

@@ -66,7 +66,7 @@ class Call(NamedTuple):
 
     @property
     def operands(self) -> list[Tensor]:
-        """The plain tensors among its arguments, such as weights."""
+        """The plain tensors that it has as arguments, such as weights."""
         found = tensors_of((self.args, self.kwargs))
         return [x for x in found if not isinstance(x, StageTensor)]
 
