@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import FrameType
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -416,12 +417,16 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Recorde
                 "that several passes over a batch would differ: make it a buffer"
             )
     keys = [[cost.key for cost in each.costs] for each in found]
-    other = next((each for each in keys if each != keys[0]), None)
-    if other is not None or not keys[0]:
-        raise UsageError(
-            f"two forward passes of {type(model).__name__} make different calls ({len(keys[0])} and"
-            f" {len(other or [])}): stages need the same calls on every rank"
-        )
+    if not keys[0]:
+        raise UsageError(f"{type(model).__name__} makes no call on the sample that stages divide")
+    for other in keys[1:]:
+        differ = ((a, b) for a, b in zip_longest(keys[0], other) if a != b)
+        if pair := next(differ, None):
+            raise UsageError(
+                f"two forward passes of {type(model).__name__} on the sample make different calls: "
+                f"{pair[0] or 'none'} in one, {pair[1] or 'none'} in the other; stages are planned "
+                "for the same calls in every pass"
+            )
     rows = zip(*(each.costs for each in found), strict=True)
     costs = [row[0]._replace(seconds=min(c.seconds for c in row)) for row in rows]
     operands = [[copied.get(each, each) for each in call] for call in found[0].operands]
