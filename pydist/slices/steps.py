@@ -163,7 +163,7 @@ def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     end_step(optimizer)  # of a step that raised
-    given = (p for group in optimizer.param_groups for p in group["params"])
+    given = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, StepsParts) or not any(map(is_sharded_weight, given)):
         return None
     obstacle = step_obstacle(optimizer, "its step hooks would see slices")
@@ -172,6 +172,10 @@ def _before_step(
             f"a step of {type(optimizer).__name__} with sharded weights: {obstacle}; or "
             "parallelize(..., sharded_weights=False)"
         )
+    for p in given:
+        # A part of all gradients in a row, as after surgery on them, is cut as the row is.
+        if isinstance(p.grad, ShardedTensor) and not is_sharded_weight(p):
+            p.grad = p.grad.full_tensor().detach()
     gather_in_state_dict(optimizer)
     step = optimizer.__dict__[_RUNNING] = _Step(optimizer)
     if len(args) > 1 and args[1] is not None:

@@ -57,6 +57,24 @@ def test_steps_are_those_of_one_device(make):
             assert error(mine, other) < 1e-11
 
 
+@pytest.mark.parametrize("make", [SGD, Adam])
+def test_gradients_that_were_put_in_a_row_and_taken_apart(make):
+    """As methods for several tasks do; the parts of biases are cut as the row is."""
+
+    def run(model, x):
+        backward(model, x)
+        row, start = torch.cat([p.grad.flatten() for p in model.parameters()]), 0
+        for p in model.parameters():
+            p.grad = (row[start : start + p.numel()] * 0.5).view_as(p)
+            start += p.numel()
+        make(model.parameters(), 0.01).step()
+        return weights(model)
+
+    expected = run(network(), batch())
+    for found in on_channels(lambda mesh: run(parallel(mesh), batch(mesh))):
+        assert_same(found, expected)
+
+
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_an_optimizer_that_was_made_before(steps_before):
     def run(mesh=None):
