@@ -6,10 +6,9 @@
     io, the opening of libraries in comm/driver <- packs <- preload
     bindings may include all of these except the families, which have their own bindings.
 
-A family (a folder in csrc/ops) includes nothing of another one, unless FAMILY_USES lists it. No
-file includes torch, MPI or NCCL; CUDA headers and pybind11 stay in the parts made for them, and
-only launch/cuda.cuh launches kernels (<<<>>>). import-linter checks the imports of Python (see
-pyproject.toml).
+A family (a folder in csrc/ops) includes nothing of another one. No file includes torch, MPI or
+NCCL; CUDA headers and pybind11 stay in the parts made for them, and only launch/cuda.cuh launches
+kernels (<<<>>>). import-linter checks the imports of Python (see pyproject.toml).
 
 Usage: tools/check_layers.py [csrc folder]
 """
@@ -22,8 +21,6 @@ from pathlib import Path, PurePosixPath
 
 # A kernel body needs only the concept that it satisfies, and no launcher.
 BODY_CONTRACT = {"launch/host_device.hpp", "launch/run_body.hpp", "launch/decomposition.hpp"}
-# family -> the families whose bodies it may include; currently none, as each is technical debt
-FAMILY_USES: dict[str, set[str]] = {}
 
 # The parts of a family, by the prefix of a file's name; all other files are its bodies.
 PARTS = {"bind": "bindings", "cpu": "CPU code", "cuda": "CUDA code", "isa_": "ISA loops"}
@@ -98,11 +95,8 @@ def may_include(place: tuple[str, str], header: str) -> set[str] | None:
     allowed = ALLOWED_IN_FAMILY[part]
     if target == folder:
         fine = target_part in (BODIES, part) or target_part in allowed
-    elif target_part:
-        other = target.removeprefix("ops/")
-        fine = other in FAMILY_USES.get(folder.removeprefix("ops/"), ()) and target_part == BODIES
     else:
-        fine = bool({target, header} & allowed)
+        fine = not target_part and bool({target, header} & allowed)
     return None if fine else {f"bodies of {folder}", *allowed}
 
 

@@ -124,7 +124,7 @@ class Pydist(Plain):
 
     def prepare(self, x: Tensor, target: Tensor) -> None:
         layout = layout_for_sample(self._mesh, x.shape)
-        mine = tuple(slice(lo, hi) for lo, hi in zip(layout.box.lo, layout.box.hi, strict=True))
+        mine = layout.box.slices
         self._x = pydist.ShardedTensor.from_local(x[mine].contiguous(), layout)
         self._target = target
 

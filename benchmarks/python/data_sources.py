@@ -87,7 +87,7 @@ def measured(
     rows = []
     for cut, parts in CUTS.items():
         box = last_block(data.sample_shape, parts)
-        window = tuple(slice(lo, hi) for lo, hi in zip(box.lo, box.hi, strict=True))
+        window = box.slices
         shape = [part.stop - part.start for part in window]
         out = torch.empty(shape, dtype=torch.int16)
         buffer = np.empty(shape, np.int16)

@@ -24,6 +24,15 @@ py::tuple to_tuple(const std::vector<index_t>& values) {
   return tuple;
 }
 
+py::tuple slices_of(const Box& box) {
+  py::tuple slices(box.ndim());
+  for (int dim = 0; dim < box.ndim(); ++dim) {
+    const std::optional<py::ssize_t> lo = box.lo()[dim], hi = box.hi()[dim];
+    slices[static_cast<std::size_t>(dim)] = py::slice(lo, hi, std::nullopt);
+  }
+  return slices;
+}
+
 // Compared with anything else, Python's default answers: unequal.
 template <class T, class... Options>
 void bind_equality(py::class_<T, Options...>& type) {
@@ -39,6 +48,7 @@ void bind_box(py::module_& module) {
       .def_property_readonly("shape", &Box::shape)
       .def_property_readonly("volume", &Box::volume, "Number of elements.")
       .def_property_readonly("empty", &Box::empty)
+      .def_property_readonly("slices", &slices_of, "The box as an index of an array.")
       .def("intersect", &Box::intersect, "other"_a, "The common indices; empty if disjoint.")
       .def("shift", &Box::shift, "offset"_a, "This box moved by `offset`.")
       .def("contains", &Box::contains, "other"_a,
@@ -60,8 +70,6 @@ void bind_partition(py::module_& module) {
   type.def(py::init<std::vector<index_t>>(), "points"_a)
       .def_static("even", &Partition::even, "extent"_a, "parts"_a,
                   "Sizes differ by at most one; the first parts are the larger ones.")
-      .def_static("chunked", &Partition::chunked, "extent"_a, "parts"_a,
-                  "The rule of torch.chunk and DTensor: ceil(extent / parts) until none is left.")
       .def_property_readonly("points", [](const Partition& p) { return to_tuple(p.points()); })
       .def_property_readonly("parts", &Partition::parts)
       .def_property_readonly("extent", &Partition::extent)
@@ -130,13 +138,10 @@ void bind_footprint(py::module_& module) {
 
 void bind_plan_types(py::module_& module) {
   py::class_<Transfer> transfer(module, "Transfer", py::is_final(), "One box on its way.");
-  transfer.def_readonly("source", &Transfer::source, "Box in global indices as its owner knows it.")
-      .def_readonly("target", &Transfer::target,
-                    "Box where the receiver wants it; differs for periodic images only.")
+  transfer.def_readonly("box", &Transfer::box)
       .def_readonly("slot", &Transfer::slot, "Which of the receiver's needed boxes it fills.")
       .def("__repr__", [](const Transfer& t) {
-        return "Transfer(source=" + to_string(t.source) + ", target=" + to_string(t.target) +
-               ", slot=" + std::to_string(t.slot) + ")";
+        return "Transfer(" + to_string(t.box) + ", slot=" + std::to_string(t.slot) + ")";
       });
   bind_equality(transfer);
 
@@ -175,14 +180,13 @@ Args:
         ``holders[receiver % len(holders)]``.
     needed: the boxes (slots) that each rank wants, by rank. Parts that no rank owns are padding.
     rank: whose plan to make.
-    shape: extents of the domain; required if a dim is periodic.
-    periodic: by dim, whether the domain repeats.
 
 Returns:
-    The plan of `rank`: copied and received targets cover, disjointly, what it needs of the domain.
+    The plan of `rank`: copied and received boxes cover, disjointly, what it needs and some rank
+    owns.
 
 Raises:
-    ValueError: boxes overlap, leave the domain or differ in their number of dims.
+    ValueError: boxes overlap or differ in their number of dims.
 )doc";
 
 }  // namespace
@@ -194,15 +198,12 @@ void bind_core(py::module_& module) {
   bind_plan_types(module);
   module.def(
       "plan_exchange",
-      [](std::vector<Box> owned, std::vector<std::vector<Box>> needed, int rank,
-         std::optional<Coords> shape, std::optional<std::vector<bool>> periodic) {
-        const ExchangeSpec spec{std::move(owned), std::move(needed), shape,
-                                std::move(periodic).value_or(std::vector<bool>{})};
+      [](std::vector<Box> owned, std::vector<std::vector<Box>> needed, int rank) {
+        const ExchangeSpec spec{std::move(owned), std::move(needed)};
         const py::gil_scoped_release release;
         return plan_exchange(spec, rank);
       },
-      "owned"_a, "needed"_a, "rank"_a, "shape"_a = py::none(), "periodic"_a = py::none(),
-      kPlanExchangeDoc);
+      "owned"_a, "needed"_a, "rank"_a, kPlanExchangeDoc);
 }
 
 }  // namespace pydist::bindings

@@ -168,8 +168,8 @@ DType dtype_by_attributes(py::handle object, const char* name) {
   refuse_dtype(name, given);
 }
 
-// Second way in: a Python call per fact. For torch without a table, and to compare both ways in
-// tests (PYDIST_EXCHANGE_TABLE).
+// Second way in: a Python call per fact. For tensors whose type has no table, as of a simulated
+// device, and to compare both ways in tests (PYDIST_EXCHANGE_TABLE).
 TensorView view_by_attributes(py::handle object, const char* name) {
   const auto shape = py::tuple(object.attr("shape"));
   require_dims(name, static_cast<index_t>(shape.size()));

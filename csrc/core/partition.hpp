@@ -38,18 +38,6 @@ class Partition {
     return Partition(std::move(points));
   }
 
-  // The rule of torch.chunk and DTensor: all parts have ceil(extent / parts), the last ones less: 5
-  // in 4 parts is 2, 2, 1, 0. There are always `parts` of them, where torch.chunk omits empty ones.
-  static Partition chunked(index_t extent, index_t parts) {
-    require(extent, parts);
-    const index_t size = ceil_div(extent, parts);
-    std::vector<index_t> points{0};
-    for (index_t part = 0; part < parts; ++part) {
-      points.push_back(std::min(extent, points.back() + size));
-    }
-    return Partition(std::move(points));
-  }
-
   // The split points; the first one is 0, the last one the extent.
   const std::vector<index_t>& points() const { return points_; }
   index_t parts() const { return static_cast<index_t>(points_.size()) - 1; }

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,13 +17,9 @@
 
 namespace pydist {
 
-// The transfer of one box. `source` is in the owner's global indices; `target` is in the
-// receiver's, which differ only for periodic images: by a multiple of the domain's extent. Both
-// have the same shape. `slot`: the number of the needed box, of the receiver, that `target` is a
-// part of.
+// The transfer of one box, a part of the receiver's needed box number `slot`.
 struct Transfer {
-  Box source;
-  Box target;
+  Box box;
   int slot = 0;
   friend bool operator==(const Transfer&, const Transfer&) = default;
 };
@@ -35,11 +30,11 @@ struct Message {
   int peer = 0;
   std::vector<Transfer> transfers;
 
-  // Elements of the message. One element can count twice, if it is in two slots or images.
+  // Elements of the message. One element can count twice, if it is in two slots.
   index_t elements() const {
     index_t total = 0;
     for (const Transfer& transfer : transfers) {
-      total = checked_add(total, transfer.source.volume());
+      total = checked_add(total, transfer.box.volume());
     }
     return total;
   }
@@ -59,14 +54,11 @@ struct Plan {
 };
 
 // The input of the planner; equal on all ranks, or their messages will not match. Boxes are in
-// global indices. A rank may own an empty box, and need none. Needed boxes may reach outside of the
-// domain: what no rank owns (padding) is in no message, and stays as it is in the receiver's
-// memory.
+// global indices. A rank may own an empty box, and need none. What no rank owns of a needed box
+// (padding) is in no message, and stays as it is in the receiver's memory.
 struct ExchangeSpec {
   std::vector<Box> owned;                // by rank; equal boxes are replicas, others are disjoint
   std::vector<std::vector<Box>> needed;  // by rank, then slot
-  std::optional<Coords> shape;           // of the domain; required if any dim is periodic
-  std::vector<bool> periodic;            // by dim; empty means none
 };
 
 // Plans for the ranks of one spec.
@@ -79,7 +71,6 @@ class Planner {
                   "owned boxes for " + std::to_string(spec.owned.size()) + " ranks, needed for " +
                       std::to_string(spec.needed.size()) + ": both need one entry a rank");
     ndim_ = spec.owned.front().ndim();
-    check_domain();
     for (int rank = 0; rank < ranks(); ++rank) {
       check_rank(rank);
       const Box& box = owned(rank);
@@ -90,7 +81,7 @@ class Planner {
 
   explicit Planner(ExchangeSpec&&) = delete;  // the spec must outlive its planner
 
-  // Cost: O(distinct owned boxes + ranks), times slots and periodic images.
+  // Cost: O(distinct owned boxes + ranks), times slots.
   Plan plan(int rank) const {
     PYDIST_EXPECT(rank >= 0 && rank < ranks(),
                   "rank " + std::to_string(rank) + " of " + std::to_string(ranks()));
@@ -116,9 +107,6 @@ class Planner {
  private:
   int ranks() const { return static_cast<int>(spec_.owned.size()); }
   const Box& owned(int rank) const { return spec_.owned[static_cast<std::size_t>(rank)]; }
-  bool is_periodic(int dim) const {
-    return !spec_.periodic.empty() && spec_.periodic[static_cast<std::size_t>(dim)];
-  }
 
   // The column of this rank: all others that take its box from this replica.
   std::vector<Message> plan_sends(int rank) const {
@@ -139,72 +127,18 @@ class Planner {
     return holders[static_cast<std::size_t>(receiver) % holders.size()];
   }
 
-  // The transfers from `box` to `receiver`, ordered by slot, then by periodic image.
+  // The transfers from `box` to `receiver`, ordered by slot.
   std::vector<Transfer> transfers_between(const Box& box, int receiver) const {
     std::vector<Transfer> transfers;
     const std::vector<Box>& slots = spec_.needed[static_cast<std::size_t>(receiver)];
     for (std::size_t slot = 0; slot < slots.size(); ++slot) {
-      if (!slots[slot].empty()) {
-        add_images(box, slots[slot], static_cast<int>(slot), transfers);
-      }
+      const Box common = box.intersect(slots[slot]);
+      if (!common.empty()) transfers.push_back({common, static_cast<int>(slot)});
     }
     return transfers;
   }
 
-  // The transfers of one slot: one, or with periodic dims one per image of `box` that meets it.
-  void add_images(const Box& box, const Box& needed, int slot,
-                  std::vector<Transfer>& transfers) const {
-    // Image m shows the domain shifted by m * extent. Only images in which `box` itself meets the
-    // needed box matter.
-    Coords first(ndim_), last(ndim_), image(ndim_);
-    for (int dim = 0; dim < ndim_; ++dim) {
-      if (!is_periodic(dim)) continue;
-      const index_t extent = (*spec_.shape)[dim];
-      first[dim] = floor_div(checked_sub(needed.lo()[dim], box.hi()[dim]), extent) + 1;
-      last[dim] = ceil_div(checked_sub(needed.hi()[dim], box.lo()[dim]), extent) - 1;
-      if (first[dim] > last[dim]) return;
-    }
-    for (image = first;;) {
-      Coords offset(ndim_), back(ndim_);
-      for (int dim = 0; dim < ndim_; ++dim) {
-        if (!is_periodic(dim)) continue;
-        offset[dim] = checked_mul(image[dim], (*spec_.shape)[dim]);
-        back[dim] = -offset[dim];
-      }
-      const Box target = box.shift(offset).intersect(needed);
-      if (!target.empty()) transfers.push_back({target.shift(back), target, slot});
-      if (!advance(image, first, last)) return;
-    }
-  }
-
-  // Next image in lexicographic order; false after the last.
-  static bool advance(Coords& image, const Coords& first, const Coords& last) {
-    for (int dim = image.ndim() - 1; dim >= 0; --dim) {
-      if (++image[dim] <= last[dim]) return true;
-      image[dim] = first[dim];
-    }
-    return false;
-  }
-
-  // Shape and periodic dims fit together.
-  void check_domain() const {
-    PYDIST_EXPECT(
-        !spec_.shape || spec_.shape->ndim() == ndim_,
-        "shape " + to_string(*spec_.shape) + " for boxes of " + std::to_string(ndim_) + " dims");
-    if (spec_.periodic.empty()) return;
-    PYDIST_EXPECT(static_cast<int>(spec_.periodic.size()) == ndim_,
-                  "periodic has " + std::to_string(spec_.periodic.size()) +
-                      " entries for boxes of " + std::to_string(ndim_) + " dims");
-    for (int dim = 0; dim < ndim_; ++dim) {
-      if (!is_periodic(dim)) continue;
-      PYDIST_EXPECT(spec_.shape.has_value(), "periodic dims need the shape of the domain");
-      PYDIST_EXPECT((*spec_.shape)[dim] > 0, "dim " + std::to_string(dim) +
-                                                 " is periodic and has extent " +
-                                                 std::to_string((*spec_.shape)[dim]));
-    }
-  }
-
-  // All boxes have the same number of dims, and owned ones are inside of the domain.
+  // All boxes have the same number of dims.
   void check_rank(int rank) const {
     const Box& box = owned(rank);
     PYDIST_EXPECT(box.ndim() == ndim_, "rank " + std::to_string(rank) + " owns " + to_string(box) +
@@ -214,10 +148,6 @@ class Planner {
                                                 to_string(needed) + ", boxes have " +
                                                 std::to_string(ndim_) + " dims");
     }
-    if (!spec_.shape) return;
-    const Box domain(Coords(ndim_), *spec_.shape);
-    PYDIST_EXPECT(domain.contains(box), "rank " + std::to_string(rank) + " owns " + to_string(box) +
-                                            " outside the domain " + to_string(*spec_.shape));
   }
 
   // Overlapping shards would send an element twice. Boxes are visited by rising lo[0].
@@ -239,8 +169,8 @@ class Planner {
   std::map<Box, std::vector<int>> holders_;  // ranks of each distinct owned box, ascending
 };
 
-// The plan of one exchange for `rank`. Received and copied targets cover, disjointly, what `rank`
-// needs of the domain (and of its periodic images).
+// The plan of one exchange for `rank`. Received and copied boxes cover, disjointly, what `rank`
+// needs and some rank owns.
 inline Plan plan_exchange(const ExchangeSpec& spec, int rank) { return Planner(spec).plan(rank); }
 
 }  // namespace pydist

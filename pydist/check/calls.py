@@ -154,7 +154,7 @@ class CallRecorder(TorchFunctionMode):
         if own.empty:
             return
         for transfer in (t for message in moved.plan.recvs for t in message.transfers):
-            box = transfer.target
+            box = transfer.box
             for dim, (lo, hi) in enumerate(zip(box.lo, box.hi, strict=True)):
                 before, after = own.lo[dim] - lo, hi - own.hi[dim]
                 if before > 0 or after > 0:

@@ -240,7 +240,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     if isinstance(found, ShardedTensor):
         box = found.layout.box
-        expected = expected[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+        expected = expected[box.slices]
         found = found.to_local()
     if not expected.numel():
         return 0.0

@@ -96,15 +96,14 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             self.root, self.manifest, allow_roots, open_files, driver, untrusted
         )
 
-    def reopened(self, split: str, normalize: str = "none") -> ShardDataset:
-        """Opens a split of the same data set, whose files are trusted as far as these are.
+    def reopened(self, split: str) -> ShardDataset:
+        """Opens a split of the same data set as stored, with files that are trusted as these are.
 
         Args:
             split: see `ShardDataset`.
-            normalize: see `ShardDataset`.
         """
         return ShardDataset(
-            self.root, split, normalize=normalize, manifest=self.manifest,
+            self.root, split, normalize="none", manifest=self.manifest,
             ignore_label=self.ignore_label, allow_roots=self._allow_roots,
             untrusted=self._untrusted,
         )  # fmt: skip

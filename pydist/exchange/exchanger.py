@@ -185,12 +185,12 @@ class Exchanger:
         self.slots = list(needed[transport.rank])
         self.owned = owned[transport.rank]
         here = tuple(-c for c in self.owned.lo)
-        sources = [[t.source.shift(here) for t in m.transfers] for m in plan.sends]
+        sources = [[t.box.shift(here) for t in m.transfers] for m in plan.sends]
         self._outgoing = [self._regions(boxes) for boxes in sources]
         self._all_outgoing = self._regions([box for boxes in sources for box in boxes])
         self._incoming = self._incoming_parts()
         self._copies = [
-            (t.slot, t.target.shift(self._origin(t.slot)), t.source.shift(here))
+            (t.slot, t.box.shift(self._origin(t.slot)).slices, t.box.shift(here).slices)
             for t in plan.copies
         ]
         self._fingerprint = _fingerprint_of(owned, needed, self._order)
@@ -246,14 +246,14 @@ class Exchanger:
         """Fills the slots with the needed boxes, from this rank and from others."""
         pending = self.start(local)
         for slot, target, source in self._copies:
-            slots[slot][_index(target)] = local[_index(source)]
+            slots[slot][target] = local[source]
         self.finish(pending, slots)
 
     def add_back(self, slots: Sequence[Tensor], local: Tensor) -> None:
         """Adds every slot's values to the elements that they were gathered from."""
         pending = self.start_adjoint(slots, local)
         for slot, target, source in self._copies:
-            local[_index(source)] += slots[slot][_index(target)]
+            local[source] += slots[slot][target]
         self.finish_adjoint(pending, local)
 
     def start_adjoint(self, slots: Sequence[Tensor], like: Tensor) -> PendingExchange:
@@ -341,7 +341,7 @@ class Exchanger:
             messages.append(parts)
             for slot, transfers in itertools.groupby(message.transfers, lambda t: t.slot):
                 origin = self._origin(slot)
-                parts.append((slot, self._regions([t.target.shift(origin) for t in transfers])))
+                parts.append((slot, self._regions([t.box.shift(origin) for t in transfers])))
         return messages
 
     def _next_tag(self, dtype: torch.dtype, is_adjoint: bool) -> int:
@@ -365,10 +365,6 @@ def in_memory(tensor: Tensor) -> Tensor:
     if tensor._is_zerotensor():
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.resolve_conj().resolve_neg()
-
-
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(lo, hi) for lo, hi in zip(box.lo, box.hi, strict=True))
 
 
 def _fingerprint_of(

@@ -103,4 +103,4 @@ class BoxedVolume:
 def _slices(box: Box, within: Box) -> tuple[slice, ...]:
     """Returns the place of a box, with channels, in the memory of another one, without."""
     here = box.shift([0, *(-a for a in within.lo)])
-    return tuple(slice(a, b) for a, b in zip(here.lo, here.hi, strict=True))
+    return here.slices

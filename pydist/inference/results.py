@@ -60,7 +60,7 @@ class Results:
         box = self._boxes[rank]
         if self._inner == self._extents:
             inner = box.shift([-a for a in self._scores.box.lo])
-            place = tuple(slice(a, b) for a, b in zip(inner.lo, inner.hi, strict=True))
+            place = inner.slices
             return self._scores.local[k][place]
         part = self._scores.read_channel(k, self._needed)
         assert part is not None

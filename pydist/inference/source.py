@@ -210,7 +210,7 @@ def distribute(
             del values, stored  # before the next ones are read
             place = image.box.intersect(slab).shift([-a for a in image.box.lo])
             if part is not None and not place.empty:
-                inside = tuple(slice(a, b) for a, b in zip(place.lo, place.hi, strict=True))
+                inside = place.slices
                 image.local[channel][inside] = part[0]
     mean = math.fsum(sums) / math.prod((facts.channels, *ends))
     return image, float(json.loads(group.broadcast_bytes(json.dumps(mean).encode())))

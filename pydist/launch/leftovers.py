@@ -67,13 +67,9 @@ def list_mapped(directory: Path | None) -> Path | None:
     return made
 
 
-def remove_leftovers(folders: tuple[Path, ...] | None = None) -> None:
-    """Removes files that dead jobs of this user have left, and none that a live process may use.
-
-    Args:
-        folders: the folders of private directories; by default as for `private_directory`.
-    """
-    for folder in folders or {_parent(), Path(tempfile.gettempdir()), _SHARED}:
+def remove_leftovers() -> None:
+    """Removes files that dead jobs of this user have left, and none that a live process may use."""
+    for folder in {_parent(), Path(tempfile.gettempdir()), _SHARED}:
         with contextlib.suppress(OSError):
             for path in sorted(folder.iterdir()):
                 match = _NAME.fullmatch(path.name)

@@ -132,7 +132,6 @@ class ActivationSweep:
             for memory in call.saved:
                 self._savers_of.setdefault(memory, []).append(i)
         self._input = owner[0]
-        self._gradient = [tensor.gradient for tensor in trace.tensors]
 
     def kept(self, memories: np.ndarray, space: Workspace, calls: range) -> float:
         """Returns the bytes that the backward of some calls needs, without the input and halos.

@@ -95,7 +95,7 @@ def layout_of_slices(parameter: Tensor) -> Layout | None:
 def index_of(layout: Layout) -> tuple[slice, ...]:
     """Returns the place of this rank's part in a whole tensor."""
     box = layout.box
-    return tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+    return box.slices
 
 
 def own_part(whole: Tensor, layout: Layout) -> Tensor:

@@ -145,7 +145,7 @@ def own_part_of_state(value: Any, weight: Any) -> Any:
     if isinstance(value, ShardedTensor):
         return local_of(redistribute(value, weight.layout)).detach()
     box = weight.layout.box  # a whole tensor, from load_state_dict or from before parallelize
-    part = value[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+    part = value[box.slices]
     return torch.empty_like(own_slice(weight), dtype=value.dtype).copy_(part)
 
 

@@ -43,7 +43,7 @@ def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
     part = average_grad(tensor, layout.mesh, layout.used_axes)
     box = layout.box
     if tuple(box.shape) != tuple(tensor.shape):
-        part = part[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+        part = part[box.slices]
     entered = scale_grad(part, layout.mesh.sample_size / layout.replicas, as_view=True)
     return detached_part(entered, tensor)
 
@@ -127,7 +127,7 @@ def _index_in(target: Layout) -> tuple[slice, ...] | None:
     """Returns the index of this rank's part of a plain tensor; `None` for all of it."""
     if not target.split_dims:
         return None
-    return tuple(slice(a, b) for a, b in zip(target.box.lo, target.box.hi, strict=True))
+    return target.box.slices
 
 
 def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor:

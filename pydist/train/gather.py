@@ -56,4 +56,4 @@ def scatter_from_first_rank(whole: Tensor | None, layout: Layout, dtype: torch.d
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+    return box.slices

@@ -1,4 +1,4 @@
-"""Tests that each script of benchmarks/python runs at a tiny size and writes complete JSON.
+"""Tests that scripts of benchmarks/python run at a tiny size and write complete JSON.
 
 The scripts themselves refuse contestants whose results differ. Times of a test run mean nothing.
 """

@@ -57,7 +57,7 @@ class Volumes:
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+    return box.slices
 
 
 def changed(data: Volumes, epoch: int, **options: Any) -> torch.Tensor:

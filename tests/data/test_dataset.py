@@ -33,7 +33,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...] = (4, 8, 8, 8)) -> Box:
 
 
 def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    return whole[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+    return whole[box.slices]
 
 
 # -- values -----------------------------------------------------------------------------------

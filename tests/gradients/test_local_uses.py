@@ -84,7 +84,7 @@ def own_part(net, x, y):
     if not isinstance(y, ShardedTensor):
         return y * net.k
     box = y.layout.box
-    part = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+    part = box.slices
     return back((y.full_tensor() * net.k)[part], y)
 
 

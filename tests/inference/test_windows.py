@@ -52,7 +52,7 @@ def image() -> torch.Tensor:
 
 def volume(group, whole: torch.Tensor, boxes) -> BoxedVolume:
     box = boxes[group.rank]
-    own = whole[(slice(None), *(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True)))]
+    own = whole[(slice(None), *box.slices)]
     return BoxedVolume(group, boxes, own.contiguous())
 
 
@@ -90,7 +90,7 @@ def test_the_weights_of_each_voxel_sum_to_one(pairs, overlap):
         weights = windows.weighted(torch.ones(1, *windows.window).double(), number, whole)
         assert (weights > 0).all()
         box = whole.shift(windows.start(number))
-        total[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))] += weights[0]
+        total[box.slices] += weights[0]
     torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-12)
 
 
@@ -100,7 +100,7 @@ def test_regions_cover_a_volume_once(extents, parts):
     count = np.zeros(extents, int)
     boxes = regions(extents, parts)
     for box in boxes:
-        count[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))] += 1
+        count[box.slices] += 1
     assert len(boxes) == parts
     assert (count == 1).all()
 

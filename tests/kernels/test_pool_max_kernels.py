@@ -48,7 +48,7 @@ def poolings(draw):
 
 
 def part(x, box):
-    return x[(..., *(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True)))]
+    return x[(..., *box.slices)]
 
 
 def places(taps, windows, extents):

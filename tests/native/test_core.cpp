@@ -106,11 +106,6 @@ TEST(Partition, EvenGivesTheFirstPartsMore) {
   EXPECT_EQ(Partition::even(2, 4).points(), (std::vector<index_t>{0, 1, 2, 2, 2}));
 }
 
-TEST(Partition, ChunkedFollowsTorchChunk) {
-  EXPECT_EQ(Partition::chunked(10, 4).points(), (std::vector<index_t>{0, 3, 6, 9, 10}));
-  EXPECT_EQ(Partition::chunked(5, 4).points(), (std::vector<index_t>{0, 2, 4, 5, 5}));
-}
-
 TEST(Partition, OwnerSkipsEmptyParts) {
   const Partition partition({0, 0, 3, 3, 5, 5});
   EXPECT_EQ(partition.owner(0), 1);

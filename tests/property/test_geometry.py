@@ -116,13 +116,6 @@ def test_even_parts_differ_by_one_and_larger_ones_come_first(extent, parts):
     assert list(sizes) == sorted(sizes, reverse=True)
 
 
-@given(st.integers(1, 40), st.integers(1, 9))
-def test_chunked_is_the_rule_of_torch(extent, parts):
-    sizes = [len(chunk) for chunk in torch.arange(extent).chunk(parts)]
-    sizes += [0] * (parts - len(sizes))
-    assert list(Partition.chunked(extent, parts).sizes) == sizes
-
-
 # Footprints ------------------------------------------------------------------------------------
 
 
@@ -178,25 +171,17 @@ def test_outputs_belong_to_the_owner_of_their_center(footprint, partition):
 class Exchange:
     """Arguments of an exchange, and the plans of all ranks."""
 
-    def __init__(self, owned, needed, shape, periodic):
-        self.owned, self.needed, self.shape, self.periodic = owned, needed, shape, periodic
-        self.plans: list[Plan] = [
-            plan_exchange(owned, needed, rank, shape, periodic) for rank in range(len(owned))
-        ]
+    def __init__(self, owned, needed, shape):
+        self.owned, self.needed, self.shape = owned, needed, shape
+        self.plans: list[Plan] = [plan_exchange(owned, needed, rank) for rank in range(len(owned))]
 
-    def wrap(self, index):
-        """Returns the domain's index for `index`, or None for padding."""
-        wrapped = []
-        for i, extent, repeats in zip(index, self.shape, self.periodic, strict=True):
-            if not repeats and not 0 <= i < extent:
-                return None
-            wrapped.append(i % extent)
-        return tuple(wrapped)
+    def is_padding(self, index):
+        return not all(0 <= i < extent for i, extent in zip(index, self.shape, strict=True))
 
 
 @st.composite
 def exchanges(draw):
-    """Draws 1 to 3 split dims with uneven and empty shards, replicas, wide halos, periodic dims."""
+    """Draws 1 to 3 split dims with uneven and empty shards, replicas, wide halos."""
     ndim = draw(st.integers(1, 3))
     largest = {1: 14, 2: 7, 3: 5}[ndim]
     splits = [
@@ -212,8 +197,7 @@ def exchanges(draw):
     else:
         slots = st.lists(boxes(ndim), max_size=2 if ndim < 3 else 1)
         needed = [draw(slots) for _ in positions]
-    periodic = draw(st.tuples(*[st.booleans()] * ndim))
-    return Exchange(owned, needed, tuple(p.extent for p in splits), periodic)
+    return Exchange(owned, needed, tuple(p.extent for p in splits))
 
 
 def shard(splits, position):
@@ -235,10 +219,9 @@ def test_needed_is_owned_and_received_disjointly(exchange):
     for plan, needed in zip(exchange.plans, exchange.needed, strict=True):
         arrived = {slot: [] for slot in range(len(needed))}
         for transfer in incoming(plan):
-            assert transfer.source.shape == transfer.target.shape
-            arrived[transfer.slot] += indices(transfer.target)
+            arrived[transfer.slot] += indices(transfer.box)
         for slot, box in enumerate(needed):
-            wanted = [index for index in indices(box) if exchange.wrap(index) is not None]
+            wanted = [index for index in indices(box) if not exchange.is_padding(index)]
             assert sorted(arrived[slot]) == sorted(wanted)
 
 
@@ -253,8 +236,8 @@ def test_every_send_has_one_equal_receive(exchange):
             assert peers == sorted(set(peers))
             assert plan.rank not in peers
             assert all(message.elements > 0 for message in messages)
-        outgoing = [t.source for m in plan.sends for t in m.transfers]
-        assert all(exchange.owned[plan.rank].contains(source) for source in outgoing)
+        outgoing = [t.box for m in plan.sends for t in m.transfers]
+        assert all(exchange.owned[plan.rank].contains(box) for box in outgoing)
 
 
 @given(exchanges())
@@ -270,11 +253,11 @@ def test_replicas_serve_themselves_and_are_chosen_by_receiver(exchange):
 @given(exchanges())
 def test_exchanged_values_are_those_of_the_whole(exchange):
     whole = np.arange(1, np.prod(exchange.shape) + 1).reshape(exchange.shape)
-    shards = [whole[tuple(map(slice, box.lo, box.hi))] for box in exchange.owned]
+    shards = [whole[box.slices] for box in exchange.owned]
     wires = {
         (plan.rank, message.peer): np.concatenate(
             [
-                shards[plan.rank][slices(t.source, exchange.owned[plan.rank])].ravel()
+                shards[plan.rank][slices(t.box, exchange.owned[plan.rank])].ravel()
                 for t in message.transfers
             ]
         )
@@ -285,20 +268,19 @@ def test_exchanged_values_are_those_of_the_whole(exchange):
         slots = [np.zeros(box.shape, int) for box in exchange.needed[plan.rank]]
         boxes_needed = exchange.needed[plan.rank]
         for t in plan.copies:
-            piece = shards[plan.rank][slices(t.source, exchange.owned[plan.rank])]
-            slots[t.slot][slices(t.target, boxes_needed[t.slot])] += piece
+            piece = shards[plan.rank][slices(t.box, exchange.owned[plan.rank])]
+            slots[t.slot][slices(t.box, boxes_needed[t.slot])] += piece
         for message in plan.recvs:
             wire, offset = wires.pop((message.peer, plan.rank)), 0
             assert wire.size == message.elements
             for t in message.transfers:
-                piece = wire[offset : offset + t.target.volume].reshape(t.target.shape)
-                slots[t.slot][slices(t.target, boxes_needed[t.slot])] += piece
-                offset += t.target.volume
+                piece = wire[offset : offset + t.box.volume].reshape(t.box.shape)
+                slots[t.slot][slices(t.box, boxes_needed[t.slot])] += piece
+                offset += t.box.volume
         for slot, box in zip(slots, boxes_needed, strict=True):
             for index in indices(box):
-                wrapped = exchange.wrap(index)
                 local = tuple(i - lo for i, lo in zip(index, box.lo, strict=True))
-                assert slot[local] == (0 if wrapped is None else whole[wrapped])
+                assert slot[local] == (0 if exchange.is_padding(index) else whole[index])
     assert not wires
 
 
@@ -308,10 +290,7 @@ def incoming(plan: Plan):
 
 def slices(box: Box, origin: Box) -> tuple[slice, ...]:
     """`box` in the local indices of an array that covers `origin`."""
-    return tuple(
-        slice(lo - start, hi - start)
-        for lo, hi, start in zip(box.lo, box.hi, origin.lo, strict=True)
-    )
+    return box.shift([-lo for lo in origin.lo]).slices
 
 
 # A full layer ----------------------------------------------------------------------------------
@@ -332,7 +311,7 @@ def test_a_strided_layer_on_shards_equals_the_whole(foot, split):
 
     for rank in range(split.parts):
         plan = plan_exchange(owned, needed, rank)
-        have = {t_index for t in incoming(plan) for (t_index,) in indices(t.target)}
+        have = {t_index for t in incoming(plan) for (t_index,) in indices(t.box)}
         for output in range(*outputs.interval(rank)):
             local = value(lambda i: signal[i] if i in have else 0, output)  # noqa: B023
             whole = value(lambda i: signal[i] if 0 <= i < split.extent else 0, output)

@@ -90,14 +90,6 @@ def test_allowed_includes_pass(tmp_path):
     assert check(tmp_path) == []
 
 
-def test_a_family_uses_another_one_that_is_listed(tmp_path, monkeypatch):
-    monkeypatch.setitem(TOOL["FAMILY_USES"], "pool", {"conv"})
-    write(tmp_path, "ops/pool/body.hpp", '"ops/conv/problem.hpp"')
-    write(tmp_path, "ops/pool/cpu.cpp", '"ops/conv/cpu_support.hpp"')  # bodies only
-    (problem,) = check(tmp_path)
-    assert "ops/pool/cpu.cpp:2: ops/conv/cpu_support.hpp" in problem
-
-
 def test_kernels_are_launched_in_one_file(tmp_path):
     for path in ("launch/cuda.cuh", "ops/pool/cuda.cu"):
         (tmp_path / path).parent.mkdir(parents=True)

@@ -21,7 +21,7 @@ def test_there_and_back(spatial, dtype):
         first = mesh.sample.rank == 0
         local = scatter_from_first_rank(whole if first else None, layout, dtype)
         box = layout.box
-        expected = whole[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+        expected = whole[box.slices]
         assert torch.equal(local, expected)
         assert local.dtype == dtype
         back = gather_to_first_rank(ShardedTensor.from_local(local, layout))

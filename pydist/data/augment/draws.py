@@ -1,4 +1,4 @@
-"""SampleDraws random numbers of one sample in one epoch, which do not depend on the ranks."""
+"""Draws random numbers of one sample in one epoch, which do not depend on the ranks."""
 
 from __future__ import annotations
 

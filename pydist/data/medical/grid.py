@@ -206,7 +206,7 @@ def resized_part(
     """
     if tuple(shape) == tuple(extents):
         inner = box.shift([-a for a in source.lo])
-        return values[tuple(slice(a, b) for a, b in zip(inner.lo, inner.hi, strict=True))]
+        return values[inner.slices]
     found = values.astype(np.float32)
     for axis, (extent, n) in enumerate(zip(extents, shape, strict=True)):
         first, lo, hi = source.lo[axis], box.lo[axis], box.hi[axis]

@@ -200,8 +200,8 @@ def _check_folder(root: Path, options: UniverseOptions, recipe: str) -> Manifest
     before = Manifest.load(root) if (root / FILE_NAME).exists() else None
     if before is not None and not options.overwrite and before.origin.get(RECIPE) != recipe:
         raise UsageError(
-            f"{root} holds a data set that was made with other options; choose another folder, "
-            "or overwrite=True to replace it"
+            f"{root} holds a data set that was made with other options; choose another folder, or "
+            "overwrite (--overwrite) to replace it"
         )
     return before
 

@@ -116,7 +116,7 @@ class PowerSGD:
     def __post_init__(self) -> None:
         _check_count("PowerSGD(rank=", self.rank, 1)
         _check_count("PowerSGD(start=", self.start, 0)
-        _check_number("PowerSGD(least_saving=", self.least_saving, 0, float("inf"))
+        _check_number("PowerSGD(least_saving=", self.least_saving, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -156,17 +156,17 @@ class DGC:
     keeps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_number("DGC(density=", self.density, 0, 1)
-        _check_number("DGC(sample=", self.sample, 0, 1)
+        _check_number("DGC(density=", self.density, 1)
+        _check_number("DGC(sample=", self.sample, 1)
         for each in self.densities:
-            _check_number("DGC(densities=", each, 0, 1)
+            _check_number("DGC(densities=", each, 1)
         _check_count("DGC(warmup=", self.warmup, 0)
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise UsageError(f"DGC(momentum={self.momentum!r}): expected 0 or more, below 1")
         if self.nesterov and not self.momentum:
             raise UsageError("DGC(nesterov=True) needs momentum > 0")
         if self.clip_norm is not None:
-            _check_number("DGC(clip_norm=", self.clip_norm, 0, float("inf"))
+            _check_number("DGC(clip_norm=", self.clip_norm, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -304,9 +304,9 @@ def _check_count(call: str, given: object, least: int) -> None:
         raise UsageError(f"{call}{given!r}): expected a count >= {least}")
 
 
-def _check_number(call: str, given: object, above: float, most: float) -> None:
-    if not _is_number(given) or not above < given <= most:  # type: ignore[operator]
-        raise UsageError(f"{call}{given!r}): expected more than {above}, at most {most:g}")
+def _check_number(call: str, given: object, most: float) -> None:
+    if not _is_number(given) or not 0 < given <= most:  # type: ignore[operator]
+        raise UsageError(f"{call}{given!r}): expected more than 0, at most {most:g}")
 
 
 def _is_number(given: object) -> bool:

@@ -202,7 +202,7 @@ def _in_box(x: Tensor, space: tuple[Neighborhood, ...], out: Layout) -> Tensor:
     if not isinstance(x, ShardedTensor):  # every rank has them all
         box = _with_windows(layout.box, space)
         unsplit = layout.replace(changes=dict.fromkeys(range(1, 1 + len(space))))
-        index = [slice(a, b) for a, b in zip(box.lo, box.hi, strict=True)]
+        index = list(box.slices)
         index[0] = index[-2] = index[-1] = slice(None)  # only space is whole
         return operand_in(x, unsplit, out)[tuple(index)]
 

@@ -96,4 +96,4 @@ class Stored:
 
 def _slices(box: Box | None) -> tuple[slice, ...]:
     assert box is not None
-    return tuple(slice(lo, hi) for lo, hi in zip(box.lo, box.hi, strict=True))
+    return box.slices

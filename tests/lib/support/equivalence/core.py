@@ -153,7 +153,7 @@ def spatial_of(points: Sequence[Points]) -> tuple[int, int, int]:
 def shard(tensor: Tensor, layout: Layout) -> ShardedTensor:
     """Returns this rank's shard of a full tensor, as a leaf."""
     box = layout.box
-    index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+    index = box.slices
     local = tensor.detach()[index].clone().requires_grad_(tensor.is_floating_point())
     return ShardedTensor.from_local(local, layout)
 

@@ -48,7 +48,10 @@ class Reference:
 
     @cached_property
     def bounds(self) -> dict[str, float]:
-        """Bound of each tensor, which is the worst of several runs with noise in every layer."""
+        """Bound of each tensor, which is the worst of several runs with noise in every layer.
+
+        Where that is large, single runs say little, and the bound is wider.
+        """
         worst = dict.fromkeys(self.exact, FLOORS[self.dtype])
         if self.dtype == torch.float64:
             # Noise does not show the rounding within torch's calls, such as norms and losses.

@@ -139,7 +139,7 @@ class World:
                 x = distribute_tensor(x, self.mesh, first_sample=first)
             else:
                 box = layout.box
-                index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+                index = box.slices
                 x = ShardedTensor.from_local(x[index].clone(), layout, first)
         return x.requires_grad_(leaf)
 

@@ -71,7 +71,7 @@ class Samples:
 def _slices(box: Box | None) -> tuple[slice, ...]:
     if box is None:
         return (slice(None),)
-    return tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+    return box.slices
 
 
 class _Pooled(nn.Module):
