@@ -72,7 +72,8 @@ def is_left(x: Tensor, weight: Tensor) -> bool:
     Without an activation that needs a gradient, the result would not be in the graph, and a
     backward pass would have nothing else to compute.
     """
-    return torch.is_grad_enabled() and x.requires_grad and _is_parameter(weight)
+    is_real = not weight.is_complex()  # `root_of` adds numbers
+    return is_real and torch.is_grad_enabled() and x.requires_grad and _is_parameter(weight)
 
 
 def root_of(left: Left) -> Tensor:

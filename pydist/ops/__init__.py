@@ -14,7 +14,7 @@ from pydist.ops import activations, attributes, gradients, hooks
 from pydist.ops.attention import multi_head, neighborhood, scaled
 from pydist.ops.conv import conv_transpose
 from pydist.ops.norm import batch_norm, channel_norm, instance_norm, layer_norm
-from pydist.ops.pointwise import creation, dropout, elementwise, random
+from pydist.ops.pointwise import creation, dropout, elementwise, initial, random
 from pydist.ops.pool import adaptive, unpool
 from pydist.ops.products import distances, einsum, matmul, recurrent
 from pydist.ops.reduction import along, extremes, loss, order, powers, reduce, written_losses

@@ -9,7 +9,6 @@ slice only. `to_local()` returns the slice, and `full_tensor()` the whole on all
 module         contents
 =============  ====================================================================================
 `cut`          the choice of the weights, and their replacement by slices
-`initial`      `torch.nn.init`
 `state`        `state_dict()` of the whole network, and `state_on_rank_0`
 `steps`        steps of torch's optimizers on the slices, and their whole state
 `vectors`      `torch.nn.utils.vector_to_parameters`

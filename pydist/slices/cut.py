@@ -14,7 +14,7 @@ from pydist.group_sizes import GroupSizes
 from pydist.layout import Layout, Split
 from pydist.mesh import Mesh
 from pydist.ops.channels import channel_split
-from pydist.slices import initial, state, steps, vectors
+from pydist.slices import state, steps, vectors
 from pydist.slices.state import own_part
 from pydist.tensor import Origin, ShardedTensor
 
@@ -52,7 +52,6 @@ def shard_weights(model: nn.Module, mesh: Mesh, statistics: str) -> None:
         state.install(module)
     steps.install()
     vectors.install()
-    initial.install()
 
 
 def _chosen(model: nn.Module, mesh: Mesh) -> list[tuple[str, nn.Parameter, Layout]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.grid import AXES
 from pydist.layout import Layout
@@ -117,19 +117,32 @@ def _gather_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: An
             note_call(
                 weight, f"state_dict() with the sharded weight {key!r}, to be called on all ranks"
             )
-            state[key] = _as_state(state[key])
+            state[key] = _as_state(key, weight, state)
 
 
-def _as_state(x: ShardedTensor) -> Tensor:
-    whole, own, index = gathered(x), local_of(x).detach(), index_of(x.layout)
+@torch.inference_mode(False)
+def _as_state(key: str, weight: ShardedTensor, state: Mapping[str, Any]) -> Tensor:
+    """Returns a sharded weight as part of a state, where another module may have it already."""
+    for each in state.values():
+        if isinstance(each, WholeState) and each.weight == id(weight):
+            return each
+    whole, own, index = gathered(state[key]), local_of(state[key]).detach(), index_of(weight.layout)
     if _target.is_rank_0:
         return whole
+    known = own._version
 
     @torch.no_grad()
     def write_back() -> None:
+        nonlocal known
+        if own._version != known:
+            raise NotSupported(
+                f"a change of {key!r} in a state_dict() that is older than the last change of the "
+                "sharded weight: take state_dict() again before changing it"
+            )
         own.copy_(whole[index])
+        known = own._version
 
-    return WholeState(whole, write_back)
+    return WholeState(whole, write_back, id(weight))
 
 
 def _refuse_assignment(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pydist.arguments import leaves, mapped
 
@@ -22,17 +22,21 @@ class WholeState(torch.Tensor):
 
     Attributes:
         plain: the tensor, plain.
-        write_back: copies this rank's part of the whole tensor to its slice.
+        write_back: sets this rank's slice; raises `NotSupported` if the slice has changed since.
+        weight: identifies the sharded weight.
     """
 
     plain: Tensor
     write_back: Callable[[], object]
+    weight: int
 
     @staticmethod
-    def __new__(cls, plain: Tensor, write_back: Callable[[], object]) -> WholeState:
+    def __new__(
+        cls, plain: Tensor, write_back: Callable[[], object], weight: int = 0
+    ) -> WholeState:
         """Wraps a plain tensor; the wrapper shares its memory."""
         found = plain.as_subclass(cls)
-        found.plain, found.write_back = plain, write_back
+        found.plain, found.write_back, found.weight = plain, write_back, weight
         return found
 
     @classmethod
@@ -46,26 +50,29 @@ class WholeState(torch.Tensor):
         states = [x for x in leaves((args, kwargs or {})) if isinstance(x, WholeState)]
         before = [x.plain._version for x in states]
         result = func(*mapped(_plain, args), **mapped(_plain, dict(kwargs or {})))
+        # Inference mode counts no changes.
+        changes = torch.is_inference_mode_enabled() and _changes(func, kwargs or {})
         for x, version in zip(states, before, strict=True):
-            if x.plain._version != version:
+            if changes or x.plain._version != version:
                 x.write_back()
-        if isinstance(result, np.ndarray):
+        if isinstance(result, np.ndarray) and any(_holds(x.plain, result) for x in states):
             result.flags.writeable = False
         memories = {x.plain.untyped_storage()._cdata: x.write_back for x in states}
 
         def seen(value: Any) -> Any:
-            if type(value) is not Tensor or value.layout != torch.strided:
-                return value
             for x in states:
                 if x.plain is value:  # changed in place
                     return x
-            write_back = memories.get(value.untyped_storage()._cdata)
+            write_back = memories.get(_memory_of(value))
             return value if write_back is None else cls(value, write_back)
 
         return mapped(seen, result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = memo[id(self)] = self.plain.clone()
+        copied = self.plain.detach().clone().requires_grad_(self.plain.requires_grad)
+        if isinstance(self, nn.Parameter):  # of a plain model that was given the state
+            copied = nn.Parameter(copied, self.plain.requires_grad)
+        memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -74,3 +81,22 @@ class WholeState(torch.Tensor):
 
 def _plain(value: Any) -> Any:
     return value.plain if isinstance(value, WholeState) else value
+
+
+def _changes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    name = func.__name__
+    return name == "__setitem__" or (name.endswith("_") and name[-2:] != "__") or "out" in kwargs
+
+
+def _holds(x: Tensor, array: np.ndarray[Any, Any]) -> bool:
+    start, at = x.untyped_storage().data_ptr(), array.__array_interface__["data"][0]
+    return bool(start <= at < start + x.untyped_storage().nbytes())
+
+
+def _memory_of(value: Any) -> int | None:
+    if type(value) is not Tensor or value.layout != torch.strided:
+        return None
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:  # of functional transforms
+        return None

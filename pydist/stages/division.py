@@ -114,7 +114,7 @@ def pipeline(
     uses = plan.uses(recorded, model, orders)
     broadcast_state(model, stages.world)
     parallelize(model, stages.mesh, batch_norm, group_weight, sharded_weights, form)
-    elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.meshes_of(n, p)]
+    elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.meshes_of(n)]
     entry_hook_of(model).release(elsewhere)
     routes = plan.routes(recorded, orders, relays=skips == "relay")
     made = Pipeline(

@@ -32,11 +32,11 @@ class StagedGradients:
 
     def __init__(self, model: nn.Module, stages: Stages, uses: Uses) -> None:
         self._model, self._stages, self._uses = model, stages, uses
-        self._holders: dict[int, set[int]] = {}  # meshes with a gradient so far, by parameter
+        self._holders: dict[str, set[int]] = {}  # meshes with a gradient so far, by parameter
 
-    def owner(self, name: str, tensor: Tensor) -> int | None:
+    def owner(self, name: str) -> int | None:
         """Returns the first mesh that trains a parameter or else uses it, if any."""
-        used = self._holders.get(id(tensor)) or self._uses.meshes_of(name, tensor)
+        used = self._holders.get(name) or self._uses.meshes_of(name)
         return min(used, default=None)
 
     @torch.no_grad()
@@ -46,7 +46,7 @@ class StagedGradients:
         own = [(n, p) for n, p in self._model.named_parameters() if p.grad is not None]
         for name, p in own:
             assert p.grad is not None
-            if self.owner(name, p) != self._stages.index:
+            if self.owner(name) != self._stages.index:
                 continue
             if isinstance(p.grad, PartitionedGradient):
                 refuse_pending(p.grad)
@@ -105,7 +105,8 @@ class StagedGradients:
     @torch.no_grad()
     def of_shared(self) -> dict[int, Tensor]:
         """Returns the whole gradients that several meshes have had, by parameter."""
-        shared = (p for p in self._model.parameters() if len(self._holders.get(id(p), ())) > 1)
+        named = self._model.named_parameters()
+        shared = (p for name, p in named if len(self._holders.get(name, ())) > 1)
         return {id(p): self._whole(p) for p in shared if p.grad is not None}
 
     @torch.no_grad()
@@ -125,8 +126,8 @@ class StagedGradients:
         for i, (name, p) in enumerate(parameters):
             found = {s for s, each in enumerate(stages.meshes) if rows[each.rank(0, 0), i]}
             if found:  # and meshes that use it without a gradient, or they would keep old values
-                found |= self._uses.meshes_of(name, p)
-            self._holders.setdefault(id(p), set()).update(found)
+                found |= self._uses.meshes_of(name)
+            self._holders.setdefault(name, set()).update(found)
             if len(found) < 2:
                 continue
             old = before.get(id(p))

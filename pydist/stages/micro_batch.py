@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pydist.arguments import leaves, mapped
-from pydist.errors import NotSupported, UsageError
+from pydist.errors import NotSupported
 from pydist.exchange.function import without_autocast
 from pydist.exchange.left_weights import Left, root_of
 from pydist.group_sizes import GroupSizes, mark_batch
@@ -24,6 +24,7 @@ from pydist.stages.left_layers import run_leaving
 from pydist.stages.messages import PassMark, Route
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, is_differentiable, tensors_of
+from pydist.stages.sources import Sources
 from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfers import Transfers, origin_of
 from pydist.stages.uses import Uses
@@ -44,7 +45,6 @@ class MicroBatch(Calls):
         placed: the mesh of each stage.
         starts: the first call of each stage but the first.
         uses: which meshes have the weights of each call.
-        is_first: whether no weight has changed yet, so that all meshes have all of them.
         transfers: the messages between stages.
         shapes: of the results of calls, which micro-batches share.
         repeats: the micro-batch whose forward pass this one repeats, without messages.
@@ -67,7 +67,6 @@ class MicroBatch(Calls):
         repeats: MicroBatch | None = None,
         *,
         index: int = 0,
-        is_first: bool,
         mark: PassMark,
         relays: bool,
         lends: bool,
@@ -76,11 +75,13 @@ class MicroBatch(Calls):
         super().__init__(device_of(stages.mesh), shapes)
         self._stages, self.own, self._placed = stages, own, placed
         self._starts, self._transfers = starts, transfers
-        self._uses, self._is_first = uses, is_first
+        self._uses = uses
         self._relays, self._mark = relays, mark
         self._lends = lends
         self.wrapped: Callable[[Tensor], ShardedTensor] | None = None
         """Wraps a plain tensor as one of the batch of all groups, if norms are over all groups."""
+        self.sources: Sources | None = None
+        """Where the plain tensors of the forward pass come from, while it runs."""
         self.factors: list[float] = []
         """The numbers in plain tensors with which the criterion calls, such as a loss scale."""
         self.statistics: BatchStatistics | None = None
@@ -146,12 +147,15 @@ class MicroBatch(Calls):
     def compute(self, call: Call) -> Any:
         """Computes a call on its stage, after the transfers that it needs."""
         self._mark = self._mark.after(str(call))
-        stage = self._stage = self._stage_of(call)
+        assert self.sources is not None
+        operands = [name for x in call.operands for name in self.sources.of(x)]
+        stage = self._stage = self._stage_of(call, operands)
         if stage > self.own:
             self._let_go()
         self._check(call, stage)
-        if torch.is_grad_enabled():
-            self._uses.note_training(call, self._placed[stage], is_first=self._is_first)
+        if self.samples is not None:
+            updated = [name for x in call.statistics for name in self.sources.of(x)]
+            self._uses.note_training(operands, updated, self._placed[stage])
         if self._ended:
             self.factors += [
                 x.item() for x in tensors_of((call.args, call.kwargs)) if _is_factor(x)
@@ -178,7 +182,7 @@ class MicroBatch(Calls):
                 x.value = None
         return result
 
-    def _stage_of(self, call: Call) -> int:
+    def _stage_of(self, call: Call, operands: Sequence[str]) -> int:
         """Returns the stage that a call belongs to: the next one begins, or the last one goes on.
 
         A network may make other calls than those that were planned, as in evaluation. A layer stays
@@ -192,18 +196,22 @@ class MicroBatch(Calls):
             stage + 1, self._starts[stage], call.key, self._counts
         ):
             stage += 1
-        if self._is_first:
-            return stage
-        meshes = self._uses.possible(call)
+        meshes = self._uses.possible(operands, trains=self.samples is not None)
         if meshes is None or self._placed[stage] in meshes:
             return stage
         later = range(self._stage, len(self._placed))
         found = next((s for s in later if self._placed[s] in meshes), None)
         if found is None:
+            if self.samples is None:
+                advice = "call pipe.gather() before evaluation"
+            elif self._ended:
+                advice = "let the criterion use them from the first step on"
+            else:
+                advice = "plan the stages with a sample and a mode that have the same calls"
             raise NotSupported(
                 f"{call} comes after calls of stage {self._stage} in this forward pass, and its "
-                "weights have been trained on an earlier stage: plan the stages with a sample and "
-                "a mode in which the network makes the same calls, or choose cuts elsewhere"
+                "weights or statistics have been trained on an earlier stage: "
+                f"{advice}, or choose other cuts"
             )
         return found
 
@@ -289,16 +297,7 @@ class MicroBatch(Calls):
                 x.now_needs_grad()
 
     def end_of_network(self) -> None:
-        """Checks that every stage has begun; calls that follow belong to the last one.
-
-        Raises:
-            UsageError: a call at which a stage begins was not made in training.
-        """
-        if self._stage < len(self._starts) and torch.is_grad_enabled():
-            raise UsageError(
-                f"stage {self._stage + 1} begins with {self._starts[self._stage]}, which the "
-                "network has not made in this forward pass: choose other modules"
-            )
+        """Lets the last stage make the calls that follow, those of the criterion."""
         self._stage, self._ended = len(self._starts), True
 
     def bring(self, x: StageTensor, stage: int, call: str) -> None:

@@ -25,6 +25,7 @@ from pydist.stages.plan import StagePlan
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.schedule import Pass, Schedule
 from pydist.stages.shapes import Shapes
+from pydist.stages.sources import Sources
 from pydist.stages.state import StagedState
 from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfers import Transfers
@@ -72,7 +73,6 @@ class Pipeline:
         self._lends = recompute or len(self._own) > 1  # there are several passes over a micro-batch
         self._number = self._next = 0  # of micro-batches before this batch, and with it
         self._batch = 0  # checksum
-        self._has_stepped = False
         self._left_weights = stages.mesh.session.service(LeftWeights, LeftWeights)
         self._state_of = PassState(model, stages, lends=self._lends, collects=collects)
         self._made: list[MicroBatch] = []  # passes over the batch that may be owed gradients
@@ -103,8 +103,8 @@ class Pipeline:
 
         Raises:
             UsageError: the number of micro-batches is no count >= 1, gradients are off, there are
-                fewer samples than micro-batches, ranks have different batches or make different
-                calls, or a stage of the plan does not begin.
+                fewer samples than micro-batches, or ranks have different batches or make different
+                calls.
         """
         entry = entry_hook_of(self.model)
         count = self._micro_batches if micro_batches is None else micro_batches
@@ -120,8 +120,10 @@ class Pipeline:
             )
             parts = list(found)
             passes = self._schedule.passes(count)[self.stages.index]
+            completed = False
             try:
                 losses, factors = self._run(passes, parts, criterion)
+                completed = True
             except StageStopped:
                 # A criterion that raises for a micro-batch raises on all ranks; let it, here, too.
                 for part in parts:
@@ -129,7 +131,7 @@ class Pipeline:
                         self._forward_of(part, NO_STAGE, criterion)
                 raise
             finally:
-                self._has_stepped = True
+                self._uses.end_step(completed=completed)
         self._gradients.compare_factors(factors)
         self._gradients.reduce_shared(before)
         self._watch.note()
@@ -186,7 +188,7 @@ class Pipeline:
         with torch.no_grad(), self._over(inputs, 1):
             for stage in self._own:
                 running = self._micro_batch(stage)
-                with self._state_of.begun(running):
+                with self._state_of.begun(running), self._sources(running):
                     out = self._forward(running, inputs)
                 for x in leaves((out,)):
                     if isinstance(x, StageTensor):
@@ -201,6 +203,7 @@ class Pipeline:
         Each is sent from a stage that uses it. Then `model.state_dict()` is that of the network.
         """
         self._state.gather()
+        self._uses.is_gathered = True
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns the state of an optimizer of the whole network, on all ranks. Collective.
@@ -278,6 +281,7 @@ class Pipeline:
         with (
             self._state_of.begun(running, repeats, criterion),
             self._left_weights.leaving(running.left),
+            self._sources(running),
         ):
             out = self._forward(running, part.inputs)
             # The criterion may change its target in place.
@@ -292,6 +296,16 @@ class Pipeline:
             running.loss = running.of_batch(loss.value * part.weight)
             running.shown = _detached(loss.value) * part.share
         return running
+
+    @contextmanager
+    def _sources(self, running: MicroBatch) -> Iterator[None]:
+        """Follows the network's plain tensors to its weights in the `with` block."""
+        running.sources = Sources(self.model)
+        try:
+            with running.sources:
+                yield
+        finally:
+            running.sources = None
 
     def _forward(self, running: MicroBatch, inputs: tuple[Any, ...]) -> Any:
         self.running = running
@@ -319,8 +333,8 @@ class Pipeline:
         mark = PassMark(self._number + index + 1, self._batch, 0).after(mode)
         made = MicroBatch(
             self.stages, stage, self._schedule.placed(index), self.plan.starts, self._uses,
-            self._transfers, self._shapes, repeats, index=index, is_first=not self._has_stepped,
-            mark=mark, relays=self._relays, lends=self._lends, keeps=self._recomputes,
+            self._transfers, self._shapes, repeats, index=index, mark=mark,
+            relays=self._relays, lends=self._lends, keeps=self._recomputes,
         )  # fmt: skip
         entry = entry_hook_of(self.model)
         made.wrapped = None if entry.statistics == "rank" else entry.of_batch

@@ -22,7 +22,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from pydist.arguments import leaves, mapped
 from pydist.backend.problem import onednn_has
@@ -34,6 +33,7 @@ from pydist.stages.calls import Call, Calls, Key, memory_id
 from pydist.stages.generators import Generators
 from pydist.stages.parts import on_mesh
 from pydist.stages.shapes import Shapes, is_differentiable, replaced, tensors_of
+from pydist.stages.sources import Sources
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
 from pydist.watchdog import MODULE_PATH
@@ -89,8 +89,8 @@ class RecordedPass:
             one stage must repeat as a whole.
         saved: of each call, the memories that its backward pass needs, with their bytes; calls may
             share a memory. Parameters and arguments of the network do not count.
-        operands: ids of the plain tensors among the arguments of each call, or of the parameters
-            from which they were computed.
+        operands: names of the parameters and buffers from which the plain tensors among the
+            arguments of each call were computed.
         waits: the tensors whose gradients come from later calls.
         trained: of each call, the parameters among its operands whose gradients it computes: bytes
             by id.
@@ -103,9 +103,9 @@ class RecordedPass:
     legal: np.ndarray
     inside: np.ndarray
     saved: list[dict[int, int]]
-    operands: list[list[int]]
+    operands: list[list[str]]
     waits: list[Wait]
-    trained: list[dict[int, int]]
+    trained: list[dict[str, int]]
     flows: set[tuple[int, int]] = field(default_factory=set)
 
     def __str__(self) -> str:
@@ -136,35 +136,10 @@ class _Backward(NamedTuple):
     saved: list[Tensor]
 
 
-class _Sources(TorchFunctionMode):
-    """Finds the parameters from which plain tensors are computed, also without a graph."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._of = {id(p): frozenset([id(p)]) for p in model.parameters()}
-        self._alive: list[Tensor] = []  # so that no other tensor has their ids
-
-    def of(self, x: Tensor) -> frozenset[int]:
-        """Returns the ids of the parameters, or of the tensor itself if there are none."""
-        return self._of.get(id(x), frozenset([id(x)]))
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = tensors_of((args, kwargs or {}))
-        if not any(isinstance(x, StageTensor) for x in given):
-            sources = frozenset().union(*(self._of.get(id(x), frozenset()) for x in given))
-            for x in tensors_of(result) if sources else ():
-                self._of[id(x)] = sources
-                self._alive.append(x)
-        return result
-
-
 class _PassRecorder(Calls):
     """Forward pass that runs on one rank and records its calls."""
 
-    def __init__(self, device: torch.device, mesh: Mesh, sources: _Sources) -> None:
+    def __init__(self, device: torch.device, mesh: Mesh, sources: Sources) -> None:
         super().__init__(device, Shapes())
         self._sources = sources
         self.costs: list[Cost] = []
@@ -176,7 +151,7 @@ class _PassRecorder(Calls):
         self._updates: dict[int, list[int]] = {}  # calls with the same running statistics
         self._saved: list[dict[int, int]] = []
         self._backward: _Backward | None = None
-        self._operands: list[list[int]] = []
+        self._operands: list[list[str]] = []
         self._inside: list[bool] = []
         self._parts: list[FrameType] = []  # of the last call; alive, so that no other has their ids
 
@@ -201,9 +176,7 @@ class _PassRecorder(Calls):
         self._changed.update(
             self._lives[x.number].memory for x in call.changed if x.number in self._lives
         )
-        values = tensors_of((call.args, call.kwargs))
-        plain = [x for x in values if not isinstance(x, StageTensor)]
-        self._operands.append([each for x in plain for each in self._sources.of(x)])
+        self._operands.append([each for x in call.operands for each in self._sources.of(x)])
         for statistics in call.statistics:
             self._updates.setdefault(id(statistics), []).append(now)
         parts = _checkpointed_parts()
@@ -401,10 +374,10 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Recorde
     modules, versions = list(model.modules()), [p._version for p in model.parameters()]
     with (
         torch.enable_grad(), Generators(first.device).kept(), Attributes(modules).kept(),
-        copied_buffers(modules) as copied, _named(model),
+        copied_buffers(modules), _named(model),
     ):  # fmt: skip
         for _ in range(repeats):
-            sources = _Sources(model)
+            sources = Sources(model)
             recorder = _PassRecorder(first.device, mesh, sources)
             arguments = recorder.adopt(tuple(inputs))
             with sources:
@@ -429,24 +402,20 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Recorde
             )
     rows = zip(*(each.costs for each in found), strict=True)
     costs = [row[0]._replace(seconds=min(c.seconds for c in row)) for row in rows]
-    operands = [[copied.get(each, each) for each in call] for call in found[0].operands]
-    sizes = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
-    trained = [{each: sizes[each] for each in call if each in sizes} for call in operands]
-    return dataclasses.replace(found[0], costs=costs, operands=operands, trained=trained)
+    sizes = {name: p.nbytes for name, p in model.named_parameters() if p.requires_grad}
+    trained = [{n: sizes[n] for n in call if n in sizes} for call in found[0].operands]
+    return dataclasses.replace(found[0], costs=costs, trained=trained)
 
 
 @contextmanager
 def copied_buffers(
     modules: Iterable[nn.Module], values: Mapping[int, Tensor] | None = None
-) -> Iterator[dict[int, int]]:
+) -> Iterator[None]:
     """Gives modules copies of their buffers in the `with` block, so that their own do not change.
 
     Args:
         modules: the modules.
         values: takes the places of these buffers only, by their ids; may change.
-
-    Yields:
-        The ids of the modules' own buffers, by those of the copies.
     """
     held = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
     copies = {id(b): b.clone() for _, _, b in held} if values is None else values
@@ -454,7 +423,7 @@ def copied_buffers(
     for module, name, buffer in kept:
         module._buffers[name] = copies[id(buffer)]
     try:
-        yield {id(copy): own for own, copy in copies.items()}
+        yield
     finally:
         for module, name, buffer in kept:
             module._buffers[name] = buffer

@@ -185,8 +185,9 @@ def _made(recipe: _Recipe, tensors: list[Tensor]) -> Any:
             return tensors[value.argument]
         if isinstance(value, ViewOf):
             base = tensors[value.tensor]
-            if base.dtype != value.dtype:
-                base = base.view(value.dtype)
+            if base.dtype != value.dtype:  # of all its memory, as it may not be contiguous
+                elements = base.untyped_storage().nbytes() // base.element_size()
+                base = base.as_strided((elements,), (1,), 0).view(value.dtype)
             return base.as_strided(value.size, value.stride, value.offset)
         if isinstance(value, New):
             x = torch.empty_strided(value.size, value.stride, dtype=value.dtype, device="meta")

@@ -25,7 +25,7 @@ class StagedState:
     """
 
     def __init__(
-        self, model: nn.Module, stages: Stages, owner: Callable[[str, Tensor], int | None]
+        self, model: nn.Module, stages: Stages, owner: Callable[[str], int | None]
     ) -> None:
         self._model, self._stages, self._owner = model, stages, owner
 
@@ -33,7 +33,7 @@ class StagedState:
     def gather(self) -> None:
         """Makes parameters and buffers up to date on all ranks; see `Pipeline.gather`."""
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            owner = self._owner(name, tensor)
+            owner = self._owner(name)
             if owner is None or len(self._stages.meshes) == 1:
                 continue
             is_mine, layout = owner == self._stages.index, layout_of_slices(tensor)
@@ -51,7 +51,7 @@ class StagedState:
         groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
         for group, described in groups:
             for p, index in zip(group["params"], described["params"], strict=True):
-                owner = self._owner(names.get(id(p), ""), p)
+                owner = self._owner(names.get(id(p), ""))
                 if owner is not None:
                     root = self._stages.meshes[owner].rank(0, 0)
                     found = _broadcast_entries(state["state"].get(index, {}), self._stages, root)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pydist.comm.interface.checks import real_view
 from pydist.errors import UsageError
+from pydist.exchange.exchanger import in_memory
 from pydist.exchange.memory_formats import is_channels_last
 from pydist.partition import Box
 from pydist.stages.messages import (
@@ -183,7 +184,7 @@ class StageTransfer:
                 peer = peers.rank(mine.data_index, there)
                 block = local[index]
                 block = _rows(block) if channels_last else block
-                self._stages.world.send(real_view(block.resolve_conj()), peer, tag, lender=lender)
+                self._stages.world.send(real_view(in_memory(block)), peer, tag, lender=lender)
 
     def _receive(self, direction: int, channels_last: bool) -> Tensor:
         mine, end = self._stages.mesh, self._boxes[1 - direction]

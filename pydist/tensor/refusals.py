@@ -31,10 +31,7 @@ compute it on whole tensors, x.full_tensor() in place of x, or register a handle
     def handler(*args, **kwargs):
         whole = lambda x: x.full_tensor() if isinstance(x, pydist.ShardedTensor) else x
         return {name}(*map(whole, args), **{{k: whole(x) for k, x in kwargs.items()}})"""
-_IN_PLACE = (
-    "compute a new tensor from whole ones, y = {call}(x.full_tensor(), ...): a change of "
-    "x.full_tensor() would be lost"
-)
+_IN_PLACE = "compute a new tensor from x.full_tensor(), whose own changes would be lost"
 _IN_PLACE_OF_PLAIN = "give it whole tensors, x.full_tensor() in place of x"
 _INITIALIZE = "initialize the weights before parallelize, or load them: model.load_state_dict(...)"
 
@@ -94,7 +91,7 @@ def _advice(name: str, changes_plain: bool) -> str:
     if name.startswith("torch.nn.init."):
         return _INITIALIZE
     if name.endswith("_") and not name.endswith("__"):
-        return _IN_PLACE_OF_PLAIN if changes_plain else _IN_PLACE.format(call=name.rstrip("_"))
+        return _IN_PLACE_OF_PLAIN if changes_plain else _IN_PLACE
     return _WAY_ON.strip().format(name=name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pydist
 import pydist.train.run
 from pydist import ShardedTensor, run_local
 from pydist.data import UniverseOptions, generate_universes
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from pydist.slices import state_on_rank_0
 from pydist.train import checkpoint, log
 from pydist.train.config import (
@@ -99,6 +100,57 @@ def test_what_is_written_into_the_state_reaches_the_weights(split, write):
         assert model.eval()(pydist.distribute_tensor(x, mesh)).shape[1] == 7
 
     on(split, body)
+
+
+def test_a_state_that_is_older_than_the_weights_is_no_way_to_change_them():
+    def body(mesh):
+        model, key = parallel(mesh), "0.weight"
+        old, other = model.state_dict(), model.state_dict()
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        with pytest.raises(NotSupported, match=r"'0\.weight' in a state_dict\(\) that is older"):
+            old[key][0] = 0
+        assert_same(model[0].weight.full_tensor(), NETWORK[0].weight * 2)
+        model.state_dict()[key].mul_(0.5)
+        with pytest.raises(NotSupported, match="older"):
+            other[key].zero_()
+        assert_same(model[0].weight.full_tensor(), NETWORK[0].weight)
+
+    on("channel 2", body)
+
+
+def test_a_weight_with_two_names_has_one_state():
+    def body(mesh):
+        model = parallel(mesh)
+        model[1].tied = model[0].weight
+        state = model.state_dict()
+        for name in ("0.weight", "1.tied"):
+            state[name].mul_(2)
+        assert_same(model[0].weight.full_tensor(), NETWORK[0].weight * 4)
+
+    on("channel 2", body)
+
+
+def test_state_in_inference_mode_and_in_plain_models():
+    def body(mesh):
+        model, key = parallel(mesh), "0.weight"
+        with torch.inference_mode():
+            state = model.state_dict()
+            state[key].mul_(2)
+            assert torch.equal(state[key].cpu(), NETWORK[0].weight * 2)
+        assert_same(model[0].weight.full_tensor(), NETWORK[0].weight * 2)
+        plain = made()
+        plain.load_state_dict(model.state_dict(), assign=True)
+        other = copy.deepcopy(plain)
+        assert all(isinstance(p, nn.Parameter) for p in other.parameters())
+        other(randn(2, 2, 4, 4, 4)).sum().backward()
+        torch.optim.SGD(other.parameters(), 0.1).step()
+        assert_same(model[0].weight.full_tensor(), NETWORK[0].weight * 2)
+        call = partial(torch.func.functional_call, plain.eval(), dict(model.state_dict()))
+        x = randn(3, 1, 2, 4, 4, 4)
+        assert_same(torch.vmap(call)(x), torch.stack([call(each) for each in x]))
+
+    on("channel 2", body)
 
 
 def test_copies_of_the_state_are_their_own():

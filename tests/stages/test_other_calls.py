@@ -150,6 +150,176 @@ def test_a_layer_that_a_later_stage_would_need():
     on_stages([ONE] * 2, rank)
 
 
+class Chain(nn.Module):
+    """Linear layers in a row, which `calls` may change, by the step or the mode."""
+
+    def __init__(self, calls, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
+        self.weights = nn.ParameterList(nn.Parameter(randn(6, 6, seed=i) / 2) for i in range(3))
+        self.gates = nn.ParameterList(nn.Parameter(randn(1, seed=i)[0]) for i in range(3))
+        self.register_buffer("mean", torch.full((6,), 0.3))
+        self.calls, self.step = calls, 9  # while stages are planned
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.calls(self, x)
+
+
+def left_out(block):
+    def calls(net, x):
+        for i, layer in enumerate(net.layers):
+            x = x if (i, net.step) == (block, 0) and net.training else x + torch.tanh(layer(x))
+        return x
+
+    return calls
+
+
+def repeated(net, x):
+    for _ in range((2, 4, 3, 1)[net.step % 4]):
+        x = torch.tanh(net.layers[0](x))
+    return net.layers[1](x)
+
+
+def scaled(net, x):
+    x = x * 2 - x if net.training else x
+    for w in net.weights:
+        x = torch.tanh(F.linear(x, F.normalize(w, dim=1) * 0.5))
+    return x
+
+
+def packed(net, x):
+    x = x * 2 - x if net.training else x
+    for w in net.weights:
+        x = torch.tanh(F.linear(torch.tanh(F.linear(x, w.t())), w.detach()[:, :6]))
+    return x
+
+
+def gated(net, x):
+    x = x * 2 - x if net.training else x
+    for layer, gate in zip(net.layers, net.gates, strict=False):
+        x = x + torch.sigmoid(gate) * torch.tanh(layer(x)) * gate.exp()
+    return x
+
+
+def auxiliary(net, x):
+    x = net.layers[0](x)
+    y = net.layers[1](x) if net.training else 0
+    return y + F.linear(net.layers[2](x), F.normalize(net.weights[0], dim=1))
+
+
+def denormalized(net, x):
+    x = net.layers[2](torch.tanh(net.layers[0](x - net.mean)))
+    return x if net.training else x + net.mean
+
+
+def with_constant(net, x):
+    x = net.layers[0](x)
+    if not net.training or 1 < net.step < 9:
+        x = x * torch.linspace(0.9, 1.1, 6, dtype=x.dtype)
+    return net.layers[2](torch.tanh(net.layers[1](x)))
+
+
+def two_heads(net, x):
+    return net.layers[2 + net.step % 2](torch.tanh(net.layers[1](torch.tanh(net.layers[0](x)))))
+
+
+def dropped_before_a_buffer(net, x):
+    x = net.layers[0](x)
+    x = x if net.step in (2, 3, 4) else net.layers[1](x)
+    return net.layers[3](torch.tanh(net.layers[2](x * net.mean)))
+
+
+def new_buffers(net, x):
+    x = torch.tanh(net.layers[0](x))
+    for i in range(12):
+        x = x * torch.full((6,), 1 + i / 1000, dtype=x.dtype)
+    x = torch.tanh(net.layers[2](x)) * net.mean
+    if net.training:
+        net.mean = net.mean * 0.99
+    return x
+
+
+CHAINS = {
+    "block 1 left out": (left_out(1), {"cuts": ["layers.2"]}),
+    "block 3 left out": (left_out(3), {"cuts": ["layers.3"]}),
+    "repeated": (repeated, {"cuts": ["layers.1"]}),
+    "scaled": (scaled, {}),
+    "packed": (packed, {}),
+    "gated": (gated, {}),
+    "auxiliary head": (auxiliary, {"cuts": ["layers.2"]}),
+    "constant buffer": (denormalized, {"cuts": ["layers.2"]}),
+    "constant": (with_constant, {"cuts": ["layers.2"]}),
+    "two heads, gems": (
+        two_heads, {"cuts": ["layers.1"], "schedule": "gems", "micro_batches": 2}
+    ),
+    "recomputed": (
+        dropped_before_a_buffer, {"cuts": ["layers.2"], "recompute": True, "micro_batches": 2}
+    ),
+    "new buffers": (new_buffers, {"cuts": ["layers.2"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("calls", "options"), CHAINS.values(), ids=CHAINS)
+def test_chains_whose_calls_change(calls, options):
+    batches = [(randn(4, 6, seed=i), randn(4, 6, seed=i + 9)) for i in range(5)]
+
+    def change(model, step):
+        model.step = step
+
+    compare(Chain(calls).double(), [ONE] * 2, batches, F.mse_loss, change, **options)
+
+
+def test_statistics_stay_on_a_mesh():
+    """The first step makes other calls than were planned, and the norm runs on the first mesh."""
+
+    def calls(net, x):
+        x = net.layers[0](x)
+        x = torch.tanh(x) if net.step else x
+        return net.layers[1](torch.tanh(net.norm(x)))
+
+    model = Chain(calls).double()
+    model.norm, model.step = nn.BatchNorm1d(6).double(), 1
+    batches = [(randn(4, 6, seed=i), randn(4, 6, seed=i + 9)) for i in range(4)]
+
+    def rank(stages):
+        mine = copy.deepcopy(model)
+        made = pipeline(mine, stages, batches[0][0], cuts=["Chain"])
+        mine.step = 0
+        made.step(*batches[0], F.mse_loss)
+        mine.step = 1
+        with pytest.raises(NotSupported, match="statistics have been trained on an earlier stage"):
+            made.step(*batches[1], F.mse_loss)
+
+    on_stages([ONE] * 2, rank)
+
+
+def test_evaluation_after_gather_may_take_any_weight():
+    def calls(net, x):
+        x = net.layers[1](torch.tanh(net.layers[0](x)))
+        return x if net.training else F.linear(x, net.layers[0].weight.t())
+
+    model, x = Chain(calls).double(), randn(4, 6)
+    alone = copy.deepcopy(model)
+    F.mse_loss(alone(x), x).backward()
+    torch.optim.SGD(alone.parameters(), 0.3).step()
+    expected = alone.eval()(x)
+
+    def rank(stages):
+        mine = copy.deepcopy(model)
+        made = pipeline(mine, stages, x, cuts=["layers.1"])
+        made.step(x, x, F.mse_loss)
+        torch.optim.SGD(mine.parameters(), 0.3).step()
+        mine.eval()
+        with pytest.raises(NotSupported, match=r"call pipe\.gather\(\) before evaluation"):
+            made(x)
+        made.gather()
+        y = made(x)
+        if y is not None:
+            torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+
+    on_stages([ONE] * 2, rank)
+
+
 def test_a_layer_that_two_stages_use_from_the_first_step_on():
     compare(initialized(Branches("again")), [ONE] * 2, BATCHES, F.mse_loss, cuts=["c"])
 

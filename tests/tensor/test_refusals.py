@@ -164,7 +164,7 @@ def test_the_handler_of_a_refusal_gathers_all_sharded_arguments():
 
 
 IN_PLACE = {
-    "of a sharded tensor": (lambda x, m: x.tril_(), "whole ones, y = torch.Tensor.tril("),
+    "of a sharded tensor": (lambda x, m: x.tril_(), "a new tensor from x.full_tensor()"),
     "of a plain view": (
         lambda x, m: torch.zeros(2, *x.shape)[0].add_(x), "give it whole tensors, x.full_tensor()"
     ),

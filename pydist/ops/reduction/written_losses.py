@@ -105,9 +105,11 @@ def multi_margin_loss(
     if p not in (1, 2):
         raise ValueError("only p == 1 and p == 2 supported")
     scores, labels = (input[None], target.reshape(1)) if input.dim() == 1 else (input, target)
+    if ((labels < 0) | (labels >= scores.shape[1])).any():
+        raise RuntimeError("multi_margin_loss: target out of range")
     is_target = labels[:, None] == torch.arange(scores.shape[1], device=labels.device)
     own = torch.where(is_target, scores, 0).sum(1, keepdim=True)
-    loss = (margin - own + scores).clamp_min(0) ** p
+    loss = F.relu(margin - own + scores) ** p  # whose gradient at 0 is 0, unlike clamp_min's
     if weight is not None:
         loss = loss * weight[labels][:, None]
     loss = torch.where(is_target, 0, loss).sum(1) / scores.shape[1]

@@ -48,6 +48,9 @@ LOSSES = {
     "multi margin, squared and weighted": lambda x, w, **r: F.multi_margin_loss(
         pooled(x * w), CLASSES, 2, 0.7, torch.tensor([1.0, 2, 3]).double(), **r
     ),
+    "multi margin at ties": lambda x, w, **r: F.multi_margin_loss(
+        pooled(x) * 0, CLASSES, margin=0, **r
+    ),
     "multi margin of one": lambda x, w, **r: F.multi_margin_loss(pooled(x * w)[1], CLASSES[1], **r),
     "cosine embedding": lambda x, w, **r: F.cosine_embedding_loss(
         x.flatten(1), w.flatten(1), PAIRS, -0.5, **r
@@ -102,6 +105,7 @@ REFUSED = {
     "dims": lambda x: F.margin_ranking_loss(x, x, x[0]),
     "pairs": lambda x: F.cosine_embedding_loss(x, x, PAIRS),
     "margin": lambda x: F.triplet_margin_loss(x, x, x, margin=0),
+    "classes": lambda x: F.multi_margin_loss(pooled(x), CLASSES + 2),
     "power": lambda x: F.multi_margin_loss(pooled(x), CLASSES, p=3),
 }
 

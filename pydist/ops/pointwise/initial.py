@@ -1,4 +1,4 @@
-"""Initialization of sharded weights: the slice of what one device would draw."""
+"""Initializes sharded weights: each rank keeps its slice of what one device would draw."""
 
 from __future__ import annotations
 
@@ -10,24 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pydist.exchange.own_slice import is_sharded_weight
-from pydist.slices.state import own_part
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal
-
-_CALLS = (
-    nn.init.constant_,
-    nn.init.uniform_,
-    nn.init.normal_,
-    nn.init.kaiming_uniform_,
-    nn.init.kaiming_normal_,
-    Tensor.uniform_,  # as the others draw
-    Tensor.normal_,
-)
-
-
-def install() -> None:
-    """Lets the functions of `torch.nn.init` set sharded weights."""
-    for each in _CALLS:
-        HANDLERS[each] = partial(_initialize, each)
 
 
 def _initialize(
@@ -41,5 +24,17 @@ def _initialize(
     whole = torch.empty(tensor.layout.shape, dtype=own.dtype, device=own.device)
     func(whole, *args, **kwargs)
     with torch.no_grad():
-        own.copy_(own_part(whole, tensor.layout))
+        own.copy_(whole[tensor.layout.box.slices])
     return tensor
+
+
+for _call in (
+    nn.init.constant_,
+    nn.init.uniform_,
+    nn.init.normal_,
+    nn.init.kaiming_uniform_,
+    nn.init.kaiming_normal_,
+    Tensor.uniform_,  # as the others of nn.init draw
+    Tensor.normal_,
+):
+    HANDLERS[_call] = partial(_initialize, _call)
