@@ -67,7 +67,7 @@ class PartMemory:
         stays = np.zeros(calls)
         at = np.full((calls, calls), -np.inf, dtype=np.float32)  # by first call and running call
         last: dict[int, int] = {}  # the latest call that has saved each memory
-        trained: dict[int, int] = {}  # the latest call that trains each parameter
+        trained: dict[str, int] = {}  # the latest call that trains each parameter
         stops = set(first[1:].tolist())
         crossing: dict[int, Wait] = {}  # tensors that calls from the next on use, by memory
         for call in range(calls):

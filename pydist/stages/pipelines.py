@@ -25,7 +25,7 @@ from pydist.stages.plan import StagePlan
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.schedule import Pass, Schedule
 from pydist.stages.shapes import Shapes
-from pydist.stages.sources import Sources
+from pydist.stages.sources import Sources, names_of
 from pydist.stages.state import StagedState
 from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfers import Transfers
@@ -76,6 +76,7 @@ class Pipeline:
         self._left_weights = stages.mesh.session.service(LeftWeights, LeftWeights)
         self._state_of = PassState(model, stages, lends=self._lends, collects=collects)
         self._made: list[MicroBatch] = []  # passes over the batch that may be owed gradients
+        self._named = names_of(model)  # in the batch
 
     def step(
         self,
@@ -249,6 +250,7 @@ class Pipeline:
         self._batch = batch_checksum(batch)
         self._state_of.begin_batch()
         self._made.clear()
+        self._named = names_of(self.model)
         self._transfers.forget()
         if self._statistics is not None:
             self._statistics.forget()
@@ -300,7 +302,8 @@ class Pipeline:
     @contextmanager
     def _sources(self, running: MicroBatch) -> Iterator[None]:
         """Follows the network's plain tensors to its weights in the `with` block."""
-        running.sources = Sources(self.model)
+        # The buffers of a further pass over a micro-batch are copies.
+        running.sources = Sources(names_of(self.model) if self._lends else self._named)
         try:
             with running.sources:
                 yield

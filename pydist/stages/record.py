@@ -33,7 +33,7 @@ from pydist.stages.calls import Call, Calls, Key, memory_id
 from pydist.stages.generators import Generators
 from pydist.stages.parts import on_mesh
 from pydist.stages.shapes import Shapes, is_differentiable, replaced, tensors_of
-from pydist.stages.sources import Sources
+from pydist.stages.sources import Sources, names_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
 from pydist.watchdog import MODULE_PATH
@@ -377,7 +377,7 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Recorde
         copied_buffers(modules), _named(model),
     ):  # fmt: skip
         for _ in range(repeats):
-            sources = Sources(model)
+            sources = Sources(names_of(model))
             recorder = _PassRecorder(first.device, mesh, sources)
             arguments = recorder.adopt(tuple(inputs))
             with sources:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,19 +14,24 @@ from pydist.tensor.stage import StageTensor
 _NONE = frozenset[str]()
 
 
+def names_of(model: nn.Module) -> list[tuple[frozenset[str], Tensor]]:
+    """Returns the parameters and buffers of a network with their names."""
+    found = (*model.named_parameters(), *model.named_buffers())
+    return [(frozenset([name]), x) for name, x in found]
+
+
 class Sources(TorchFunctionMode):
     """Follows plain tensors to the parameters and buffers that they come from, without a graph.
 
     As of weights that are normalized, scaled, cut or transposed, also in evaluation and detached.
 
     Args:
-        model: the network, with the buffers of the pass.
+        named: the network's parameters and buffers; see `names_of`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, named: Sequence[tuple[frozenset[str], Tensor]]) -> None:
         super().__init__()
-        named = (*model.named_parameters(), *model.named_buffers())
-        self._of = {id(x): frozenset([name]) for name, x in named}
+        self._of = {id(x): name for name, x in named}
         self._alive = [x for _, x in named]  # so that no other tensor has their ids
 
     def of(self, x: Tensor) -> frozenset[str]:
@@ -37,6 +42,8 @@ class Sources(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if args and isinstance(args[0], StageTensor):
+            return result  # as most calls
         given = tensors_of((args, kwargs or {}))
         if any(isinstance(x, StageTensor) for x in given):
             return result

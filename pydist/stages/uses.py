@@ -70,12 +70,12 @@ class Uses:
         Returns:
             The meshes; `None` if all may compute it.
         """
-        if self.is_gathered and not trains:
+        if not self._has_stepped or (self.is_gathered and not trains):
             return None
         found: set[int] | None = None
         for name in operands:
             known = self._statistics.get(name)
-            if name in self._weights and self._has_stepped:
+            if name in self._weights:
                 known = self._of_name.get(name)
             if known:  # others have not changed on any mesh
                 found = set(known) if found is None else found & known

@@ -269,6 +269,21 @@ def test_chains_whose_calls_change(calls, options):
     compare(Chain(calls).double(), [ONE] * 2, batches, F.mse_loss, change, **options)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("removed", ["1", "2"])
+def test_stages_may_make_no_calls(removed, schedule):
+    """Of three, the middle or the last one; the last one still computes the criterion."""
+    batches = [(randn(4, 6, seed=i), randn(4, 6, seed=i + 9)) for i in range(4)]
+
+    def change(model, step):
+        if step == 1:
+            setattr(model, removed, nn.Identity())
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Tanh()).double()
+    options = {"cuts": ["1", "2"], "schedule": schedule, "micro_batches": 2}
+    compare(model, [ONE] * 3, batches, F.mse_loss, change, **options)
+
+
 def test_statistics_stay_on_a_mesh():
     """The first step makes other calls than were planned, and the norm runs on the first mesh."""
 

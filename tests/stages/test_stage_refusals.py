@@ -72,17 +72,6 @@ def test_functions_without_overrides_are_refused():
     refused(lambda x: Own.apply(x) + x, "autograd.Function")
 
 
-def test_a_stage_that_does_not_begin_is_named():
-    def rank(stages):
-        model = initialized(nn.Sequential(nn.Conv3d(1, 2, 1), nn.Tanh(), nn.ReLU()))
-        made = pipeline(model, stages, X[:1], cuts=["2"])
-        del model[2]
-        with pytest.raises(UsageError, match="stage 1 begins with call 0 in 2, which the network"):
-            made.step(X, TARGET, F.mse_loss)
-
-    on_stages([ONE, ONE], rank)
-
-
 def test_changing_memory_that_another_stage_shares_is_refused():
     """In torch the view would change too; here each stage has its own copy."""
 

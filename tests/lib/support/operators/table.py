@@ -55,7 +55,8 @@ ASKED = frozenset(
     "register_post_accumulate_grad_hook "
     "has_compatible_shallow_copy_type amp_foreach_non_finite_check_and_unscale foreach_zero "
     "foreach_mul foreach_norm foreach_clamp_min foreach_clamp_max foreach_lerp "
-    "nested_tensor_from_mask_left_aligned neighborhood_attention_generic".split()
+    "nested_tensor_from_mask_left_aligned neighborhood_attention_generic "
+    "constant kaiming_normal kaiming_uniform normal uniform".split()
 )
 """Functions that return no tensor or have their own tests."""
 
