@@ -102,5 +102,4 @@ class BoxedVolume:
 
 def _slices(box: Box, within: Box) -> tuple[slice, ...]:
     """Returns the place of a box, with channels, in the memory of another one, without."""
-    here = box.shift([0, *(-a for a in within.lo)])
-    return here.slices
+    return box.shift([0, *(-a for a in within.lo)]).slices

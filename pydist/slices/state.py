@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pydist.errors import NotSupported, UsageError
+from pydist.errors import UsageError
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.grid import AXES
 from pydist.layout import Layout
-from pydist.slices.whole_state import WholeState
+from pydist.slices.whole_state import WholeCopy, WholeState
 from pydist.tensor import ShardedTensor, local_of
 
 
@@ -92,15 +92,9 @@ def layout_of_slices(parameter: Tensor) -> Layout | None:
     return None
 
 
-def index_of(layout: Layout) -> tuple[slice, ...]:
-    """Returns the place of this rank's part in a whole tensor."""
-    box = layout.box
-    return box.slices
-
-
 def own_part(whole: Tensor, layout: Layout) -> Tensor:
     """Returns a copy of this rank's part of a whole tensor."""
-    return whole[index_of(layout)].clone()
+    return whole[layout.box.slices].clone()
 
 
 def note_call(x: ShardedTensor, what: str) -> None:
@@ -124,25 +118,10 @@ def _gather_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: An
 def _as_state(key: str, weight: ShardedTensor, state: Mapping[str, Any]) -> Tensor:
     """Returns a sharded weight as part of a state, where another module may have it already."""
     for each in state.values():
-        if isinstance(each, WholeState) and each.weight == id(weight):
+        if isinstance(each, WholeState) and each.copied.weight is weight and each.copied.is_current:
             return each
-    whole, own, index = gathered(state[key]), local_of(state[key]).detach(), index_of(weight.layout)
-    if _target.is_rank_0:
-        return whole
-    known = own._version
-
-    @torch.no_grad()
-    def write_back() -> None:
-        nonlocal known
-        if own._version != known:
-            raise NotSupported(
-                f"a change of {key!r} in a state_dict() that is older than the last change of the "
-                "sharded weight: take state_dict() again before changing it"
-            )
-        own.copy_(whole[index])
-        known = own._version
-
-    return WholeState(whole, write_back, id(weight))
+    whole = gathered(state[key])
+    return whole if _target.is_rank_0 else WholeState(whole, WholeCopy(key, weight, whole))
 
 
 def _refuse_assignment(

@@ -10,6 +10,43 @@ import torch
 from torch import Tensor, nn
 
 from pydist.arguments import leaves, mapped
+from pydist.errors import NotSupported
+from pydist.tensor import ShardedTensor, local_of
+
+
+class WholeCopy:
+    """Copy of a whole sharded weight, with the slice of this rank, which it may set.
+
+    Args:
+        name: of the weight in the state.
+        weight: the sharded weight.
+        whole: the copy.
+    """
+
+    def __init__(self, name: str, weight: ShardedTensor, whole: Tensor) -> None:
+        self.weight = weight
+        self._name, self._whole, self._own = name, whole, local_of(weight).detach()
+        self._version = self._own._version
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the slice has changed through this copy only."""
+        return self._own._version == self._version
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Sets the slice.
+
+        Raises:
+            NotSupported: it has changed since the copy was made, which the copy would undo.
+        """
+        if not self.is_current:
+            raise NotSupported(
+                f"a change of {self._name!r} in a state_dict() that is older than the last change "
+                "of the sharded weight: take state_dict() again before changing it"
+            )
+        self._own.copy_(self._whole[self.weight.layout.box.slices])
+        self._version = self._own._version
 
 
 class WholeState(torch.Tensor):
@@ -22,21 +59,17 @@ class WholeState(torch.Tensor):
 
     Attributes:
         plain: the tensor, plain.
-        write_back: sets this rank's slice; raises `NotSupported` if the slice has changed since.
-        weight: identifies the sharded weight.
+        copied: the sharded weight that it is a copy of.
     """
 
     plain: Tensor
-    write_back: Callable[[], object]
-    weight: int
+    copied: WholeCopy
 
     @staticmethod
-    def __new__(
-        cls, plain: Tensor, write_back: Callable[[], object], weight: int = 0
-    ) -> WholeState:
+    def __new__(cls, plain: Tensor, copied: WholeCopy) -> WholeState:
         """Wraps a plain tensor; the wrapper shares its memory."""
         found = plain.as_subclass(cls)
-        found.plain, found.write_back, found.weight = plain, write_back, weight
+        found.plain, found.copied = plain, copied
         return found
 
     @classmethod
@@ -54,17 +87,17 @@ class WholeState(torch.Tensor):
         changes = torch.is_inference_mode_enabled() and _changes(func, kwargs or {})
         for x, version in zip(states, before, strict=True):
             if changes or x.plain._version != version:
-                x.write_back()
+                x.copied.write_back()
         if isinstance(result, np.ndarray) and any(_holds(x.plain, result) for x in states):
             result.flags.writeable = False
-        memories = {x.plain.untyped_storage()._cdata: x.write_back for x in states}
+        memories = {x.plain.untyped_storage()._cdata: x.copied for x in states}
 
         def seen(value: Any) -> Any:
             for x in states:
                 if x.plain is value:  # changed in place
                     return x
-            write_back = memories.get(_memory_of(value))
-            return value if write_back is None else cls(value, write_back)
+            copied = memories.get(_memory_of(value))
+            return value if copied is None else cls(value, copied)
 
         return mapped(seen, result)
 

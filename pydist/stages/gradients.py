@@ -15,7 +15,7 @@ from pydist.exchange.own_slice import own_slice
 from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
 from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.gradients.rows import in_memory_order_of, shaped_like
-from pydist.slices.state import gathered, index_of, layout_of_slices, own_part
+from pydist.slices.state import gathered, layout_of_slices, own_part
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.uses import Uses
 from pydist.tensor import ShardedTensor
@@ -127,6 +127,7 @@ class StagedGradients:
             found = {s for s, each in enumerate(stages.meshes) if rows[each.rank(0, 0), i]}
             if found:  # and meshes that use it without a gradient, or they would keep old values
                 found |= self._uses.meshes_of(name)
+                self._uses.note_gradient(name)
             self._holders.setdefault(name, set()).update(found)
             if len(found) < 2:
                 continue
@@ -163,7 +164,7 @@ class StagedGradients:
         row = torch.zeros(own.numel(), dtype=own.dtype, device=own.device)
         row[part.start : part.stop] = grad.piece
         layout = layout_of_slices(parameter)
-        place = whole if layout is None else whole[index_of(layout)]
+        place = whole if layout is None else whole[layout.box.slices]
         place.copy_(shaped_like(row, own))
         return whole
 

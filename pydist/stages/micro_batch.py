@@ -153,9 +153,13 @@ class MicroBatch(Calls):
         if stage > self.own:
             self._let_go()
         self._check(call, stage)
-        if self.samples is not None:
-            updated = [name for x in call.statistics for name in self.sources.of(x)]
-            self._uses.note_training(operands, updated, self._placed[stage])
+        # Statistics of a batch are merged on all ranks.
+        updated = [] if self.statistics is not None else call.statistics
+        self._uses.note_pass(
+            operands if self.samples is not None else (),
+            [name for x in updated for name in self.sources.of(x)],
+            self._placed[stage],
+        )
         if self._ended:
             self.factors += [
                 x.item() for x in tensors_of((call.args, call.kwargs)) if _is_factor(x)
@@ -186,7 +190,7 @@ class MicroBatch(Calls):
         """Returns the stage that a call belongs to: the next one begins, or the last one goes on.
 
         A network may make other calls than those that were planned, as in evaluation. A layer stays
-        on a mesh that has its weights nevertheless, wherever the call lies at which a stage begins.
+        on a mesh that has its weights even if the planned start of a stage now lies elsewhere.
 
         Raises:
             NotSupported: no later stage has the weights.

@@ -121,18 +121,14 @@ class Pipeline:
             )
             parts = list(found)
             passes = self._schedule.passes(count)[self.stages.index]
-            completed = False
             try:
                 losses, factors = self._run(passes, parts, criterion)
-                completed = True
             except StageStopped:
                 # A criterion that raises for a micro-batch raises on all ranks; let it, here, too.
                 for part in parts:
                     if not self._state_of.has_begun(part.number):
                         self._forward_of(part, NO_STAGE, criterion)
                 raise
-            finally:
-                self._uses.end_step(completed=completed)
         self._gradients.compare_factors(factors)
         self._gradients.reduce_shared(before)
         self._watch.note()
@@ -254,10 +250,12 @@ class Pipeline:
         self._transfers.forget()
         if self._statistics is not None:
             self._statistics.forget()
+        completed = False
         try:
             yield
             if torch.is_grad_enabled():
                 self._transfers.has_seen_all()
+            completed = True
         except BaseException as error:
             # A script may continue; what other stages have sent belongs to this batch alone.
             owed = [(each.number, t) for each in self._made for t in each.boundary.owed]
@@ -267,6 +265,8 @@ class Pipeline:
             if isinstance(error, Exception) and not lost:
                 self._transfers.stop(self._next, f"{type(error).__name__}: {error}")
             raise
+        finally:
+            self._uses.end_batch(completed=completed)
 
     def _forward_of(
         self,

@@ -21,11 +21,12 @@ class Uses:
         self._weights = {name for name, _ in model.named_parameters()}
         self._of_name: dict[str, set[int]] = {}
         self._of_module: dict[str, set[int]] = {}
+        self._trained = set[str]()  # weights that have had a gradient
         self._statistics: dict[str, set[int]] = {}  # of norms: the meshes that have updated them
         self._before: list[Key | None] = []  # each stage from 1 on, the last call with weights
         self._last: Key | None = None
-        self._first_in_step: dict[str, set[int]] = {}
-        self._has_stepped = False
+        self._noted: dict[str, set[int]] = {}  # in the present batch
+        self._updated: dict[str, set[int]] = {}
         self.is_gathered = False
         """Whether all meshes have all values of the last step."""
 
@@ -70,41 +71,46 @@ class Uses:
         Returns:
             The meshes; `None` if all may compute it.
         """
-        if not self._has_stepped or (self.is_gathered and not trains):
+        if self.is_gathered and not trains:
             return None
         found: set[int] | None = None
         for name in operands:
-            known = self._statistics.get(name)
-            if name in self._weights:
-                known = self._of_name.get(name)
-            if known:  # others have not changed on any mesh
-                found = set(known) if found is None else found & known
+            known = self._of_name if name in self._trained else self._statistics
+            if name in known:  # others have not changed on any mesh
+                found = known[name] if found is None else found & known[name]
         return found
 
-    def note_training(self, operands: Iterable[str], statistics: Iterable[str], mesh: int) -> None:
-        """Records a call of a training step.
+    def note_pass(self, operands: Iterable[str], statistics: Iterable[str], mesh: int) -> None:
+        """Records a call of a pass; `end_batch` counts it, as passes have no common order.
 
         Args:
-            operands: names of the parameters and buffers that it computes with.
+            operands: names of the parameters and buffers that it trains.
             statistics: those of the buffers that it updates.
             mesh: computes it.
         """
-        for name in operands:
-            if not self._has_stepped or not self._of_name.get(name):
-                self._first_in_step.setdefault(name, set()).add(mesh)
-        for name in statistics:
-            self._statistics.setdefault(name, set()).add(mesh)
+        for names, noted in ((operands, self._noted), (statistics, self._updated)):
+            for name in names:
+                noted.setdefault(name, set()).add(mesh)
 
-    def end_step(self, *, completed: bool) -> None:
-        """Counts what a step has trained: other meshes have old values from now on.
+    def end_batch(self, *, completed: bool) -> None:
+        """Counts the calls of a batch.
 
         Args:
-            completed: whether all ranks have made all passes.
+            completed: whether all ranks have made all passes; if not, they know different calls.
         """
-        for name, meshes in self._first_in_step.items() if completed else ():
-            self._of_name.setdefault(name, set()).update(meshes)
-        self._first_in_step.clear()
-        self._has_stepped, self.is_gathered = True, False
+        if completed:
+            for name, meshes in self._noted.items():
+                if name not in self._trained:
+                    self._of_name.setdefault(name, set()).update(meshes)
+            for name, meshes in self._updated.items():
+                self._statistics.setdefault(name, set()).update(meshes)
+        self.is_gathered &= not (self._noted or self._updated)
+        self._noted.clear()
+        self._updated.clear()
+
+    def note_gradient(self, name: str) -> None:
+        """Records that a parameter has had a gradient, so that its users alone have its value."""
+        self._trained.add(name)
 
     def meshes_of(self, name: str) -> set[int]:
         """Returns the meshes that use a parameter or buffer.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pydist.layout import Layout
-from pydist.partition import Box
 from pydist.tensor import ShardedTensor
 
 
@@ -31,7 +30,7 @@ def gather_to_first_rank(x: ShardedTensor) -> Tensor | None:
         else:
             block = torch.empty(tuple(box.shape), dtype=local.dtype)
             group.recv(block, rank)
-        whole[_slices(box)] = block
+        whole[box.slices] = block
     return whole
 
 
@@ -51,9 +50,5 @@ def scatter_from_first_rank(whole: Tensor | None, layout: Layout, dtype: torch.d
         return local
     for rank, box in enumerate(layout.boxes):
         if rank != 0 and not box.empty:
-            group.send(whole[_slices(box)].contiguous(), rank)
-    return whole[_slices(layout.box)].contiguous()
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return box.slices
+            group.send(whole[box.slices].contiguous(), rank)
+    return whole[layout.box.slices].contiguous()

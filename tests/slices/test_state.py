@@ -127,6 +127,10 @@ def test_a_weight_with_two_names_has_one_state():
         for name in ("0.weight", "1.tied"):
             state[name].mul_(2)
         assert_same(model[0].weight.full_tensor(), NETWORK[0].weight * 4)
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        again = model.state_dict(destination=state)
+        assert_same([again["0.weight"], again["1.tied"]], [NETWORK[0].weight * 8] * 2)
 
     on("channel 2", body)
 

@@ -269,6 +269,20 @@ def test_chains_whose_calls_change(calls, options):
     compare(Chain(calls).double(), [ONE] * 2, batches, F.mse_loss, change, **options)
 
 
+def test_a_frozen_layer_is_the_same_on_all_meshes():
+    def calls(net, x):
+        x = net.layers[2](torch.tanh(net.layers[0](x)))
+        return net.layers[0](x) if 1 < net.step < 9 else x
+
+    def change(model, step):
+        model.step = step
+
+    model = Chain(calls).double()
+    model.layers[0].requires_grad_(False)
+    batches = [(randn(4, 6, seed=i), randn(4, 6, seed=i + 9)) for i in range(4)]
+    compare(model, [ONE] * 2, batches, F.mse_loss, change, cuts=["layers.2"])
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize("removed", ["1", "2"])
 def test_stages_may_make_no_calls(removed, schedule):

@@ -123,19 +123,19 @@ def flip(input: ShardedTensor, *dims: Any, **kw: Any) -> ShardedTensor:
 
 
 @implements(torch.rot90, torch.Tensor.rot90)
-def rot90(input: ShardedTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> ShardedTensor:
+def rot90(input: ShardedTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     """Rotates a plane by k quarter turns, from its first dim to its second; splits turn along."""
     if len(dims) != 2:
         raise RuntimeError(f"expected total rotation dims == 2, but got dims = {len(dims)}")
     first, second = canonical_all(dims, input.dim())
     match k % 4:
         case 1:
-            return flip(input, second).transpose(first, second)  # type: ignore[return-value]
+            return flip(input, second).transpose(first, second)
         case 2:
             return flip(input, (first, second))
         case 3:
-            return flip(input, first).transpose(first, second)  # type: ignore[return-value]
-    return input.clone()  # type: ignore[return-value]
+            return flip(input, first).transpose(first, second)
+    return input.clone()
 
 
 def _gather(x: ShardedTensor, dim: int, intervals: Sequence[tuple[int, int]]) -> Tensor:
