@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction as legacy
 
+from pydist.ops.dtypes import result_dtype
 from pydist.tensor import implements
 
 _EPSILON = 1e-12
@@ -71,6 +72,10 @@ def margin_ranking_loss(
 ) -> Any:
     """Computes max(0, -target (input1 - input2) + margin)."""
     _require_dims("margin_ranking_loss", input1, input2, target)
+    # Autocast has a rule for the loss and, on a device, none for a difference.
+    one = (1,)
+    dtype = result_dtype(F.margin_ranking_loss, (one, input1), (one, input2), (one, target))
+    input1, input2, target = (x.to(dtype) for x in (input1, input2, target))
     loss = (-target * (input1 - input2) + margin).clamp_min(0)
     return _reduced(loss, reduction, size_average, reduce)
 

@@ -6,6 +6,7 @@ import torch
 
 from pydist.layout import Layout
 from pydist.ops.dims import canonical_all
+from pydist.ops.dtypes import result_dtype
 from pydist.ops.views import moves
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, view_of
 from pydist.tensor.operands import redistribute
@@ -40,4 +41,5 @@ def trace(input: ShardedTensor) -> torch.Tensor:
     """Computes the sum of a matrix's diagonal."""
     if input.dim() != 2:
         raise RuntimeError(f"trace: expected a matrix, but got tensor with dim {input.dim()}")
-    return input.diagonal().sum()
+    # On a device, autocast has a rule for the sum and none for the trace.
+    return input.diagonal().sum().to(result_dtype(torch.trace, ((1, 1), input)))
