@@ -67,6 +67,11 @@ ssize_t visible_link(const char* path, char* text, std::size_t room, ssize_t siz
   const auto length = std::min(static_cast<std::size_t>(size), sizeof whole - 1);
   std::memcpy(whole, text, length);
   whole[length] = 0;
+  if (const std::string_view stands_for = below_stand_ins({whole, length}); !stands_for.empty()) {
+    if (length == room) return size;  // it can be cut, which a shorter one would hide
+    std::memcpy(text, stands_for.data(), stands_for.size());
+    return static_cast<ssize_t>(stands_for.size());
+  }
   const OpenDescriptor known = identify_name(whole);
   if (!known.is_packed()) return size;
   const std::size_t visible = visible_path(known.entry, whole, sizeof whole);

@@ -40,11 +40,16 @@ char* give(const char* path, char* buffer, std::size_t room) {
   return static_cast<char*>(std::memcpy(buffer, path, size));
 }
 
-// The visible path of the current directory if it is a packed one.
+// The visible path of the current directory if it is a packed one, or a parent that does not exist.
 bool packed_directory(char (&path)[kPathSize]) {
   if (!mount().has_packs() || Inside::active()) return false;
   char text[kPathSize];
   const std::string_view base = base_of(AT_FDCWD, text);
+  if (const std::string_view visible = below_stand_ins(base); !visible.empty()) {
+    std::memmove(path, visible.data(), visible.size());
+    path[visible.size()] = 0;
+    return true;
+  }
   const std::int64_t entry = directory_of(base);
   return entry >= 0 && visible_path(static_cast<std::uint32_t>(entry), path, sizeof path) > 0;
 }
@@ -133,7 +138,11 @@ PYDIST_HOOK(char*, get_current_dir_name) {
 
 PYDIST_HOOK(char*, realpath, const char* path, char* buffer) {
   const Target target(AT_FDCWD, path);
-  if (!target.in_pack()) return real_realpath(target.path, buffer);
+  if (!target.in_pack()) {
+    const std::string_view visible = below_stand_ins(target.path == nullptr ? "" : target.path);
+    return visible.empty() ? real_realpath(target.path, buffer)
+                           : give(visible.data(), buffer, PATH_MAX);
+  }
   if (!target.is_entry()) return target.fail(), nullptr;
   char visible[kPathSize];
   if (visible_path(target.entry, visible, sizeof visible) == 0) return nullptr;

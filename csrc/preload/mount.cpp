@@ -51,6 +51,11 @@ std::unique_ptr<Mount> read_settings() {
   const std::string large = text(std::getenv("PYDIST_MOUNT_LARGE"));
   made->large = large.empty() ? kLarge : std::strtoull(large.c_str(), nullptr, 10);
   made->cache = std::strtoull(text(std::getenv("PYDIST_MOUNT_CACHE")).c_str(), nullptr, 10);
+  made->parents = made->folders + "/parents";
+  made->existing = made->path.rfind('/');
+  while (made->existing > 0 && !made->packs.empty() &&
+         ::access(made->path.substr(0, made->existing).c_str(), F_OK) != 0)
+    made->existing = made->path.rfind('/', made->existing - 1);
   made->identity = made->folders.substr(made->folders.rfind('/') + 1);
   const std::string output = text(std::getenv("PYDIST_MOUNT_OUTPUT"));  // NAME=FOLDER
   if (const std::size_t equals = output.find('='); equals != std::string::npos) {

@@ -21,6 +21,10 @@ struct Mount {
   std::string packs;    // the pack folder; "" if only calls are counted
   std::string folders;  // a folder with one empty folder per packed directory that was opened,
                         // and with the files of the cache
+  // A folder with stand-ins for the mount point's parents, of which the longest path that exists has
+  // `existing` bytes.
+  std::string parents;
+  std::size_t existing = 0;
   std::string identity;       // distinguishes the pack in the names of descriptors
   std::string output;         // the name of the output folder at the mount point; "" for none
   std::string output_target;  // its real path

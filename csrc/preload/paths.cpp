@@ -97,6 +97,8 @@ void Target::resolve(std::string_view base, std::string_view rest) {
     counted = !mount().has_packs();  // a folder that the mount would hide is what it is
     return;
   }
+  const std::string_view visible = below_stand_ins(base);
+  if (!visible.empty()) base = visible;
   if (rest[0] != '/' && !can_reach(base, rest)) return;
   // The normalized path so far, without a slash at its end. The first `known` bytes are as the
   // kernel has them, without symbolic links.
@@ -105,15 +107,26 @@ void Target::resolve(std::string_view base, std::string_view rest) {
   std::size_t known = size;
   std::memcpy(real, base.data(), size);
   const std::string& point = mount().path;
+  const auto at_missing_parent = [&] {
+    return size > mount().existing && is_at_or_below(point, {real, size});
+  };
+  bool by_missing_parent = !visible.empty();
   while (true) {
     if (std::string_view(real, size) == point) {
       entry = 0;
       return walk(rest);
     }
     const std::string_view component = next_component(rest);
-    if (component.empty()) return;
+    if (component.empty()) {
+      // A program may look at each folder of a path. A missing one that leads to the mount point is
+      // a folder with the next one in it.
+      if (at_missing_parent()) return rewrite(mount().parents, {real, size});
+      if (by_missing_parent) rewrite({real, size}, size == 0 ? "/" : "");
+      return;
+    }
     if (component == ".") continue;
     if (component == "..") {
+      by_missing_parent |= at_missing_parent();
       // The parents of the mount point need not exist, and are no links.
       const bool exact = size <= known || is_at_or_below(point, {real, size});
       if (!exact && !follow_links(real, size)) return;  // the C library says so
@@ -208,6 +221,12 @@ std::string_view base_of(int directory, char (&text)[kPathSize]) {
   if (size <= 0 || text[0] != '/') return {};
   text[size] = 0;
   return {text, static_cast<std::size_t>(size)};
+}
+
+std::string_view below_stand_ins(std::string_view real) {
+  const std::string_view parents = mount().parents;
+  const bool below = real.size() > parents.size() && is_at_or_below(real, parents);
+  return below ? real.substr(parents.size()) : std::string_view{};
 }
 
 std::size_t visible_path(std::uint32_t entry, char* text, std::size_t size) {

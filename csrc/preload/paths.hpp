@@ -69,6 +69,10 @@ class Target {
 // is none.
 std::string_view base_of(int directory, char (&text)[kPathSize]);
 
+// The visible path of a real one if that is a stand-in for a missing parent of the mount point, or
+// in one. Else empty.
+std::string_view below_stand_ins(std::string_view real);
+
 // Writes the visible path of a directory entry, with a null byte. Returns its length, or 0 with
 // errno if there is no room.
 std::size_t visible_path(std::uint32_t entry, char* text, std::size_t size);

@@ -14,7 +14,7 @@ import tyro
 from rich.progress import Progress
 
 from pydist.cli.console import Console
-from pydist.cli.data_workers import workers_of
+from pydist.cli.data_workers import require_one_process, workers_of
 from pydist.cli.options import parse
 from pydist.data.medical.options import CTOptions, NiftiOptions
 from pydist.data.options import ConvertOptions, IndexOptions
@@ -168,6 +168,7 @@ class _Verify:
 def universes(arguments: Sequence[str]) -> int:
     """Runs `pydist data universes`; see `pydist data universes --help`."""
     chosen = parse(_Universes, arguments, "pydist data universes")
+    require_one_process("makes universes")
     make(chosen.folder, chosen.universes, Console())
     return 0
 
@@ -175,6 +176,7 @@ def universes(arguments: Sequence[str]) -> int:
 def ct(arguments: Sequence[str]) -> int:
     """Runs `pydist data ct`; see `pydist data ct --help`."""
     chosen = parse(_CT, arguments, "pydist data ct")
+    require_one_process("makes volumes")
     make_ct(chosen.folder, chosen.volumes, Console())
     return 0
 
@@ -202,6 +204,7 @@ def _convert_medical(chosen: _Nifti | _Dicom) -> None:
     """Converts images with labels, with a progress bar, and says which were rejected."""
     from pydist.data.medical.convert import convert_nifti
 
+    require_one_process("converts images")
     console = Console()
     began = time.perf_counter()
     with progress_bar(console) as told:
@@ -335,6 +338,7 @@ def _refuse_trust(chosen: _Info | _Verify) -> None:
 def pack(arguments: Sequence[str]) -> int:
     """Runs `pydist data pack`; see `pydist data pack --help`."""
     chosen = parse(_Pack, arguments, "pydist data pack")
+    require_one_process("packs files")
     from pydist.packs import writing
 
     console = Console()

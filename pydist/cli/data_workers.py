@@ -52,6 +52,22 @@ def workers_of(chosen: _Chosen) -> Iterator[int | Executor | None]:
         yield executor  # type: ignore[misc]  # the stubs of mpi4py name another class
 
 
+def require_one_process(what: str) -> None:
+    """Raises `UsageError` if a launcher has started several ranks.
+
+    Each would do all the work, and all but one find the folder in use.
+
+    Args:
+        what: the work, such as "packs files".
+    """
+    who = launcher_env.detect()
+    if who is not None and who.size > 1:
+        raise UsageError(
+            f"{who.launcher} has started {who.size} ranks, but this command {what} in one "
+            "process: start it once, without a launcher"
+        )
+
+
 def _absolute(option: Any) -> Any:
     return option.absolute() if isinstance(option, Path) else option
 

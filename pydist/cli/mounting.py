@@ -66,6 +66,10 @@ def mounted(
         settings["PYDIST_MOUNT_PROFILE"] = str(counters)
     with _folder() as folder:
         settings["PYDIST_MOUNT_FOLDERS"] = str(folder)
+        point = settings["PYDIST_MOUNT"]
+        if packs is not None and not Path(point).parent.exists():
+            # Stand-ins for missing parents, as programs may look at each folder of a path.
+            Path(f"{folder}/parents{point}").mkdir(parents=True)
         yield _environment(settings, library, folder)
 
 

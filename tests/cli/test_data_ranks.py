@@ -122,6 +122,29 @@ def test_ranks_without_mpi_are_refused(foreign: Path) -> None:
     assert "pydist has started 2 ranks without MPI" in done.stderr
 
 
+ONE_PROCESS = {
+    "universes": ["out"],
+    "ct": ["out"],
+    "nifti": ["in", "out"],
+    "dicom": ["in", "out", "--labels", "in"],
+    "pack": ["in", "-o", "out"],
+}
+
+
+@pytest.mark.parametrize("name", ONE_PROCESS)
+def test_commands_of_one_process_are_refused_on_several_ranks(name: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    program = [sys.executable, "-m", "pydist", "data", name, *ONE_PROCESS[name]]
+    ranks = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    env = {**child_environment(), **ranks}
+    done = subprocess.run(
+        program, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "openmpi has started 2 ranks, but this command" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["index", "info", "verify"])
 def test_ranks_with_different_folders_are_refused(
     name: str, foreign: Path, tmp_path: Path, on_ranks: Ranks

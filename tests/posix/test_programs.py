@@ -60,6 +60,36 @@ def test_a_shell_command_prints_the_same(case: Case, name: str, large: str | Non
     assert case.packed(*command, large=large) == case.loose(*command)
 
 
+PARENTS = """
+realpath . ../.. ../../a/b/root/lines; readlink -f ../root/lines ..; realpath -e $ROOT/../..
+stat -c '%F' .. ../.. $ROOT/..; find ../../../a | sort; ls -aR ../..; test -d $ROOT/../../b; echo $?
+cd ..; pwd; pwd -P; ls; cat root/lines; cat ../b/root/lines; cd ../b/..; pwd; cat b/root/lines; ls -a b
+python3 -c 'import os, pathlib; print(os.getcwd(), pathlib.Path("b/root/lines").resolve(strict=True))'
+cd b/root; pwd; cd -; ls; cat other b/other $ROOT/../other; ls nothing
+readlink /proc/self/cwd; cat $ROOT/../../../../packs/index.pdx | cksum; stat -c %F $ROOT/../../../..
+cat ../../packs/index.pdx | cksum; cd ../../packs; ls; pwd
+"""
+
+
+def test_parents_of_the_mount_point_need_not_exist(tmp_path: Path) -> None:
+    there = tmp_path / "there" / "a" / "b" / "root"
+    there.mkdir(parents=True)
+    (there / "lines").write_text("some\n")
+    pack(there, tmp_path / "packs")
+    case = Case(there, tmp_path / "packs", tmp_path / "gone" / "a" / "b" / "root")
+    command = ["bash", "-c", PARENTS]
+    loose = case.loose(*command).replace(b"/there", b"/gone")
+    assert b"No such file" in loose
+    assert case.packed(*command) == loose
+    # Nothing can be made there.
+    parent = case.mount.parent
+    made = f"mkdir {parent}/q; > {parent}/q; cd {parent}; mkdir q; > q; ls"
+    shown = case.packed("bash", "-c", made)
+    assert shown.count(b"No such file") == 4
+    assert shown.endswith(b"\nroot\nexit code 0")
+    assert not (tmp_path / "gone").exists()
+
+
 def test_a_path_leaves_the_mount_point_often_in_a_thread_with_a_small_stack(case: Case) -> None:
     script = """
 import os, pathlib, threading
