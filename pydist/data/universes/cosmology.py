@@ -7,7 +7,7 @@ or a CuPy array, and the array's own module does the computation.
 Sources:
     Eisenstein & Hu 1998, ApJ 496, 605 (transfer functions; the numbers in brackets are theirs).
     Bardeen, Bond, Kaiser & Szalay 1986, ApJ 304, 15, with Sugiyama 1995, ApJS 100, 281 (BBKS).
-    Heath 1977, MNRAS 179, 351 (growth); Carroll, Press & Turner 1992, ARA&A 30, 499 (its fit).
+    Heath 1977, MNRAS 179, 351 (growth).
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from pydist.errors import UsageError
 
 Array = Any
 """A NumPy or a CuPy array."""
+
+_POINTS = 2001
+"""Points of an integration, an odd number."""
 
 
 def array_module(array: Array) -> ModuleType:
@@ -249,24 +252,20 @@ class LinearPower:
         """Amplitude A, in (Mpc/h)^(3 + n_s), that gives the universe its `sigma_8`."""
         return (self.cosmology.sigma_8 / _sigma(self._shape, 8.0)) ** 2
 
-    def sigma(self, radius: float) -> float:
-        """Computes the rms of the linear density contrast in balls of `radius` (Mpc/h), today."""
-        return math.sqrt(self.amplitude) * _sigma(self._shape, radius)
-
     def _shape(self, k: Array) -> Array:
         return k**self.cosmology.n_s * self._transfer(k, self.cosmology) ** 2
 
 
-def _sigma(power: Callable[[Array], Array], radius: float, points: int = 2001) -> float:
+def _sigma(power: Callable[[Array], Array], radius: float) -> float:
     """Computes sigma_R: sigma_R^2 = int dln k  k^3 P / (2 pi^2) W^2(kR); 501 points give 1e-7."""
-    log_k = np.linspace(math.log(1e-5), math.log(1e2), points)
+    log_k = np.linspace(math.log(1e-5), math.log(1e2), _POINTS)
     k = np.exp(log_k)
     integrand = k**3 * power(k) / (2 * math.pi**2) * top_hat(k * radius) ** 2
     step = log_k[1] - log_k[0]
     return math.sqrt(step * float(integrand.sum() - (integrand[0] + integrand[-1]) / 2))
 
 
-def growth(z: float, omega_m: float, points: int = 2001) -> float:
+def growth(z: float, omega_m: float) -> float:
     """Computes the linear growth D(z) / D(0) of a flat universe.
 
     D(a) ~ E(a) int_0^a da' / (a' E(a'))^3 with E^2 = omega_m a^-3 + 1 - omega_m (Heath 1977).
@@ -274,34 +273,15 @@ def growth(z: float, omega_m: float, points: int = 2001) -> float:
     Args:
         z: redshift.
         omega_m: matter density today, as a fraction of the critical one.
-        points: number of points of the integration.
     """
-    return _growth_unscaled(1 / (1 + z), omega_m, points) / _growth_unscaled(1, omega_m, points)
+    return _growth_unscaled(1 / (1 + z), omega_m) / _growth_unscaled(1, omega_m)
 
 
-def growth_suppression(omega_m: float, points: int = 2001) -> float:
-    """Computes D(a=1) of a flat universe relative to omega_m = 1. Source: Heath 1977."""
-    return 2.5 * omega_m * _growth_unscaled(1, omega_m, points)
-
-
-def growth_fit(z: float, omega_m: float) -> float:
-    """Computes the fit of Carroll, Press & Turner 1992, (29), to D(z) / D(0), to 0.2 %."""
-
-    def suppression(a: float) -> float:
-        e2 = omega_m / a**3 + 1 - omega_m
-        om, ol = omega_m / a**3 / e2, (1 - omega_m) / e2
-        bracket: float = om ** (4 / 7) - ol + (1 + om / 2) * (1 + ol / 70)
-        return 2.5 * om / bracket
-
-    a = 1 / (1 + z)
-    return a * suppression(a) / suppression(1)
-
-
-def _growth_unscaled(a: float, omega_m: float, points: int) -> float:
+def _growth_unscaled(a: float, omega_m: float) -> float:
     # With u = sqrt(a') the integrand, 2 u^4 / (omega_m + (1 - omega_m) u^6)^1.5, is smooth at 0.
-    u = np.linspace(0, math.sqrt(a), points)
+    u = np.linspace(0, math.sqrt(a), _POINTS)
     integrand = 2 * u**4 / (omega_m + (1 - omega_m) * u**6) ** 1.5
-    weights = np.ones(points)
-    weights[1:-1:2], weights[2:-1:2] = 4, 2  # Simpson's rule; `points` is odd
-    integral = float(weights @ integrand) * math.sqrt(a) / (points - 1) / 3
+    weights = np.ones(_POINTS)
+    weights[1:-1:2], weights[2:-1:2] = 4, 2  # Simpson's rule
+    integral = float(weights @ integrand) * math.sqrt(a) / (_POINTS - 1) / 3
     return math.sqrt(omega_m / a**3 + 1 - omega_m) * integral

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from pydist.data.universes.cosmology import Cosmology, LinearPower, growth
+from pydist.data.universes.cosmology import Cosmology, LinearPower, growth, top_hat
 from pydist.data.universes.deposit import deposit
 from pydist.data.universes.fields import PeriodicCube, displacement, gaussian_modes, white_noise
-from pydist.data.universes.spectra import power_spectrum, rms_in_spheres
+from pydist.data.universes.spectra import power_spectrum
 from pydist.errors import UsageError
 
 POWER = LinearPower(Cosmology())
@@ -27,10 +27,12 @@ def random_modes(grid: PeriodicCube, seed: int) -> np.ndarray:
 def test_spectrum_of_fields_is_the_one_asked_for() -> None:
     grid, count = PeriodicCube(32, 256.0), 40
     spectra = [
-        power_spectrum(grid, grid.to_field(random_modes(grid, seed)), theory=POWER)
-        for seed in range(count)
+        power_spectrum(grid, grid.to_field(random_modes(grid, seed))) for seed in range(count)
     ]
-    ratio = np.mean([s.power / s.expected for s in spectra], axis=0)
+    exact = PeriodicCube(32, 256.0, dtype="float64")  # each mode has the power asked for
+    modes = exact.by_mode(lambda k: np.sqrt(POWER(k) * 32**6 / exact.volume))
+    expected = power_spectrum(exact, exact.to_field(modes)).power
+    ratio = np.mean([s.power for s in spectra], axis=0) / expected
     deviation = np.sqrt(2 / spectra[0].modes / count)
     assert np.all(abs(ratio - 1)[:-1] < 4 * deviation[:-1])
     assert abs(((ratio - 1) / deviation)[:-1]).mean() < 1.5
@@ -46,7 +48,8 @@ def test_variance_of_a_field_is_the_sum_of_its_power() -> None:
 
 def test_rms_in_spheres_of_8_is_sigma_8() -> None:
     grid = PeriodicCube(128, 512.0)
-    found = [rms_in_spheres(grid, random_modes(grid, seed), 8.0) for seed in (0, 1)]
+    in_spheres = grid.by_mode(lambda k: top_hat(8 * k))
+    found = [grid.to_field(random_modes(grid, seed) * in_spheres).std() for seed in (0, 1)]
     assert np.mean(found) == pytest.approx(POWER.cosmology.sigma_8, rel=0.01)
 
 
@@ -123,7 +126,9 @@ def test_particles_follow_the_linear_power_on_large_scales() -> None:
     d = growth(3, POWER.cosmology.omega_m)
     moved = displacement(grid, modes)
     density = deposit(moved.positions(d, 0.97), grid.width, np, "cic")
-    found = power_spectrum(grid, (density - 1).astype("float32"), window=2)
+    of_cells = math.prod(np.sinc(n / grid.width) ** 2 for n in grid.mode_numbers)
+    field = grid.to_field(grid.to_modes(density - 1) / of_cells)
+    found = power_spectrum(grid, field)
     large = linear.k < 0.1
     ratio = (found.power / (d**2 * linear.power))[large]
     np.testing.assert_allclose(ratio, 1, atol=0.06)
