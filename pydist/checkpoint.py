@@ -32,6 +32,7 @@ from pydist import owner
 from pydist.comm import Transport
 from pydist.comm.consensus import together
 from pydist.errors import CheckpointError, UsageError
+from pydist.optim import load_gradient_state
 from pydist.optim.partitioned import optimizer_kind
 from pydist.parsing import parse_json
 from pydist.train import checkpoint, nested_state
@@ -190,7 +191,7 @@ def load(
                 if other is not None:
                     other.load_state_dict(parts[name])
             set_random_state(parts["random"])
-    if line := network.gradients.load(parts.get("gradients", {}), parts["step"]):
+    if line := load_gradient_state(network.model, parts.get("gradients", {}), parts["step"]):
         warnings.warn(line, stacklevel=2)
     return Resumed(parts["step"], parts["extra"])
 

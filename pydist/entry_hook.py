@@ -116,6 +116,14 @@ class EntryHook:
         """How the gradients of the model's parameters are averaged, for each lane."""
         return [lane.form for lane in self._lanes]
 
+    def sent(self) -> dict[str, int]:
+        """Returns the bytes that this rank has sent for gradients, by the kind of group."""
+        total: dict[str, int] = {}
+        for form in self.forms:
+            for kind, count in form.sent().items():
+                total[kind] = total.get(kind, 0) + count
+        return total
+
     @property
     def reducer(self) -> Reducer:
         """The gradient reducer, which is shared by all models on the mesh."""

@@ -16,7 +16,9 @@ import torch
 from pydist.backend.autotuner import Autotuner, autotuner_of
 from pydist.comm.consensus import any_rank, together
 from pydist.data.publish import make_folder, publish
+from pydist.entry_hook import entry_hook_of
 from pydist.errors import DataError, DiskError, PydistError, Stopped
+from pydist.optim import average_parameters
 from pydist.train import report
 from pydist.train.config.gradients import name_of
 from pydist.train.cuda_graph import GraphedStep
@@ -106,7 +108,7 @@ class Trainer:
         self.loss = math.nan
         """Global loss of the last step."""
         self._saved_at = state.step
-        self._sent = state.network.gradients.sent()
+        self._sent = entry_hook_of(state.model).sent()
         self._sent_in_step: dict[str, int] = {}
         self._data_log = DataLog(log, self.job.world, self.job.ranks_a_sample)
         self._tuner = autotuner_of(self.mesh)
@@ -267,7 +269,7 @@ class Trainer:
 
     def _sent_since(self) -> dict[str, int]:
         """Returns the bytes that this rank has sent for gradients in the last step."""
-        total = self.state.network.gradients.sent()
+        total = entry_hook_of(self.state.model).sent()
         found = {kind: count - self._sent.get(kind, 0) for kind, count in total.items()}
         self._sent = total
         if self._take_step.captured and not any(found.values()):
@@ -334,7 +336,7 @@ class Trainer:
         """
         assert self.validation_loader is not None
         model = self.state.model
-        self.state.network.gradients.equalize(self.state.optimizer)
+        average_parameters(model, self.state.optimizer, always=True)
         model.eval()
         rows, indices = [], list[int]()
         for batch in self.validation_loader.epoch(0):

@@ -20,11 +20,10 @@ from pydist.data.axes import without_flat
 from pydist.entry_hook import entry_hook_of
 from pydist.errors import UsageError
 from pydist.gradients import Dense
-from pydist.optim import sharded
+from pydist.optim import set_loss_scale, sharded
 from pydist.parallel import parallelize
 from pydist.stages import pipeline
 from pydist.stages.division import pipeline_of
-from pydist.train.averaged import Averaged
 from pydist.train.config.gradients import settings
 from pydist.train.device import autocast, memory_format
 from pydist.train.job import Job
@@ -52,13 +51,13 @@ class Network(Protocol):
         model: the network. In stages a rank has up to date only its stage's part of it.
         obstacle: why a step can't be captured as a CUDA graph, if that is so.
         notices: lines for the log when training begins.
-        gradients: the average over the sample groups.
+        gradients: how they are averaged over the sample groups.
     """
 
     model: nn.Module
     obstacle: str | None
     notices: Sequence[str]
-    gradients: Averaged
+    gradients: Gradients
 
     def partitioned(self, optimizer: Optimizer, wanted: Use) -> Optimizer:
         """Returns the optimizer, partitioned over the ranks if wanted."""
@@ -126,8 +125,12 @@ class MeshNetwork:
     def __init__(self, model: nn.Module, mesh: Mesh, gradients: Gradients = DENSE) -> None:
         self.model, self._mesh = model, mesh
         self.notices: Sequence[str] = ()
-        self.gradients = Averaged(model, gradients)
-        self.obstacle = self.gradients.obstacle
+        self.gradients = gradients
+        self.obstacle = (
+            f'gradients = "{gradients.name}" decides on the host in each step'
+            if gradients.keeps
+            else None
+        )
 
     def partitioned(self, optimizer: Optimizer, wanted: Use) -> Optimizer:
         """Partitions the optimizer over the mesh, if wanted."""
@@ -146,7 +149,8 @@ class MeshNetwork:
             with mixed:
                 loss = _checked(criterion(self.model(batch.inputs), batch.targets))
             scaled = scaler.scale(loss * scale)
-            self.gradients.before_backward(scaler)
+            if self.gradients.keeps:  # the scale is read from the device
+                set_loss_scale(self.model, scaler.get_scale())
             scaled.backward()
         return loss.detach()
 
@@ -188,7 +192,7 @@ class StagedNetwork:
         self._pipe, self.model, self._stages = pipe, pipe.model, pipe.stages
         self._job = Job.of(pipe.stages)
         self._mesh = pipe.stages.mesh
-        self.gradients = Averaged(pipe.model, entry_hook_of(pipe.model).gradients)
+        self.gradients = entry_hook_of(pipe.model).gradients
         self.notices: Sequence[str] = [
             f"the stages, as parts of a sample's time on one rank:\n{pipe.plan}"
         ]

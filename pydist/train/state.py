@@ -29,7 +29,12 @@ from pydist.data.lock import FolderLock
 from pydist.errors import CheckpointError, PydistError
 from pydist.mesh import Mesh
 from pydist.ops.pointwise.keyed import draws_of
-from pydist.optim import SampleLR
+from pydist.optim import (
+    SampleLR,
+    average_parameters,
+    gradient_state,
+    load_gradient_state,
+)
 from pydist.optim.fused import match_parameter_formats
 from pydist.slices import state_on_rank_0
 from pydist.slices.steps import shard_state
@@ -116,7 +121,7 @@ class RunState:
                     self.adaptive.load_state_dict(parts["noise_scale"])
                 self.step = parts["step"]
                 set_random_state(parts["random"])
-        if line := self.network.gradients.load(parts.get("gradients", {}), self.step):
+        if line := load_gradient_state(self.model, parts.get("gradients", {}), self.step):
             self.network.notices = [*self.network.notices, line]
 
     def _require_same_settings(self, path: Path, parts: Mapping[str, Any]) -> None:
@@ -157,7 +162,7 @@ def network_parts(network: Network, optimizer: Optimizer, mesh: Mesh) -> dict[st
         sharded weights on rank 0 alone.
     """
     with phase("saving a checkpoint"), state_on_rank_0():
-        network.gradients.equalize(optimizer)
+        average_parameters(network.model, optimizer, always=True)
         model, state = network.state(optimizer)
         parts: dict[str, object] = {
             "model": model,
@@ -165,7 +170,7 @@ def network_parts(network: Network, optimizer: Optimizer, mesh: Mesh) -> dict[st
             "mesh": {"forwards": mesh.session.forwards},
             "tuning": network.tuning(),
         }
-        if found := network.gradients.state():
+        if found := gradient_state(network.model):
             parts["gradients"] = found
     return parts
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist.entry_hook import entry_hook_of
+from pydist.optim import average_parameters
 from pydist.train.device import autocast
 from pydist.train.noise import GradientSquares, SquaredNorms
 
@@ -105,5 +106,6 @@ class TrainStep:
         with self.mesh.session.timers.measure("optimizer"):
             state.scaler.step(state.optimizer)
         state.scaler.update()
-        state.network.gradients.after_step(state.optimizer)
+        if state.network.gradients.keeps:
+            average_parameters(state.model, state.optimizer)
         state.optimizer.zero_grad()
