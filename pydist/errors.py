@@ -137,6 +137,11 @@ def wanted_bytes(error: BaseException) -> int | None:
     return round(float(found["n"]) * 1024**power)
 
 
+def one_line(error: BaseException) -> str:
+    """Returns the message of an error on one line."""
+    return " ".join(str(error).split())
+
+
 def in_words(error: BaseException) -> str:
     """Returns one line that describes an error of a user's program."""
     if isinstance(error, SystemExit):

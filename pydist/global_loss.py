@@ -17,6 +17,7 @@ from pydist.errors import NotSupported, UsageError
 from pydist.exchange.adjoints import all_reduce_sum
 from pydist.group_sizes import GroupSizes, weights_of
 from pydist.tensor import ShardedTensor, local_of, wrap
+from pydist.tensor.sharded import whole_of
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -74,7 +75,7 @@ def gather_over_groups(x: Tensor, mesh: Mesh) -> list[Tensor]:
     Raises:
         UsageError: the groups' tensors have different dtypes or numbers of dims.
     """
-    x = (x.full_tensor() if isinstance(x, ShardedTensor) else x).detach()
+    x = whole_of(x).detach()
     kinds = mesh.data.all_gather_bytes(repr((str(x.dtype), x.dim())).encode())
     if len(set(kinds)) > 1:
         given = ", ".join(kind.decode() for kind in kinds)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from pydist.errors import UsageError
+from pydist.errors import UsageError, one_line
 
 ArrayLike: TypeAlias = Any
 """A tensor, or an object with `__dlpack__`, `__cuda_array_interface__` or `__array_interface__`:
@@ -45,7 +45,7 @@ def as_tensor(x: ArrayLike) -> Tensor:
             return _of_numpy(np.asarray(x))
     # torch without CUDA raises an AssertionError.
     except (TypeError, ValueError, BufferError, RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise UsageError(f"an array of {type(x).__name__} can't be a tensor: {reason}") from error
     raise UsageError(
         f"{type(x).__name__} is no array; possible are tensors and objects with __dlpack__, "

@@ -22,6 +22,7 @@ from pydist.ops.channel_forms import channel_form
 from pydist.tensor import ShardedTensor
 from pydist.tensor.operands import shard_of_plain
 from pydist.tensor.refusals import module_path, name_of
+from pydist.tensor.sharded import whole_of
 
 # Queries, which compute nothing.
 _QUESTIONS = frozenset(
@@ -125,7 +126,7 @@ class CallRecorder(TorchFunctionMode):
     ) -> Any:
         """Computes a call on full tensors; a result that looks like a sample is sharded again."""
         like = next(x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_sharded(x))
-        args, kwargs = tree_map(_whole, args), tree_map(_whole, kwargs)
+        args, kwargs = tree_map(whole_of, args), tree_map(whole_of, kwargs)
         result = func(*args, **kwargs)
 
         def cut(x: Any) -> Any:
@@ -189,10 +190,6 @@ def _channels(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> s
 
 def _is_sharded(x: Any) -> bool:
     return isinstance(x, ShardedTensor)
-
-
-def _whole(x: Any) -> Any:
-    return x.full_tensor() if isinstance(x, ShardedTensor) else x
 
 
 def _is_question(func: Callable[..., Any]) -> bool:

@@ -19,14 +19,14 @@ from pydist.data.formats import Storage, StoredFile
 from pydist.data.index import fault_of
 from pydist.data.journal import Journal
 from pydist.data.lock import FolderLock
-from pydist.data.made import JOURNAL, MadeFiles, checksum_of_file, remove_files
-from pydist.data.manifest import FILE_NAME, DataFile, Manifest
+from pydist.data.made import JOURNAL, MadeFiles, checksum_of_file, present_set, remove_files
+from pydist.data.manifest import DataFile, Manifest
 from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
 from pydist.data.options import ConvertOptions
 from pydist.data.publish import make_folder, need_space, real_path
 from pydist.data.regular import TrustedTree
 from pydist.data.trust import FileTrust
-from pydist.errors import DataError, DoesNotFit, PydistError, UsageError, out_of_memory
+from pydist.errors import DataError, DoesNotFit, PydistError, UsageError, one_line, out_of_memory
 from pydist.owner import remove_temporaries
 from pydist.registry import FORMATS
 
@@ -97,7 +97,7 @@ def convert_dataset(
         need_space(root, _missing_bytes(root, tasks))
     with FolderLock(root):
         remove_temporaries(root)
-        present = _check_folder(root, recipe, options.overwrite)
+        present = present_set(root, recipe, options.overwrite)
         journal = Journal(root / JOURNAL)
         ours = _ours(root, tasks, journal, present)
         journal.add(_OURS, sorted(ours))
@@ -178,7 +178,7 @@ def _copy(task: _Task) -> list[DataFile]:
     except (MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, PydistError):
             raise
-        where, line = task.source / task.entry.path, " ".join(str(error).split())
+        where, line = task.source / task.entry.path, one_line(error)
         if out_of_memory(error):
             raise DoesNotFit(f"{where}: {line}") from error
         # HDF5 has a limit of 64 kB for an attribute, for example.
@@ -203,8 +203,7 @@ def _content(task: _Task, opened: OpenedFile) -> tuple[dict[str, npt.NDArray[Any
         try:
             values = np.asarray(file.read(array, ()))
         except file.errors as error:
-            line = " ".join(str(error).split())
-            raise DataError(f"{file.path}: {name!r} is damaged: {line}") from error
+            raise DataError(f"{file.path}: {name!r} is damaged: {one_line(error)}") from error
         found[name] = values.astype(values.dtype.newbyteorder("="), copy=False)
     return found, texts
 
@@ -315,14 +314,3 @@ def _missing_bytes(root: Path, tasks: Sequence[_Task]) -> int:
         if not all((root / name).exists() for name in task.names):
             total += voxels * (len(task.names) if task.cut else 1)
     return total
-
-
-def _check_folder(root: Path, recipe: str, overwrite: bool) -> Manifest | None:
-    """Checks that the folder may be written; returns the manifest of its present data set."""
-    present = Manifest.load(root) if (root / FILE_NAME).exists() else None
-    if present is not None and not overwrite and present.origin.get(RECIPE) != recipe:
-        raise UsageError(
-            f"{root} holds a data set that was made from something else; choose another folder, "
-            "or overwrite to replace it"
-        )
-    return present

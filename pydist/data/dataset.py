@@ -19,7 +19,7 @@ from pydist.data.manifest import Manifest
 from pydist.data.normalize import Normalizer, staged_dtype
 from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
 from pydist.data.places import BlockPlace, place_of
-from pydist.errors import DataError, DoesNotFit, UsageError, out_of_memory
+from pydist.errors import DataError, DoesNotFit, UsageError, one_line, out_of_memory
 
 if TYPE_CHECKING:
     from pydist.partition import Box
@@ -386,7 +386,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         try:
             stored = opened.file.read(dataset, window, out)
         except opened.file.errors as error:
-            what, where = " ".join(str(error).split()), self._where(index, name)
+            what, where = one_line(error), self._where(index, name)
             if out_of_memory(error):
                 raise DoesNotFit(f"{where}: {what}") from error
             raise BadSample(f"{where}: damaged: {what}") from error

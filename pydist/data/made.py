@@ -16,11 +16,12 @@ from pathlib import Path
 
 from pydist._loader import native
 from pydist.data.data_file import checked_path, kind_of
+from pydist.data.file_image import RECIPE
 from pydist.data.journal import Journal
 from pydist.data.manifest import FILE_NAME, Manifest
 from pydist.data.publish import publish
 from pydist.data.regular import Stamp, TrustedTree, require_regular
-from pydist.errors import DataError
+from pydist.errors import DataError, UsageError
 from pydist.owner import remove
 
 JOURNAL = ".made.jsonl"
@@ -30,6 +31,17 @@ _REPLACED = ""
 _Update = Callable[[bytes | memoryview, int], int]
 _UPDATES: dict[str, _Update] = {"crc32": zlib.crc32, "crc32c": native.crc32c}
 """By kind of checksum: continues one with more bytes."""
+
+
+def present_set(root: Path, recipe: str, overwrite: bool) -> Manifest | None:
+    """Checks that the folder may be written; returns the manifest of its present data set."""
+    present = Manifest.load(root) if (root / FILE_NAME).exists() else None
+    if present is not None and not overwrite and present.origin.get(RECIPE) != recipe:
+        raise UsageError(
+            f"{root} holds a data set that was made from something else; choose another folder, "
+            "or overwrite to replace it"
+        )
+    return present
 
 
 class MadeFiles:

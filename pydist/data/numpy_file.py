@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from pydist.data.formats import Driver, Storage, StoredArray, StoredFile
 from pydist.data.publish import publish_folder
-from pydist.data.regular import Stamp, TrustedTree, change_since
-from pydist.errors import DataError, UsageError
+from pydist.data.regular import Stamp, TrustedTree, first_change
+from pydist.errors import DataError, UsageError, one_line
 from pydist.parsing import parse_json
 
 SUFFIX = ".npy"
@@ -72,8 +72,7 @@ class NumpyFolder(StoredFile):
             try:
                 array = _map(file, status.st_size)
             except self.errors as error:
-                line = " ".join(str(error).split())
-                raise DataError(f"{path}: damaged, or not NumPy's: {line}") from error
+                raise DataError(f"{path}: damaged, or not NumPy's: {one_line(error)}") from error
         self._stamps[path] = Stamp.of(status)
         return array
 
@@ -92,8 +91,7 @@ class NumpyFolder(StoredFile):
 
     def change(self) -> str | None:
         """Describes a change of a file since it was mapped."""
-        found = (change_since(path, stamp) for path, stamp in self._stamps.items())
-        return next((each for each in found if each is not None), None)
+        return first_change(self._stamps)
 
     def texts(self) -> dict[str, str]:
         """Returns the texts that `write` has stored."""
@@ -182,5 +180,4 @@ def read_array(path: Path) -> npt.NDArray[Any]:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except NumpyFolder.errors as error:
-        line = " ".join(str(error).split())
-        raise DataError(f"{path}: damaged, or not NumPy's: {line}") from error
+        raise DataError(f"{path}: damaged, or not NumPy's: {one_line(error)}") from error

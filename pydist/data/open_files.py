@@ -21,7 +21,7 @@ from pydist.data.isolated import MEMORY, ReadingProcess, kept_process
 from pydist.data.made import checksum_of_file
 from pydist.data.manifest import DataFile, Manifest
 from pydist.data.regular import TrustedTree
-from pydist.errors import DataError, PydistError, UsageError
+from pydist.errors import DataError, PydistError, UsageError, one_line
 from pydist.registry import FORMATS
 
 _T = TypeVar("_T")
@@ -304,5 +304,4 @@ def in_one_line(format: type[StoredFile], path: Path) -> Iterator[None]:
     except PydistError:
         raise
     except format.errors as error:
-        what = " ".join(str(error).split())
-        raise DataError(f"{path}: {type(error).__name__}: {what}") from error
+        raise DataError(f"{path}: {type(error).__name__}: {one_line(error)}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +82,12 @@ def change_since(path: Path, before: Stamp) -> str | None:
         return f"{path}: {how} from {before.bytes} to {now.bytes} bytes while it was open"
     replaced = (now.device, now.inode) != (before.device, before.inode)
     return f"{path}: {'replaced by another file' if replaced else 'changed'} while it was open"
+
+
+def first_change(stamps: Mapping[Path, Stamp]) -> str | None:
+    """Describes how one of several files differs from its stamp; `None` for no change."""
+    found = (change_since(path, stamp) for path, stamp in stamps.items())
+    return next((each for each in found if each is not None), None)
 
 
 class TrustedTree:

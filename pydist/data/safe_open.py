@@ -30,7 +30,7 @@ from pydist.data.hdf5_rules import Limits, check_filters, check_size, check_type
 from pydist.data.mpi_io import MpiIo
 from pydist.data.plain_array import PlainArray, plain_array
 from pydist.data.regular import Stamp, change_since, require_regular
-from pydist.errors import DataError, UsageError
+from pydist.errors import DataError, UsageError, one_line
 
 SUFFIXES = (".hdf5", ".h5")
 
@@ -169,7 +169,7 @@ class SafeFile(StoredFile):
         except DataError:
             raise
         except HDF5_ERRORS as error:
-            raise DataError(f"{self.path}: {name!r} is damaged: {_line(error)}") from error
+            raise DataError(f"{self.path}: {name!r} is damaged: {one_line(error)}") from error
         return dataset
 
     def text(self, name: str, errors: str = "strict") -> str | None:
@@ -185,7 +185,7 @@ class SafeFile(StoredFile):
                 return None
             return bytes(self._file.attrs[name]).decode(errors=errors)
         except HDF5_ERRORS as error:
-            raise DataError(f"{self.path}: {name!r} is damaged: {_line(error)}") from error
+            raise DataError(f"{self.path}: {name!r} is damaged: {one_line(error)}") from error
 
     def texts(self) -> dict[str, str]:
         """Returns the attributes of the file that are strings of fixed length.
@@ -195,7 +195,9 @@ class SafeFile(StoredFile):
         try:
             names = list(self._file.attrs)[: self._limits.attributes]
         except HDF5_ERRORS as error:
-            raise DataError(f"{self.path}: its attributes are damaged: {_line(error)}") from error
+            raise DataError(
+                f"{self.path}: its attributes are damaged: {one_line(error)}"
+            ) from error
         found = {name: self.text(name, "surrogateescape") for name in names}
         return {name: text for name, text in found.items() if text is not None}
 
@@ -322,7 +324,7 @@ def _open(path: Path, driver: Driver | None) -> h5py.File:
     try:
         file = h5py.File(h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access))
     except HDF5_ERRORS as error:
-        raise DataError(f"{path}: cut short, damaged or not HDF5: {_line(error)}") from error
+        raise DataError(f"{path}: cut short, damaged or not HDF5: {one_line(error)}") from error
     if isinstance(driver, MpiIo):
         driver.opened(file)
     return file
@@ -351,8 +353,3 @@ def _names(group: h5py.Group, most: int) -> list[str]:
 
 def _shown(name: bytes | str) -> str:
     return repr(name.decode(errors="replace") if isinstance(name, bytes) else name)
-
-
-def _line(error: BaseException) -> str:
-    """Returns HDF5's message on one line."""
-    return " ".join(str(error).split())

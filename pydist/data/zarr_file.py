@@ -18,9 +18,9 @@ import numpy.typing as npt
 from pydist.data.formats import Driver, Storage, StoredArray, StoredFile
 from pydist.data.hdf5_rules import Limits
 from pydist.data.publish import publish_folder
-from pydist.data.regular import Stamp, TrustedTree, change_since
+from pydist.data.regular import Stamp, TrustedTree, first_change
 from pydist.data.zarr_rules import COMPLETE, check_array
-from pydist.errors import DataError, UsageError
+from pydist.errors import DataError, UsageError, one_line
 from pydist.parsing import parse_json
 
 METADATA = "zarr.json"
@@ -78,7 +78,7 @@ class ZarrFile(StoredFile):
         try:
             return open_array(tree, checked)
         except self.errors as error:
-            line = " ".join(str(error).split())
+            line = one_line(error)
             raise DataError(f"{where} is damaged: {type(error).__name__} {line}") from error
 
     def read(
@@ -105,8 +105,7 @@ class ZarrFile(StoredFile):
 
         Chunks are compared before and after their reads.
         """
-        found = (change_since(path, stamp) for path, stamp in self._stamps.items())
-        return next((each for each in found if each is not None), None)
+        return first_change(self._stamps)
 
     def texts(self) -> dict[str, str]:
         """Returns the texts among the attributes of the group."""

@@ -23,7 +23,8 @@ from pydist.data.medical.nifti import Nifti, OpenNifti
 from pydist.data.medical.options import GridOptions
 from pydist.errors import DataError
 from pydist.inference.distributed import BoxedVolume
-from pydist.interop import ArrayLike, as_tensor
+from pydist.inference.loaded import values_of
+from pydist.interop import ArrayLike
 from pydist.partition import Box
 
 _ADVICE = ", as which training data were stored"
@@ -68,15 +69,7 @@ class ArrayImage:
     """
 
     def __init__(self, image: ArrayLike, name: str) -> None:
-        tensor = as_tensor(image)
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
-            kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
-            raise DataError(
-                f"{name}: a tensor of kind {kind}; real numbers in dense memory are needed"
-            )
-        # NumPy has no bfloat16.
-        tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-        self._values = tensor.numpy(force=True)
+        self._values = values_of(image, name)
         self.name = name
         self.channels: int = self._values.shape[0]
         self.inner: Sequence[int] = self._values.shape[1:]

@@ -24,6 +24,7 @@ from pydist.errors import (
     Stopped,
     disk_is_full,
     exit_code_of,
+    one_line,
     out_of_memory,
     output_is_gone,
 )
@@ -186,7 +187,7 @@ def _line(error: BaseException) -> str | None:
 
 def _shortened(error: BaseException) -> str:
     """Returns torch's message on one line, without its source location."""
-    said = " ".join(str(error).split()) or type(error).__name__
+    said = one_line(error) or type(error).__name__
     said = re.sub(r"^\[enforce fail at [^\]]*\] \.? ?(err == 0\. )?", "", said)
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
 

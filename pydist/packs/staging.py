@@ -20,6 +20,7 @@ from pydist.data.lock import FILE_NAME as LOCK_NAME
 from pydist.data.lock import FolderLock
 from pydist.data.publish import flush_to_disk, make_folder, need_space, publish, real_path
 from pydist.errors import DataError, DiskError, UsageError
+from pydist.launch.backends import cores
 from pydist.packs.tree import shown
 from pydist.packs.writing import Progress, record_of
 from pydist.parsing import parse_json
@@ -234,8 +235,7 @@ class _Staging:
             entry = self._pack.entry(number)
             if entry.partition in files:
                 files[entry.partition].append((entry.offset, number))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        with ThreadPoolExecutor(max(1, min(cores, len(sizes)))) as threads:
+        with ThreadPoolExecutor(max(1, min(cores(), len(sizes)))) as threads:
             try:
                 each = [(part, sizes[part], sorted(files[part])) for part in sizes]
                 list(threads.map(lambda what: self._copy_partition(*what), each))

@@ -21,6 +21,7 @@ from pydist.data.lock import FILE_NAME as LOCK_NAME
 from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, need_space, publish, real_path
 from pydist.errors import DataError, DiskError, UsageError
+from pydist.launch.backends import cores
 from pydist.packs.options import PackOptions
 from pydist.packs.tree import SourceTree, shown
 from pydist.parsing import byte_count, parse_json
@@ -244,8 +245,7 @@ class _Packing:
 
     def _write_all(self, parts: Sequence[Sequence[int]], files: Sequence[Path]) -> list[int]:
         """Writes all partitions, several at a time, and returns their sizes."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        with ThreadPoolExecutor(min(cores, len(parts))) as threads:
+        with ThreadPoolExecutor(min(cores(), len(parts))) as threads:
             try:
                 return list(threads.map(self._write, range(len(parts)), parts, files))
             except BaseException:

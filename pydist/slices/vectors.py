@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.tensor import ShardedTensor
+from pydist.tensor.sharded import whole_of
 
 _function: Any = torch.nn.utils.vector_to_parameters
 _torchs: Any = getattr(_function, "torchs", None) or FunctionType(
@@ -24,7 +24,7 @@ def set_parameters(vec: Tensor, parameters: Iterable[Tensor]) -> None:
     That vector is sharded if a weight is. torch would make pieces of it the memory of plain
     parameters, which they do not have: the process would crash.
     """
-    _torchs(vec.full_tensor() if isinstance(vec, ShardedTensor) else vec, parameters)
+    _torchs(whole_of(vec), parameters)
 
 
 def install() -> None:

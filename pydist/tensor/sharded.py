@@ -413,6 +413,11 @@ def local_of(x: ShardedTensor) -> Tensor:
     return x._local
 
 
+def whole_of(value: Any) -> Any:
+    """Returns a sharded tensor as the full, plain one; other values unchanged."""
+    return value.full_tensor() if isinstance(value, ShardedTensor) else value
+
+
 def _reenter(x: ShardedTensor) -> None:
     """Treats a shard that a program has changed in place like an argument of `from_local`."""
     shard = x._shard

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from pydist.comm.consensus import any_rank
-from pydist.errors import PydistError, RankFailed, RankLost, UsageError
+from pydist.errors import PydistError, RankFailed, RankLost, UsageError, one_line
 from pydist.train.captured import CapturedStep
 from pydist.train.device import waiting_transport
 from pydist.train.step import TrainStep
@@ -115,7 +115,7 @@ class GraphedStep:
         except (RankFailed, RankLost):
             raise
         except (RuntimeError, AssertionError, PydistError) as error:
-            said = " ".join(str(error).split()) or type(error).__name__
+            said = one_line(error) or type(error).__name__
             reason = f"the step can't be captured: {said}"
             if self._step.mesh.size > 1:
                 raise PydistError(f'{reason}; train.cuda_graph = "never" avoids it') from error

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from pydist.comm.interface.reduction import WIDER
 from pydist.global_loss import sum_over_groups
 from pydist.tensor import ShardedTensor
+from pydist.tensor.sharded import whole_of
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -104,7 +105,7 @@ class SegmentationLoss:
         total = torch.zeros(1, dtype=torch.float64)
         for each in labels:
             weights = self._voxel_weights(each, self._weights_on(each.device), torch.float64)
-            total += _plain(_sums(weights)).sum().cpu()
+            total += whole_of(_sums(weights)).sum().cpu()
         mesh.data.all_reduce(total)
         a_sample = (float(total) or 1.0) / samples
 
@@ -130,7 +131,7 @@ class SegmentationLoss:
             scores.to(dtype), labels, weights, ignore_index=self._ignored, reduction="none"
         )
         weight = self._voxel_weights(labels, weights, dtype)
-        return _plain(torch.stack([_sums(entropy), _sums(weight)], 1))
+        return whole_of(torch.stack([_sums(entropy), _sums(weight)], 1))
 
     @property
     def _ignored(self) -> int:
@@ -189,17 +190,12 @@ def dice_loss(scores: Tensor, labels: Tensor, ignore_label: int | None = None) -
     sizes = probabilities.sum(dims) + truth.sum(dims)
     dice = (2 * shared + SMOOTH) / (sizes + SMOOTH)
     parts = [dice[:, first:end] for first, end in _runs(scored_classes(classes, ignore_label))]
-    return _plain(1 - (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mean(1))
+    return whole_of(1 - (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mean(1))
 
 
 def _sums(x: Tensor) -> Tensor:
     """Returns the sum over each sample of [N, D, H, W]."""
     return x.sum(tuple(range(1, x.dim())))
-
-
-def _plain(x: Tensor) -> Tensor:
-    """Returns the full tensor of a result without spatial dims."""
-    return x.full_tensor() if isinstance(x, ShardedTensor) else x
 
 
 def scored_classes(classes: int, ignore_label: int | None) -> tuple[int, ...]:

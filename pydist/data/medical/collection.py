@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from pydist.data.file_image import RECIPE, file_image, storage_options
 from pydist.data.lock import FolderLock
-from pydist.data.made import MadeFiles, checksum_of
-from pydist.data.manifest import FILE_NAME, DataFile, Intensity, Manifest
+from pydist.data.made import MadeFiles, checksum_of, present_set
+from pydist.data.manifest import DataFile, Intensity, Manifest
 from pydist.data.publish import make_folder
 from pydist.data.safe_open import safe_open
-from pydist.errors import DataError, UsageError
+from pydist.errors import DataError
 from pydist.owner import remove_temporaries
 
 Progress = Callable[[int, int, str], None]
@@ -145,7 +145,7 @@ def _write_set(
     progress: Progress | None,
 ) -> Manifest:
     """Does the work of `write_set` in an existing folder, with its lock held."""
-    before = _check_folder(root, origin, overwrite)
+    before = present_set(root, origin[RECIPE], overwrite)
     files = MadeFiles(root, before)
     if before is not None and before.origin.get(RECIPE) != origin[RECIPE]:
         files.replace()
@@ -283,17 +283,6 @@ def _read_again(name: str, content: bytes, recipe: str) -> LabeledVolume | None:
             return LabeledVolume(file.dataset(VOLUME)[...], file.dataset(LABEL)[...])
     except DataError:
         return None
-
-
-def _check_folder(root: Path, origin: Mapping[str, Any], overwrite: bool) -> Manifest | None:
-    """Checks that the folder may be written; returns the manifest of its present data set."""
-    before = Manifest.load(root) if (root / FILE_NAME).exists() else None
-    if before is not None and not overwrite and before.origin.get(RECIPE) != origin[RECIPE]:
-        raise UsageError(
-            f"{root} holds a data set that was made from something else; choose another folder, "
-            "or overwrite to replace it"
-        )
-    return before
 
 
 def _manifest(

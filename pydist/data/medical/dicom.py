@@ -22,7 +22,7 @@ from pydist.data.hdf5_rules import Limits
 from pydist.data.medical.nifti import Nifti, Outline
 from pydist.data.medical.nifti_header import MISSING_LIBRARY
 from pydist.data.regular import require_regular
-from pydist.errors import DataError, UsageError
+from pydist.errors import DataError, UsageError, one_line
 
 if TYPE_CHECKING:
     from pydicom import Dataset
@@ -299,5 +299,5 @@ def _in_one_line(path: Path) -> Iterator[None]:
     except (DataError, UsageError, MemoryError):
         raise
     except Exception as error:  # pydicom raises whatever a damaged byte leads to
-        line = " ".join(str(error).split()) or type(error).__name__
+        line = one_line(error) or type(error).__name__
         raise DataError(f"{path}: damaged, or no DICOM image: {line[:300]}") from error

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pydist.data.medical.nifti_header import NiftiHeader, header_of, scaling_of
 from pydist.data.publish import GZIP_RATIO
 from pydist.data.regular import require_regular
-from pydist.errors import DataError
+from pydist.errors import DataError, one_line
 
 if TYPE_CHECKING:
     from nibabel.nifti1 import Nifti1Header
@@ -264,7 +264,6 @@ def _errors(path: Path) -> Iterator[None]:
     except EOFError:
         raise DataError(f"{path}: cut short: the gzip data end early") from None
     except (gzip.BadGzipFile, zlib.error) as error:
-        what = " ".join(str(error).split())
-        raise DataError(f"{path}: damaged gzip data: {what}") from error
+        raise DataError(f"{path}: damaged gzip data: {one_line(error)}") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pydist.errors import DataError, UsageError
+from pydist.errors import DataError, UsageError, one_line
 
 if TYPE_CHECKING:
     from nibabel.nifti1 import Nifti1Header
@@ -98,7 +98,7 @@ def header_of(block: bytes, where: str) -> Nifti1Header:
         header.check_fix(logger=_QUIET)
         magic = bytes(header["magic"])
     except (nib.spatialimages.HeaderDataError, ValueError, KeyError) as error:
-        raise DataError(f"{where}: damaged header: {_line(error)}") from error
+        raise DataError(f"{where}: damaged header: {one_line(error)}") from error
     if not magic.startswith((b"n+1", b"n+2")):
         raise DataError(f"{where}: not NIfTI in one file (magic {magic!r}): convert it to .nii")
     return header
@@ -115,7 +115,7 @@ def affine_of(header: Nifti1Header, where: str) -> npt.NDArray[np.float64]:
     try:
         affine = np.asarray(header.get_best_affine(), dtype=np.float64)
     except (HeaderDataError, ValueError) as error:
-        raise DataError(f"{where}: damaged header: {_line(error)}") from error
+        raise DataError(f"{where}: damaged header: {one_line(error)}") from error
     directions = affine[:3, :3]
     lengths = np.abs(directions).max(0)
     if not np.isfinite(affine).all() or lengths.min() == 0:
@@ -167,7 +167,3 @@ def voxel_shape(header: Nifti1Header, where: str) -> tuple[int, ...]:
     if not 1 <= dim[0] <= 7 or len(extents) not in (3, 4) or min(extents) < 1:
         raise DataError(f"{where}: {extents} voxels: 3 dims are needed, or 4 with channels")
     return tuple(extents)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -15,7 +15,6 @@ from pydist.ops.shaping.indexing import (
     entries_of,
     layout_of_indices,
     selected_layout,
-    whole_of,
     without_masks,
 )
 from pydist.ops.shaping.slicing import region_of
@@ -23,6 +22,7 @@ from pydist.ops.transposition import whole_along
 from pydist.tensor import ShardedTensor, implements, local_of, replace_shard_, wrap
 from pydist.tensor.aliasing import is_view_at, written_back
 from pydist.tensor.operands import operand_for, operand_in, redistribute, refuse_shard_shaped
+from pydist.tensor.sharded import whole_of
 
 _SET = torch.Tensor.__setitem__
 

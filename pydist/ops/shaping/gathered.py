@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pydist.ops.pointwise.elementwise import elementwise
-from pydist.ops.shaping.indexing import whole_of
 from pydist.tensor import HANDLERS, implements
+from pydist.tensor.sharded import whole_of
 
 
 def _gathered(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

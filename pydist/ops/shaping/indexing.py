@@ -16,6 +16,7 @@ from pydist.ops.pointwise.elementwise import broadcast_layout
 from pydist.ops.shaping.slicing import full_index, sliced
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, source_among, wrap
 from pydist.tensor.operands import layout_of_operand, operand_in, parameter_for, prove_equal
+from pydist.tensor.sharded import whole_of
 
 _GET = torch.Tensor.__getitem__
 
@@ -37,11 +38,6 @@ def getitem(x: Tensor, index: Any) -> Tensor:
     basic, indices = without_masks(x, entries, like.layout)
     selected = sliced(x, basic) if isinstance(x, ShardedTensor) else x[tuple(basic)]
     return _at(selected, indices, like)
-
-
-def whole_of(value: Any) -> Any:
-    """Returns a sharded tensor as the full, plain one; other values unchanged."""
-    return value.full_tensor() if isinstance(value, ShardedTensor) else value
 
 
 def is_mask(index: Tensor) -> bool:

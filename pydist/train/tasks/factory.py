@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pydist.check.factory import load_factory, load_object
 from pydist.errors import DataError, DoesNotFit, UsageError, in_words, out_of_memory
-from pydist.tensor import ShardedTensor
+from pydist.tensor.sharded import whole_of
 from pydist.train.tasks.base import (
     Criterion,
     SampleReport,
@@ -242,7 +242,7 @@ class AnyClassification(SampleReport):
     def measure(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns the cross-entropy, the predicted and the true class, [N, 3]."""
         scores, classes = self._scores(output), self._numbers(batch.targets)
-        scores = scores.full_tensor() if isinstance(scores, ShardedTensor) else scores
+        scores = whole_of(scores)
         each = F.cross_entropy(scores.double(), classes, reduction="none")
         return torch.stack([each, scores.argmax(1).double(), classes.double()], 1)
 
