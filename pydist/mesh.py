@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import os
@@ -279,7 +278,7 @@ def _compare(
     kept = kept_hardware() if world.rank == 0 else None
     of_rank = [socket.gethostname(), None if kept is None else asdict(kept)]
     mine = [*of_rank, str(grid), sorted(shares.items())]
-    found = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
+    found = world.all_gather_json(mine)
     for rank, (_, _, *mesh) in enumerate(found):
         if mesh != found[0][2:]:
             here, there = (f"{axes}, shares {dict(given)}" for axes, given in (found[0][2:], mesh))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -219,9 +218,9 @@ def _store_through(world: Transport) -> Store:
     host = "127.0.0.1" if here else _address()
     if world.rank == 0:
         store = TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
-        world.broadcast_bytes(json.dumps([host, store.port]).encode())
+        world.broadcast_json([host, store.port])
         return store
-    host, port = json.loads(world.broadcast_bytes(None))
+    host, port = world.broadcast_json(None)
     return TCPStore(host, port, world.size, is_master=False, wait_for_workers=False)
 
 
@@ -265,8 +264,7 @@ def _set_threads(world: Transport) -> None:
     if "OMP_NUM_THREADS" in os.environ:
         return
     host, affinity = socket.gethostname(), sorted(_affinity())
-    mine = json.dumps([host, affinity]).encode()
-    everyone = [json.loads(each) for each in world.all_gather_bytes(mine)]
+    everyone = world.all_gather_json([host, affinity])
     torch.set_num_threads(max(1, len(affinity) // everyone.count([host, affinity])))
     used = len(set().union(*(cores for name, cores in everyone if name == host)))
     if world.rank == 0 and world.size > 1 and 2 * used <= (os.cpu_count() or 1):
@@ -288,8 +286,7 @@ def _hear_of_other_machines(who: Identity | None, world: Transport) -> None:
     """Includes ranks of other machines in reports of hangs. Collective."""
     if who is None or who.local_size >= world.size or watch.listens():  # the same on all ranks
         return
-    mine = json.dumps(asdict(watch.own_place())).encode()
-    places = [Place(**json.loads(row)) for row in world.all_gather_bytes(mine)]
+    places = [Place(**row) for row in world.all_gather_json(asdict(watch.own_place()))]
     store = _stores[-1] if _stores else dist.distributed_c10d._get_default_store()
     served = isinstance(_plain(store), TCPStore)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)

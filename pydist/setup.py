@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -116,11 +115,11 @@ def chosen_by_rank_0(
         world: the ranks.
         choose: returns the mesh for their number; called on rank 0 alone.
     """
-    said = b""
+    shape: Sequence[int] = ()
     with together(world, "choosing the mesh"):
         if world.rank == 0:
-            said = json.dumps(choose(world.size).shape).encode()
-    sizes = dict(zip(AXES, json.loads(world.broadcast_bytes(said)), strict=True))
+            shape = choose(world.size).shape
+    sizes = dict(zip(AXES, world.broadcast_json(shape), strict=True))
     spatial = [sizes[axis] for axis in SPATIAL_AXES]
     return sizes["data"], spatial, {axis: sizes[axis] for axis in OTHER_AXES}
 

@@ -11,7 +11,6 @@ With `PYDIST_TUNE=0`, or where no file can be stored, a fixed rule chooses witho
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import weakref
@@ -121,8 +120,7 @@ class Autotuner:
 
     def everyones(self) -> list[dict[str, list[Choice]]]:
         """Returns the choices of all sample groups, for checkpoints and files. Collective."""
-        mine = json.dumps({**self._kept, **self._chosen}).encode()
-        return [json.loads(each) for each in self._of_mesh().data.all_gather_bytes(mine)]
+        return self._of_mesh().data.all_gather_json({**self._kept, **self._chosen})
 
     def choose(
         self,
@@ -150,7 +148,7 @@ class Autotuner:
         name = key_of("choice", {"subjects": [[s.key for s in each] for each in subjects]})
         distinct = {subject.key: subject for each in subjects for subject in each}
         said = self._plan(name, distinct, is_possible, learns) if group.rank == 0 else {}
-        plan = json.loads(group.broadcast_bytes(json.dumps(said).encode()))
+        plan = group.broadcast_json(said)
         if "choice" in plan:
             choices = plan["choice"]
         elif "records" not in plan:
@@ -219,9 +217,9 @@ class Autotuner:
                     if not _is_hopeless(subjects[key], name, own[key]):
                         own[key].add(name, visit(key, name))
             said = {key: record.dump() for key, record in own.items()}
-            everyone = group.all_gather_bytes(json.dumps(said).encode())
-        for text in everyone:
-            for key, content in json.loads(text).items():
+            everyone = group.all_gather_json(said)
+        for records_of_rank in everyone:
+            for key, content in records_of_rank.items():
                 found[key].merge(TuningRecord.load(content, subjects[key].candidates))
         if group.rank == 0:
             records = Records()

@@ -40,10 +40,8 @@ def together(world: Transport, what: str = "work that one rank may do alone") ->
             yield
         except PydistError as error:
             mine = error
-        report = json.dumps([type(mine).__name__, str(mine)] if mine else None).encode()
-        answers = world.all_gather_bytes(report)
-    for rank, answer in enumerate(answers):
-        failure = json.loads(answer)
+        failures = world.all_gather_json([type(mine).__name__, str(mine)] if mine else None)
+    for rank, failure in enumerate(failures):
         if failure is None:
             continue
         name, message = failure
@@ -68,12 +66,12 @@ def require_same(world: Transport, facts: Mapping[str, object]) -> None:
     """
     if world.size == 1:
         return
-    text = json.dumps({name: str(value) for name, value in facts.items()}).encode()
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
-    digests = world.all_gather(digest)
+    texts = {name: str(value) for name, value in facts.items()}
+    digest = hashlib.sha256(json.dumps(texts).encode()).digest()
+    digests = world.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
     if bool((digests == digests[0]).all()):
         return
-    everyones = [json.loads(each) for each in world.all_gather_bytes(text)]
+    everyones = world.all_gather_json(texts)
     first = everyones[0]
     for rank, theirs in enumerate(everyones):
         for name in {**first, **theirs}:

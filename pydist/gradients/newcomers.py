@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,7 @@ def compare_newcomers(
         "drop": proposals,
         "places": [leaf.place for leaf in found],
     }
-    everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
+    everyones = world.all_gather_json(mine)
     lists = [each["new"] for each in everyones]
     for rank, other in enumerate(lists):
         _compare(lists[0], other, rank)
@@ -73,7 +72,7 @@ def refuse_parting(world: Transport, tensors: Sequence[Tensor]) -> None:
         UsageError: a tensor is equal in all groups and its gradient is not; on all ranks.
     """
     mine = [(checksum(t), checksum(t.grad)) for t in tensors if t.grad is not None]
-    everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
+    everyones = world.all_gather_json(mine)
     for tensor, *entries in zip(tensors, *everyones, strict=False):
         values, gradients = zip(*entries, strict=True)
         if len(set(values)) == 1 and len(set(gradients)) > 1:

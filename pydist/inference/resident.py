@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -178,7 +177,7 @@ class Resident:
     def follow(self) -> None:
         """Computes what the first rank deals out, until it calls `end`. On the other ranks."""
         while True:
-            order = json.loads(self.mesh.world.broadcast_bytes(None))
+            order = self.mesh.world.broadcast_json(None)
             if order == _END:
                 return
             if order == _IDLE:
@@ -187,7 +186,7 @@ class Resident:
                 self._compute(order["shapes"], None)
 
     def _tell(self, order: object) -> None:
-        self.mesh.world.broadcast_bytes(json.dumps(order).encode())
+        self.mesh.world.broadcast_json(order)
 
     def _by_windows(self, x: Tensor, sliding: Sliding) -> Tensor:
         """Computes scores by windows, of which all groups compute some at a time."""
@@ -243,13 +242,13 @@ class Resident:
             if output is not None:
                 outputs[i] = output
         told = {i: (tuple(x.shape), str(x.dtype)) for i, x in outputs.items()}
-        everyones = world.all_gather_bytes(json.dumps(told).encode())
+        everyones = world.all_gather_json(told)
         if world.rank != 0:
             for each in outputs.values():
                 world.send(each, 0)
             return []
-        for rank, text in enumerate(everyones):
-            for i, (shape, dtype) in json.loads(text).items():
+        for rank, theirs in enumerate(everyones):
+            for i, (shape, dtype) in theirs.items():
                 if rank != 0:
                     kind = getattr(torch, dtype.removeprefix("torch."))
                     world.recv(outputs.setdefault(int(i), torch.empty(shape, dtype=kind)), rank)

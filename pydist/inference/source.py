@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -145,11 +144,11 @@ class ImageFacts:
     """What all ranks know of an image; the attributes are those of `ImageSource`."""
 
     def __init__(self, source: ImageSource | None, group: Transport) -> None:
-        text = b""
+        known: list[object] = []
         if source is not None:
-            known = (source.name, source.channels, source.inner, source.extents)
-            text = json.dumps([*known, source.axis, source.backwards]).encode()
-        found = json.loads(group.broadcast_bytes(text))
+            known = [source.name, source.channels, source.inner, source.extents]
+            known += [source.axis, source.backwards]
+        found = group.broadcast_json(known)
         self.name, self.channels, self.inner, self.extents, self._axis, self._backwards = found
 
     def slabs(self, extents: Sequence[int]) -> list[Box]:
@@ -206,7 +205,7 @@ def distribute(
                 inside = place.slices
                 image.local[channel][inside] = part[0]
     mean = math.fsum(sums) / math.prod((facts.channels, *ends))
-    return image, float(json.loads(group.broadcast_bytes(json.dumps(mean).encode())))
+    return image, float(group.broadcast_json(mean))
 
 
 def _sum(values: npt.NDArray[Any], name: str) -> float:

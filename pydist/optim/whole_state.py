@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -46,8 +45,7 @@ def gather_state(
         _describe(state.get(owned[p], {}), owned[p]) if p in owned and id(p) in parts else None
         for p in parameters
     ]
-    described = mesh.world.all_gather_bytes(json.dumps(mine).encode())
-    everyones = [json.loads(each) for each in described]
+    everyones = mesh.world.all_gather_json(mine)
     whole: dict[Tensor, ParameterState] = {}
     for index, parameter in enumerate(parameters):
         part = parts.get(id(parameter))

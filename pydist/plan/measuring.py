@@ -7,7 +7,6 @@ networks with and without it.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import tempfile
@@ -70,8 +69,7 @@ def measure_hardware(world: Transport, name: str) -> Hardware:
         raise NotSupported(
             "pydist env --bench measures CPUs; for devices there are profiles, see docs/planning.md"
         )
-    told = json.dumps([socket.gethostname(), this_machine()]).encode()
-    found = [json.loads(each) for each in world.all_gather_bytes(told)]
+    found = world.all_gather_json([socket.gethostname(), this_machine()])
     hosts = [host for host, _ in found]
     convolving, alone = _convolution(torch.float32), Mesh(LocalTransport())
     flop, crowding_flops = _crowded(world, convolving)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -202,8 +201,7 @@ def _plan_together(
         alive = [orders.most_alive(stage, kept) for stage in range(stages.count)]
         mine = make_plan(recorded, ranks, balance, cuts, alive, stages.order, state)
     require_same(stages.world, {"the network's forward pass on the sample": str(recorded)})
-    message = stages.world.broadcast_bytes(json.dumps(plan_to_json(mine)).encode())
-    return recorded, plan_of_json(json.loads(message))
+    return recorded, plan_of_json(stages.world.broadcast_json(plan_to_json(mine)))
 
 
 class _PipelineHook:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,8 +79,7 @@ def _broadcast_entries(mine: Mapping[str, Any], stages: Stages, root: int) -> di
             kind = [str(value.dtype).removeprefix("torch."), list(value.shape)] if is_tensor else 0
             described[name] = [kind, None if is_tensor else value]
     found: dict[str, Any] = {}
-    message = world.broadcast_bytes(json.dumps(described).encode(), root)
-    for name, (kind, value) in json.loads(message).items():
+    for name, (kind, value) in world.broadcast_json(described, root).items():
         if not kind:
             found[name] = value
             continue

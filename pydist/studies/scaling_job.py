@@ -9,7 +9,6 @@ rank keeps its blocks of all samples, so that later epochs read nothing and exch
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -83,12 +82,7 @@ def main(arguments: Sequence[str]) -> None:
 
     with without_overlap() if AWAITED in flags else nullcontext():
         events = recorded_steps(config, mesh, int(steps), 0, loader)
-    everyones = [
-        json.loads(text)
-        for text in mesh.world.all_gather_bytes(
-            json.dumps([(e["seconds"], e["parts"]) for e in events]).encode()
-        )
-    ]
+    everyones = mesh.world.all_gather_json([(e["seconds"], e["parts"]) for e in events])
     with together(mesh.world, "writing the log"):
         if mesh.rank == 0:
             log = EventLog(config.output.folder / LOG_FILE)

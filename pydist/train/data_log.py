@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -111,8 +110,8 @@ class DataLog:
         if loader.on_bad_sample == "stop":
             return
         everyones: dict[int, set[str]] = {}
-        for message in self._world.all_gather_bytes(json.dumps(loader.skipped).encode()):
-            for index, why in json.loads(message).items():
+        for skipped in self._world.all_gather_json(loader.skipped):
+            for index, why in skipped.items():
                 everyones.setdefault(int(index), set()).add(why)
         for index in sorted(everyones.keys() - self._told.setdefault(split, set())):
             self._told[split].add(index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -94,8 +93,7 @@ def why_unused(wanted: str, world: Transport, option: str = "train.device") -> s
         world: the transport over all ranks.
         option: see `choose_device`.
     """
-    mine = json.dumps([present(), cuda_obstacle(world)]).encode()
-    everyone = [json.loads(row) for row in world.all_gather_bytes(mine)]
+    everyone = world.all_gather_json([present(), cuda_obstacle(world)])
     if not any(devices for devices, _ in everyone):
         return ""
     if wanted == "cpu":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from pydist.optim import trust_ratios
@@ -44,6 +43,6 @@ class LayerLog:
         rows = {name: each._asdict() for name, each in found.items()}
         if self._job.stages is None:
             return rows
-        everyones = self._job.world.all_gather_bytes(json.dumps(rows).encode())
-        every = {name: row for each in everyones for name, row in json.loads(each).items()}
+        everyones = self._job.world.all_gather_json(rows)
+        every = {name: row for each in everyones for name, row in each.items()}
         return {n: every[n] for n, _ in self._model.named_parameters() if n in every}

@@ -256,10 +256,9 @@ class StagedNetwork:
 
     def tuning(self) -> list[Any]:
         """Returns the choices of each sample group of the first mesh, then of the next."""
-        mine = json.dumps(autotuner_of(self._mesh).everyones()).encode()
-        everyones = self._stages.world.all_gather_bytes(mine)
+        everyones = self._stages.world.all_gather_json(autotuner_of(self._mesh).everyones())
         firsts = (everyones[mesh.rank(0, 0)] for mesh in self._stages.meshes)
-        return [each for found in firsts for each in json.loads(found)]
+        return [each for found in firsts for each in found]
 
     def own_tuning(self, tuning: list[Any]) -> list[Any]:
         """Returns the choices of this mesh, if another run had as many meshes."""
@@ -392,6 +391,6 @@ def _collected(rows: list[Tensor], indices: list[int], mesh: Mesh) -> Tensor:
     mine = torch.cat(rows).cpu() if rows else torch.empty(0)
     everyones = mesh.data.all_gather_bytes(mine.numpy().tobytes())
     found = torch.frombuffer(bytearray(b"".join(everyones)), dtype=torch.float64)
-    numbers = mesh.data.all_gather_bytes(json.dumps(indices).encode())
-    order = torch.tensor([index for each in numbers for index in json.loads(each)]).argsort()
+    numbers = mesh.data.all_gather_json(indices)
+    order = torch.tensor([index for each in numbers for index in each]).argsort()
     return found.reshape(-1, *(n for n in shape.tolist() if n))[order]

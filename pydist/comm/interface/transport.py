@@ -14,9 +14,11 @@ diverge permanently. float16 and bfloat16 are summed in float32 and rounded once
 
 from __future__ import annotations
 
+import json
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,6 +159,15 @@ class Transport(Collectives):
         padded[: len(data)] = _as_tensor(data)
         rows = self.all_gather(padded)
         return [_as_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+    def all_gather_json(self, value: object) -> list[Any]:
+        """Collects a value from every rank, in rank order, as JSON holds it."""
+        return [json.loads(each) for each in self.all_gather_bytes(json.dumps(value).encode())]
+
+    def broadcast_json(self, value: object, root: int = 0) -> Any:
+        """Sends a value from `root` to all ranks, as JSON holds it; it is ignored elsewhere."""
+        data = json.dumps(value).encode() if self.rank == root else None
+        return json.loads(self.broadcast_bytes(data, root))
 
 
 def _as_tensor(data: bytes) -> Tensor:

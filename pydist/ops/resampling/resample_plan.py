@@ -65,11 +65,6 @@ class ResamplePlan:
             if tap.weights is not None or not self.reads.copies_all(d, tap.indices[0])
         }
 
-    @property
-    def is_torchs(self) -> bool:
-        """Whether torch's kernel computes this rank's outputs from its inputs alone."""
-        return self._call is not None
-
     def run(self, box: Tensor) -> Tensor:
         """Computes this rank's outputs from the inputs that they read.
 

@@ -159,7 +159,7 @@ def test_torch_computes_on_the_shard_where_its_numbers_are_the_same(options, own
         assert error(y.full_tensor().detach(), expected) < 1e-6
         assert y.to_local().is_contiguous(memory_format=torch.channels_last_3d)
         (plan,) = (plan for plan in mesh.session.plans.values() if isinstance(plan, ResamplePlan))
-        return plan.is_torchs
+        return plan._call is not None
 
     assert on_ranks((2, 1, 1), body) == [own, own]
 
