@@ -18,6 +18,7 @@ from pydist.cli.mounting import CACHE, mounted
 from pydist.cli.own_options import OwnOptions
 from pydist.cli.store_profile import Counters
 from pydist.errors import UsageError
+from pydist.launch.signal_handlers import handled
 
 _USAGE = (
     "pydist store exec --mount PATH [--packs FOLDER] [--output [NAME=]FOLDER] [--large SIZE] "
@@ -107,13 +108,9 @@ def _run(program: Sequence[str], environment: Mapping[str, str]) -> int:
         else:
             early.append(number)
 
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
-    try:
+    with handled(_FORWARDED, forward):
         started.append(subprocess.Popen(command, env=dict(environment)))
         for number in early:
             started[0].send_signal(number)
         code = started[0].wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return code if code >= 0 else _SHELL_SIGNAL - code

@@ -11,9 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,6 +24,7 @@ from pydist.launch.backends import Backend, backend_named, cores
 from pydist.launch.launcher_socket import VARIABLE
 from pydist.launch.leftovers import private_directory
 from pydist.launch.processes import code_of_unreaped, in_words, is_stopped
+from pydist.launch.signal_handlers import handled
 from pydist.launch.stderr_filter import StderrFilter
 
 _ABORT_GRACE = 1.0
@@ -155,7 +155,8 @@ class _RunningJob:
         listener.bind(str(path))
         listener.listen(self._size)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        with listener, self._forwarded_signals():
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+        with listener, handled(numbers, self._forward):
             try:
                 self._start(command, self._environment(str(path)))
                 while any(child.poll() is None for child in self._children):
@@ -358,19 +359,6 @@ class _RunningJob:
                     os.killpg(child.pid, number)
                 if number == signal.SIGKILL:
                     child.wait()
-
-    @contextlib.contextmanager
-    def _forwarded_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may handle signals
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-        before = {number: signal.signal(number, self._forward) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGTERM:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from typing import Any
 from pydist.data.publish import make_folder, publish
 from pydist.errors import DiskError, Stopped, UsageError
 from pydist.launch.backends import cores
+from pydist.launch.signal_handlers import handled
 from pydist.train import config_io
 from pydist.train.config import Config
 from pydist.train.log import LOG_FILE, read
@@ -240,19 +240,12 @@ def _ended_on_error(under_way: Mapping[int, _Job]) -> Iterator[None]:
 def _stops() -> Iterator[list[int]]:
     """Yields a list to which the signals are added that ask this process to end."""
     arrived: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield arrived
-        return
 
     def note(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
 
-    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled((signal.SIGINT, signal.SIGTERM), note):
         yield arrived
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def _last_line(path: Path) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from pydist.errors import Stopped
+from pydist.launch.signal_handlers import handled
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Ctrl-C, kill, and SLURM's signal before the time limit (``--signal=USR1@180``)."""
@@ -33,15 +34,8 @@ class StopRequest:
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
         """Handles the signals within the `with` block; does nothing outside the main thread."""
-        if threading.current_thread() is not threading.main_thread():
+        with handled(SIGNALS, self._note):
             yield self
-            return
-        before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
@@ -86,11 +80,8 @@ def ending_at_once() -> Iterator[None]:
         name = signal.Signals(number).name
         raise Ending(f"stopped by {name} before or after training; the same command resumes")
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        yield
+        with handled((signal.SIGTERM, signal.SIGUSR1), end):
+            yield
     except Ending as ending:
         raise Stopped(str(ending)) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
