@@ -206,7 +206,11 @@ class Calls(ABC):
         for x in inputs:
             x.refuse_foreign_graph()
         if any(x.calls is not self for x in inputs):
-            raise NotSupported(f"{name_of(func)} on tensors of several forward passes in stages")
+            raise NotSupported(
+                f"{name_of(func)} in {calling_module() or 'a loss'} on tensors of several forward "
+                "passes in stages: what a network keeps of a pass, such as a running mean of its "
+                "own, belongs to one stage; batch norm's running statistics are possible"
+            )
         meta, metas = self._on_meta(func, args, kwargs)
         changed = [x for x in inputs if any(x.meta is each for each in metas)]
         if len(metas) > len({id(x) for x in changed}) and func not in _UPDATES:

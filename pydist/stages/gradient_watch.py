@@ -7,8 +7,10 @@ import warnings
 from weakref import WeakSet
 
 from torch import Tensor, nn
+from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from pydist.errors import NotSupported
 from pydist.exchange.own_slice import own_slice
 from pydist.gradients.partitioned import PartitionedGradient
 from pydist.stages.ranks import Stages
@@ -51,7 +53,19 @@ class GradientWatch:
         }
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Warns if the gradients of an optimizer were changed since."""
+        """Warns if the gradients of an optimizer were changed since.
+
+        Raises:
+            NotSupported: the optimizer computes with all gradients at once.
+        """
+        if isinstance(optimizer, LBFGS):
+            own = {id(p) for p in self._model.parameters()}
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                raise NotSupported(
+                    "LBFGS of a network in stages: its steps depend on all gradients, and a rank "
+                    "has those of its own stages alone; possible are optimizers that change each "
+                    "parameter by its own gradient, such as SGD and AdamW"
+                )
         if self._has_warned or not self._known:
             return
         for group in optimizer.param_groups:

@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from pydist.entry_hook import entry_hook_of
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from pydist.exchange.own_slice import own_slice
 from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
 from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.gradients.rows import in_memory_order_of, shaped_like
 from pydist.slices.state import gathered, layout_of_slices, own_part
 from pydist.stages.ranks import Stages, device_of
+from pydist.stages.sources import version_of
 from pydist.stages.uses import Uses
 from pydist.tensor import ShardedTensor
+
+_HAS_GRADIENT, _HAS_CHANGED = 1, 2
 
 
 class StagedGradients:
@@ -33,6 +36,7 @@ class StagedGradients:
     def __init__(self, model: nn.Module, stages: Stages, uses: Uses) -> None:
         self._model, self._stages, self._uses = model, stages, uses
         self._holders: dict[str, set[int]] = {}  # meshes with a gradient so far, by parameter
+        self._versions: list[int] = []  # of the parameters before a step
 
     def owner(self, name: str) -> int | None:
         """Returns the first mesh that trains a parameter or else uses it, if any."""
@@ -105,6 +109,7 @@ class StagedGradients:
     @torch.no_grad()
     def of_shared(self) -> dict[int, Tensor]:
         """Returns the whole gradients that several meshes have had, by parameter."""
+        self._versions = [version_of(own_slice(p)) for p in self._model.parameters()]
         named = self._model.named_parameters()
         shared = (p for name, p in named if len(self._holders.get(name, ())) > 1)
         return {id(p): self._whole(p) for p in shared if p.grad is not None}
@@ -118,13 +123,28 @@ class StagedGradients:
 
         Args:
             before: `of_shared` before the step.
+
+        Raises:
+            NotSupported: the backward pass has changed a parameter and dropped its gradient.
         """
         stages = self._stages
         parameters = list(self._model.named_parameters())  # also frozen, as ranks may differ in it
-        mine = torch.tensor([p.grad is not None for _, p in parameters], dtype=torch.uint8)
+        mine = torch.zeros(len(parameters), dtype=torch.uint8)
+        for i, ((_, p), version) in enumerate(zip(parameters, self._versions, strict=True)):
+            if p.grad is not None:
+                mine[i] = _HAS_GRADIENT
+            elif p.requires_grad and version_of(own_slice(p)) != version:
+                mine[i] = _HAS_CHANGED
         rows = stages.world.all_gather(mine)
         for i, (name, p) in enumerate(parameters):
-            found = {s for s, each in enumerate(stages.meshes) if rows[each.rank(0, 0), i]}
+            seen = [int(rows[each.rank(0, 0), i]) for each in stages.meshes]
+            found = {s for s, each in enumerate(seen) if each == _HAS_GRADIENT}
+            if not found and _HAS_CHANGED in seen:
+                raise NotSupported(
+                    f"{name} was changed in the backward pass, and has no gradient: an optimizer "
+                    "in a hook is not possible, as stages share gradients after that pass; call "
+                    "optimizer.step() after pipe.step()"
+                )
             if found:  # and meshes that use it without a gradient, or they would keep old values
                 found |= self._uses.meshes_of(name)
                 self._uses.note_gradient(name)

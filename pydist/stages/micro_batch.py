@@ -30,6 +30,7 @@ from pydist.stages.transfers import Transfers, origin_of
 from pydist.stages.uses import Uses
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.aliasing import as_result
+from pydist.tensor.refusals import name_of
 from pydist.tensor.stage import StageTensor
 
 NO_STAGE = -1
@@ -162,7 +163,9 @@ class MicroBatch(Calls):
         )
         if self._ended:
             self.factors += [
-                x.item() for x in tensors_of((call.args, call.kwargs)) if _is_factor(x)
+                x.item()
+                for x in tensors_of((call.args, call.kwargs))
+                if _is_factor(x) and not self.sources.of(x)
             ]
         for x in call.inputs:
             self.bring(x, stage, str(call))
@@ -218,6 +221,24 @@ class MicroBatch(Calls):
                 f"{advice}, or choose other cuts"
             )
         return found
+
+    def refuse_old_value(self, func: Any, names: frozenset[str]) -> None:
+        """Refuses to read a value of weights or statistics that one mesh alone has up to date.
+
+        Args:
+            func: reads it.
+            names: of the parameters and buffers from which it is computed.
+
+        Raises:
+            NotSupported: some ranks have an old value.
+        """
+        meshes = self._uses.possible(names, trains=self.samples is not None)
+        if meshes is None or len(meshes) == len(self._stages.meshes):
+            return
+        raise NotSupported(
+            f"{name_of(func)} reads a value computed from {', '.join(sorted(names))}, whose new "
+            "values only the stage that trains it has: compute with the tensor instead"
+        )
 
     def _run_layer(self, call: Call) -> Any:
         return call.run() if self.left is None else run_leaving(call, self.left)

@@ -15,6 +15,7 @@ from pydist.arguments import leaves, mapped
 from pydist.entry_hook import dims_of_network, entry_hook_of
 from pydist.errors import NotSupported, RankFailed, RankLost, UsageError
 from pydist.exchange.left_weights import LeftWeights
+from pydist.exchange.own_slice import own_slice
 from pydist.stages.gradient_watch import GradientWatch
 from pydist.stages.gradients import StagedGradients
 from pydist.stages.messages import PassMark, Route, StageStopped
@@ -25,7 +26,7 @@ from pydist.stages.plan import StagePlan
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.schedule import Pass, Schedule
 from pydist.stages.shapes import Shapes
-from pydist.stages.sources import Sources, names_of
+from pydist.stages.sources import Kept, Sources, names_of, version_of
 from pydist.stages.state import StagedState
 from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfers import Transfers
@@ -77,6 +78,8 @@ class Pipeline:
         self._state_of = PassState(model, stages, lends=self._lends, collects=collects)
         self._made: list[MicroBatch] = []  # passes over the batch that may be owed gradients
         self._named = names_of(model)  # in the batch
+        self._kept: list[Kept] = []  # what the network keeps of its passes
+        self._gathered: list[int] = []  # versions of the weights then
 
     def step(
         self,
@@ -182,6 +185,8 @@ class Pipeline:
             The output on the mesh of the last stage, as of a parallelized model; `None` on others.
         """
         found = None
+        if self._uses.is_gathered:
+            self._uses.is_gathered = not self._have_weights_changed()
         with torch.no_grad(), self._over(inputs, 1):
             for stage in self._own:
                 running = self._micro_batch(stage)
@@ -201,6 +206,16 @@ class Pipeline:
         """
         self._state.gather()
         self._uses.is_gathered = True
+        self._gathered = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [version_of(own_slice(p)) for p in self.model.parameters()]
+
+    def _have_weights_changed(self) -> bool:
+        """Returns whether a weight has changed on any rank since `gather`. Collective."""
+        changed = torch.tensor([self._versions() != self._gathered], dtype=torch.uint8)
+        self.stages.world.all_reduce(changed, "max")
+        return bool(changed)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns the state of an optimizer of the whole network, on all ranks. Collective.
@@ -303,12 +318,15 @@ class Pipeline:
     def _sources(self, running: MicroBatch) -> Iterator[None]:
         """Follows the network's plain tensors to its weights in the `with` block."""
         # The buffers of a further pass over a micro-batch are copies.
-        running.sources = Sources(names_of(self.model) if self._lends else self._named)
+        named = names_of(self.model) if self._lends else self._named
+        sources = running.sources = Sources(named, self._kept, running.refuse_old_value)
         try:
-            with running.sources:
+            with sources:
                 yield
+            self._uses.note_written(sources.written)
         finally:
             running.sources = None
+            self._kept = sources.kept()
 
     def _forward(self, running: MicroBatch, inputs: tuple[Any, ...]) -> Any:
         self.running = running

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
 from pydist.stages.shapes import tensors_of
 from pydist.tensor.stage import StageTensor
 
+Named = tuple[frozenset[str], Tensor]
+Kept = tuple[weakref.ref[Tensor], frozenset[str]]
 _NONE = frozenset[str]()
+_T = Tensor
+_READS = frozenset(
+    {
+        _T.item, _T.tolist, _T.numpy, _T.__array__, _T.__bool__, _T.__float__, _T.__int__,
+        _T.__index__, _T.__complex__, _T.__contains__, _T.is_nonzero, _T.equal, _T.allclose,
+        torch.is_nonzero, torch.equal, torch.allclose,
+    }
+)  # fmt: skip
+"""Functions whose result is a value instead of a tensor."""
 
 
-def names_of(model: nn.Module) -> list[tuple[frozenset[str], Tensor]]:
+def names_of(model: nn.Module) -> list[Named]:
     """Returns the parameters and buffers of a network with their names."""
     found = (*model.named_parameters(), *model.named_buffers())
     return [(frozenset([name]), x) for name, x in found]
@@ -27,28 +41,95 @@ class Sources(TorchFunctionMode):
 
     Args:
         named: the network's parameters and buffers; see `names_of`.
+        kept: what earlier passes have computed and the network has kept; see `kept`.
+        on_read: called with a function that reads a value, and the names from which that comes.
     """
 
-    def __init__(self, named: Sequence[tuple[frozenset[str], Tensor]]) -> None:
+    def __init__(
+        self,
+        named: Sequence[Named],
+        kept: Sequence[Kept] = (),
+        on_read: Callable[[Any, frozenset[str]], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._of = {id(x): name for name, x in named}
-        self._alive = [x for _, x in named]  # so that no other tensor has their ids
+        self._of = {id(x): names for names, x in named}
+        # Tensors may share memory with one that has a name, also without a call that shows it.
+        self._of_memory: dict[int, frozenset[str]] = {}
+        self._shared = set[int]()  # memory of several parameters, which are parts of one array
+        self._alive: list[object] = [x for _, x in named]  # so that no others have their ids
+        self._made: list[Tensor] = []
+        self._on_read = on_read
+        self.written: dict[str, frozenset[str]] = {}
+        """By name of what was changed in place: the names of what it was computed with."""
+        for names, x in named:
+            memory = _memory_of(x)
+            if memory is not None and memory._cdata in self._of_memory:
+                self._shared.add(memory._cdata)
+            elif memory is not None:
+                self._of_memory[memory._cdata] = names
+                self._alive.append(memory)
+        for key in self._shared:
+            del self._of_memory[key]
+        for reference, names in kept:
+            if (alive := reference()) is not None:
+                self._add(alive, names)
 
     def of(self, x: Tensor) -> frozenset[str]:
         """Returns the names of the parameters and buffers."""
-        return self._of.get(id(x), _NONE)
+        memory = _memory_of(x)
+        by_memory = _NONE if memory is None else self._of_memory.get(memory._cdata, _NONE)
+        return self._of.get(id(x), _NONE) | by_memory
+
+    def kept(self) -> list[Kept]:
+        """Returns which tensors with names outlive the pass, which has ended."""
+        found = [(weakref.ref(x), self.of(x)) for x in self._made]
+        self._made.clear()
+        return [each for each in found if each[0]() is not None]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         if args and isinstance(args[0], StageTensor):
-            return result  # as most calls
-        given = tensors_of((args, kwargs or {}))
+            return func(*args, **kwargs)  # as most calls
+        given = tensors_of((args, kwargs))
         if any(isinstance(x, StageTensor) for x in given):
-            return result
+            return func(*args, **kwargs)
         sources = _NONE.union(*(self.of(x) for x in given))
-        for x in tensors_of(result) if sources else ():
-            self._of[id(x)] = sources
-            self._alive.append(x)
+        if not sources:
+            return func(*args, **kwargs)
+        if func in _READS and self._on_read is not None:
+            self._on_read(func, sources)
+        versions = [version_of(x) for x in given]
+        result = func(*args, **kwargs)
+        for x, version in zip(given, versions, strict=True):
+            if version_of(x) != version:
+                for name in self._of.get(id(x), _NONE):
+                    self.written[name] = self.written.get(name, _NONE) | sources
+                self._add(x, sources)
+        for x in tensors_of(result):
+            self._add(x, sources)
         return result
+
+    def _add(self, x: Tensor, names: frozenset[str]) -> None:
+        self._of[id(x)] = self._of.get(id(x), _NONE) | names
+        self._made.append(x)
+        memory = _memory_of(x)
+        if memory is not None and memory._cdata not in self._shared:
+            self._of_memory[memory._cdata] = self._of_memory.get(memory._cdata, _NONE) | names
+            self._alive.append(memory)
+
+
+def version_of(x: Tensor) -> int:
+    """Returns how often a tensor was changed in place, as far as torch counts it."""
+    return 0 if x.is_inference() else x._version
+
+
+def _memory_of(x: Tensor) -> UntypedStorage | None:
+    """Returns the memory of a plain tensor; `None` of others, such as sharded ones."""
+    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided:
+        return None
+    plain = x
+    while _functorch.is_functorch_wrapped_tensor(plain):  # within torch.vmap and torch.func
+        plain = _functorch.get_unwrapped(plain)
+    return plain.untyped_storage()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from pydist.errors import NotSupported
 from pydist.stages.calls import Key
 
 
@@ -23,10 +24,12 @@ class Uses:
         self._of_module: dict[str, set[int]] = {}
         self._trained = set[str]()  # weights that have had a gradient
         self._statistics: dict[str, set[int]] = {}  # of norms: the meshes that have updated them
+        self._made_of: dict[str, set[str]] = {}  # by name of what forward computes: the names of it
         self._before: list[Key | None] = []  # each stage from 1 on, the last call with weights
         self._last: Key | None = None
         self._noted: dict[str, set[int]] = {}  # in the present batch
         self._updated: dict[str, set[int]] = {}
+        self._written: dict[str, set[str]] = {}
         self.is_gathered = False
         """Whether all meshes have all values of the last step."""
 
@@ -59,7 +62,11 @@ class Uses:
         if key.module != start.module or key.number < start.number:
             return False
         before = self._before[stage - 1]
-        return before is None or not start.number or counts[before.module] > before.number
+        if before is None:
+            return True
+        contains = start.module == self._root or before.module.startswith(f"{start.module}.")
+        begins = not start.number and not contains and before.module != start.module
+        return begins or counts[before.module] > before.number
 
     def possible(self, operands: Iterable[str], *, trains: bool) -> set[int] | None:
         """Returns the meshes that have the weights and statistics of a call up to date.
@@ -74,7 +81,8 @@ class Uses:
         if self.is_gathered and not trains:
             return None
         found: set[int] | None = None
-        for name in operands:
+        names = {each for name in operands for each in (name, *self._made_of.get(name, ()))}
+        for name in names:
             known = self._of_name if name in self._trained else self._statistics
             if name in known:  # others have not changed on any mesh
                 found = known[name] if found is None else found & known[name]
@@ -92,13 +100,30 @@ class Uses:
             for name in names:
                 noted.setdefault(name, set()).add(mesh)
 
+    def note_written(self, written: Mapping[str, Iterable[str]]) -> None:
+        """Records what a pass has computed with parameters and buffers in place.
+
+        Args:
+            written: by name of a parameter or buffer, the names of what it was computed with.
+        """
+        for name, sources in written.items():
+            others = {each for s in sources for each in (s, *self._made_of.get(s, ()))} - {name}
+            if others:
+                self._written.setdefault(name, set()).update(others)
+
     def end_batch(self, *, completed: bool) -> None:
         """Counts the calls of a batch.
 
         Args:
             completed: whether all ranks have made all passes; if not, they know different calls.
+
+        Raises:
+            NotSupported: several meshes have updated the same running statistics.
         """
+        updated = self._updated if completed else {}
         if completed:
+            for name, sources in self._written.items():
+                self._made_of.setdefault(name, set()).update(sources)
             for name, meshes in self._noted.items():
                 if name not in self._trained:
                     self._of_name.setdefault(name, set()).update(meshes)
@@ -106,7 +131,15 @@ class Uses:
                 self._statistics.setdefault(name, set()).update(meshes)
         self.is_gathered &= not (self._noted or self._updated)
         self._noted.clear()
-        self._updated.clear()
+        self._written.clear()
+        self._updated = {}
+        for name in updated:
+            if len(meshes := self._statistics[name]) > 1:
+                raise NotSupported(
+                    f"{name}: micro-batches of a batch have updated it on the meshes "
+                    f"{sorted(meshes)}, as they make other calls before it: begin a stage with "
+                    "that layer or after it"
+                )
 
     def note_gradient(self, name: str) -> None:
         """Records that a parameter has had a gradient, so that its users alone have its value."""
@@ -119,7 +152,18 @@ class Uses:
 
         Args:
             name: in the network.
+
+        Raises:
+            NotSupported: it is computed from weights of which no mesh has all.
         """
+        made_of = self.possible(self._made_of.get(name, ()), trains=True)
+        if made_of is not None and not made_of:
+            raise NotSupported(
+                f"{name} is computed from {', '.join(sorted(self._made_of[name]))}, which no mesh "
+                "has all: choose other cuts"
+            )
+        if made_of is not None:
+            return made_of
         found = self._statistics.get(name) or self._of_name.get(name, set())
         while not found and name:
             name = name.rpartition(".")[0]

@@ -62,11 +62,11 @@ def test_a_shell_command_prints_the_same(case: Case, name: str, large: str | Non
 
 PARENTS = """
 realpath . ../.. ../../a/b/root/lines; readlink -f ../root/lines ..; realpath -e $ROOT/../..
-stat -c '%F' .. ../.. $ROOT/..; find ../../../a | sort; ls -aR ../..; test -d $ROOT/../../b; echo $?
-cd ..; pwd; pwd -P; ls; cat root/lines; cat ../b/root/lines; cd ../b/..; pwd; cat b/root/lines; ls -a b
-python3 -c 'import os, pathlib; print(os.getcwd(), pathlib.Path("b/root/lines").resolve(strict=True))'
+stat -c '%F' .. ../.. $ROOT/..; find ../../../a | sort; ls -aR ../..; test -d $ROOT/../../b
+cd ..; pwd; pwd -P; ls; cat root/lines; cat ../b/root/lines; cd ../b/..; pwd; cat b/root/lines
+python3 -c 'import os, pathlib; print(os.getcwd(), pathlib.Path("b/root").resolve(strict=True))'
 cd b/root; pwd; cd -; ls; cat other b/other $ROOT/../other; ls nothing
-readlink /proc/self/cwd; cat $ROOT/../../../../packs/index.pdx | cksum; stat -c %F $ROOT/../../../..
+readlink /proc/self/cwd; cksum < $ROOT/../../../../packs/index.pdx; stat -c %F $ROOT/../../../..
 cat ../../packs/index.pdx | cksum; cd ../../packs; ls; pwd
 """
 
