@@ -14,6 +14,7 @@ from pydist.errors import NotSupported
 from pydist.exchange.own_slice import own_slice
 from pydist.gradients.partitioned import PartitionedGradient
 from pydist.stages.ranks import Stages
+from pydist.stages.sources import version_of
 from pydist.tensor import ShardedTensor, local_of
 
 _watches: WeakSet[GradientWatch] = WeakSet()
@@ -96,4 +97,4 @@ def _version_of(grad: Tensor) -> tuple[int, int]:
         grad = grad.piece
     elif isinstance(grad, ShardedTensor):
         grad = local_of(grad)
-    return id(grad), grad._version
+    return id(grad), version_of(grad)

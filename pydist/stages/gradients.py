@@ -36,7 +36,7 @@ class StagedGradients:
     def __init__(self, model: nn.Module, stages: Stages, uses: Uses) -> None:
         self._model, self._stages, self._uses = model, stages, uses
         self._holders: dict[str, set[int]] = {}  # meshes with a gradient so far, by parameter
-        self._versions: list[int] = []  # of the parameters before a step
+        self._versions: dict[int, int] = {}  # of the parameters before a step, by their ids
 
     def owner(self, name: str) -> int | None:
         """Returns the first mesh that trains a parameter or else uses it, if any."""
@@ -109,7 +109,7 @@ class StagedGradients:
     @torch.no_grad()
     def of_shared(self) -> dict[int, Tensor]:
         """Returns the whole gradients that several meshes have had, by parameter."""
-        self._versions = [version_of(own_slice(p)) for p in self._model.parameters()]
+        self._versions = {id(p): version_of(own_slice(p)) for p in self._model.parameters()}
         named = self._model.named_parameters()
         shared = (p for name, p in named if len(self._holders.get(name, ())) > 1)
         return {id(p): self._whole(p) for p in shared if p.grad is not None}
@@ -130,10 +130,11 @@ class StagedGradients:
         stages = self._stages
         parameters = list(self._model.named_parameters())  # also frozen, as ranks may differ in it
         mine = torch.zeros(len(parameters), dtype=torch.uint8)
-        for i, ((_, p), version) in enumerate(zip(parameters, self._versions, strict=True)):
+        for i, (_, p) in enumerate(parameters):
+            version = version_of(own_slice(p))
             if p.grad is not None:
                 mine[i] = _HAS_GRADIENT
-            elif p.requires_grad and version_of(own_slice(p)) != version:
+            elif p.requires_grad and self._versions.get(id(p), version) != version:
                 mine[i] = _HAS_CHANGED
         rows = stages.world.all_gather(mine)
         for i, (name, p) in enumerate(parameters):

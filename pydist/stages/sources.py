@@ -12,6 +12,7 @@ from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
 from pydist.stages.shapes import tensors_of
+from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
 
 Named = tuple[frozenset[str], Tensor]
@@ -52,7 +53,8 @@ class Sources(TorchFunctionMode):
         on_read: Callable[[Any, frozenset[str]], None] | None = None,
     ) -> None:
         super().__init__()
-        self._of = {id(x): names for names, x in named}
+        self._named = {id(x): names for names, x in named}
+        self._of = dict(self._named)
         # Tensors may share memory with one that has a name, also without a call that shows it.
         self._of_memory: dict[int, frozenset[str]] = {}
         self._shared = set[int]()  # memory of several parameters, which are parts of one array
@@ -70,6 +72,7 @@ class Sources(TorchFunctionMode):
                 self._alive.append(memory)
         for key in self._shared:
             del self._of_memory[key]
+        self._named_memory = dict(self._of_memory)
         for reference, names in kept:
             if (alive := reference()) is not None:
                 self._add(alive, names)
@@ -82,9 +85,9 @@ class Sources(TorchFunctionMode):
 
     def kept(self) -> list[Kept]:
         """Returns which tensors with names outlive the pass, which has ended."""
-        found = [(weakref.ref(x), self.of(x)) for x in self._made]
+        found = {id(x): (weakref.ref(x), self.of(x)) for x in self._made}
         self._made.clear()
-        return [each for each in found if each[0]() is not None]
+        return [each for each in found.values() if each[0]() is not None]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -104,12 +107,19 @@ class Sources(TorchFunctionMode):
         result = func(*args, **kwargs)
         for x, version in zip(given, versions, strict=True):
             if version_of(x) != version:
-                for name in self._of.get(id(x), _NONE):
-                    self.written[name] = self.written.get(name, _NONE) | sources
-                self._add(x, sources)
+                self._note_written(x, sources)
         for x in tensors_of(result):
             self._add(x, sources)
         return result
+
+    def _note_written(self, x: Tensor, sources: frozenset[str]) -> None:
+        memory = _memory_of(x)
+        own = self._named.get(id(x), _NONE)
+        if memory is not None:  # also of a view of a parameter or buffer
+            own |= self._named_memory.get(memory._cdata, _NONE)
+        for name in own:
+            self.written[name] = self.written.get(name, _NONE) | sources
+        self._add(x, sources)
 
     def _add(self, x: Tensor, names: frozenset[str]) -> None:
         self._of[id(x)] = self._of.get(id(x), _NONE) | names
@@ -122,7 +132,8 @@ class Sources(TorchFunctionMode):
 
 def version_of(x: Tensor) -> int:
     """Returns how often a tensor was changed in place, as far as torch counts it."""
-    return 0 if x.is_inference() else x._version
+    own = local_of(x) if isinstance(x, ShardedTensor) else x
+    return 0 if own.is_inference() else own._version
 
 
 def _memory_of(x: Tensor) -> UntypedStorage | None:

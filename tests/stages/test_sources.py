@@ -96,7 +96,17 @@ def _averaged(net: Chain, x: Tensor) -> Tensor:
     return x if net.training else _linear(x, net.ema)
 
 
-USES = {each.__name__: each for each in (_filled, _row, _parameter, _copied, _mapped, _averaged)}
+def _scratch(net: Chain, x: Tensor) -> Tensor:
+    """A copy of a weight that another one changes is no longer that weight."""
+    net.a.weight.detach().clone().mul_(net.b.bias)
+    net.b.weight.detach().clone()[0].add_(net.a.bias)
+    return x
+
+
+USES = {
+    each.__name__: each
+    for each in (_filled, _row, _parameter, _copied, _mapped, _averaged, _scratch)
+}
 BATCHES = [(randn(4, 6, seed=i), randn(4, 6, seed=i + 9)) for i in range(4)]
 
 
