@@ -17,17 +17,9 @@ from pydist import ShardedTensor, run_local
 from pydist.data import UniverseOptions, generate_universes
 from pydist.errors import NotSupported, UsageError
 from pydist.slices import state_on_rank_0
-from pydist.train import checkpoint, log
-from pydist.train.config import (
-    Config,
-    CosmoFlowConfig,
-    DataConfig,
-    OutputConfig,
-    SharesConfig,
-    TrainConfig,
-)
+from pydist.train.config import Config, SharesConfig
 from support.equivalence import assert_same, error, on_one_core, on_ranks, randn
-from support.training.runs import change, job
+from support.training.runs import change, curve, job, last_state, universe_run
 
 
 def made() -> nn.Module:
@@ -300,12 +292,7 @@ def test_initialization_is_that_of_rank_0():
 def config(tmp_path_factory) -> Config:
     folder: Path = tmp_path_factory.mktemp("universes")
     generate_universes(folder, UniverseOptions(count=6, width=32, box_width=32, validation=1 / 3))
-    return Config(
-        model=CosmoFlowConfig(variant="mlperf", width=32),
-        data=DataConfig(path=folder, normalize="log1p"),
-        train=TrainConfig(epochs=2, batch=2, clip_norm=1.0),
-        output=OutputConfig(folder=folder / "run", plot=False),
-    )
+    return change(universe_run(folder, folder / "run"), train={"batch": 2, "clip_norm": 1.0})
 
 
 def test_a_run_resumes_from_checkpoints_of_other_splits(config, tmp_path):
@@ -321,12 +308,8 @@ def test_a_run_resumes_from_checkpoints_of_other_splits(config, tmp_path):
                     "sharded_weights": channel > 1}  # fmt: skip
             part = change(config, train={"steps": step}, mesh=mesh)
             run_local(job, ranks, part, None, spatial)
-    first, last = (
-        checkpoint.read(checkpoint.complete(each.output.folder / "ckpt")[-1])
-        for each in (through, config)
-    )
+    first, last = last_state(through), last_state(config)
     assert last["step"] == first["step"] == 4
     for name, tensor in first["model"].items():
         assert error(last["model"][name], tensor) < 1e-2  # float32: Adam amplifies rounding
-    losses = [list(log.losses(c.output.folder / "log.jsonl").values()) for c in (through, config)]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert curve(config) == pytest.approx(curve(through), abs=1e-4)

@@ -1,4 +1,4 @@
-"""Fixtures of a small data set and a run on it."""
+"""Fixtures of small data sets and runs on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pydist.backend import conv_tuning
 from pydist.data import UniverseOptions, generate_universes
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 from pydist.train.config import Config
 from pydist.train.run import Result
 from support.equivalence import on_one_core
@@ -28,6 +31,14 @@ def universes(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def volumes(tmp_path_factory) -> Path:
+    """Makes four training and three validation volumes."""
+    folder = tmp_path_factory.mktemp("volumes")
+    generate_ct(folder, CTOptions(count=7, shape=(16, 8, 8), validation=3 / 7))
+    return folder
+
+
 @pytest.fixture
 def config(universes, tmp_path) -> Config:
     """Returns a run of the smaller network: two epochs of two steps with three samples each."""
@@ -39,3 +50,13 @@ def whole_run(universes, tmp_path_factory) -> tuple[Config, Result]:
     """Returns a run at a low rate after it has trained on one rank, and its result."""
     config = slow_run(universes, tmp_path_factory.mktemp("whole") / "run")
     return config, alone(config)
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path) -> None:
+    """Replaces measurements so that each run and each stage finds other kernels fastest."""
+    monkeypatch.setenv("PYDIST_TUNE", "1")
+    monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(conv_tuning, "_MEASURED_FLOPS", 0)
+    seconds = iter(range(1, 1 << 20))
+    monkeypatch.setattr(conv_tuning.Visits, "__call__", lambda self, name: 1.0 / next(seconds))

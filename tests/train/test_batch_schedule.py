@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pydist.comm import LocalTransport, run_local
+from pydist.comm import run_local
 from pydist.errors import UsageError
-from pydist.train import config_io, log
+from pydist.train import config_io
 from pydist.train.config import (
     BatchScheduleConfig,
     Config,
@@ -19,8 +19,10 @@ from pydist.train.config import (
 from pydist.train.datasets import pass_rule
 from pydist.train.ranks import check_ranks
 from support.training.runs import (
+    alone,
     assert_same_bits,
     change,
+    events,
     in_stages,
     job,
     last_state,
@@ -32,8 +34,7 @@ GROWING = BatchScheduleConfig(((1.0, 3), (1.5, 6)))
 
 
 def steps(config: Config, name: str) -> list:
-    path = config.output.folder / "log.jsonl"
-    return [event[name] for event in log.read(path) if event["event"] == "step"]
+    return [event[name] for event in events(config, "step")]
 
 
 def growing_run(universes: Path, folder: Path) -> Config:
@@ -53,7 +54,7 @@ def growing(universes, tmp_path) -> Config:
 def grown(universes, tmp_path_factory) -> Config:
     """Returns the same run after it has trained on one rank."""
     config = growing_run(universes, tmp_path_factory.mktemp("grown") / "run")
-    job(LocalTransport(), config)
+    alone(config)
     return config
 
 
@@ -64,7 +65,7 @@ def grown(universes, tmp_path_factory) -> Config:
 def test_passes_train_as_the_whole_batch(config, tmp_path, data, spatial, shares):
     """The network has dropout, and two groups share the five samples of a batch unevenly."""
     config = change(config, train={"batch": 5})
-    job(LocalTransport(), config)
+    alone(config)
     mesh = {"spatial": spatial, "shares": SharesConfig(data=shares)}
     parts = change(
         config, train={"accumulate": 2}, mesh=mesh, output={"folder": tmp_path / "parts"}
@@ -88,12 +89,12 @@ def test_the_batch_follows_its_milestones_and_the_rate_follows_the_batch(grown, 
         seen += used
     assert steps(grown, "lr") == pytest.approx(expected, rel=1e-12)
     fixed = change(growing, optimizer={"lr_batch": None})
-    job(LocalTransport(), fixed)
+    alone(fixed)
     rates = [rate * 2 / size for rate, size in zip(expected, sizes, strict=True)]
     assert steps(fixed, "lr") == pytest.approx(rates, rel=1e-12)
     output = {"folder": tmp_path / "rooted"}
     rooted = change(growing, optimizer={"lr_scaling": "sqrt"}, output=output)
-    job(LocalTransport(), rooted)
+    alone(rooted)
     rates = [rate * (2 / size) ** 0.5 for rate, size in zip(expected, sizes, strict=True)]
     assert steps(rooted, "lr") == pytest.approx(rates, rel=1e-12)
 
@@ -115,7 +116,7 @@ def test_what_grows_does_not_change_the_training(grown, growing, by, largest, pa
 def test_milestones_in_samples(growing):
     table = BatchScheduleConfig(((6, 3), (9, 6)), unit="samples")
     config = change(growing, train={"batch_schedule": table})
-    job(LocalTransport(), config)
+    alone(config)
     assert steps(config, "batch") == [2, 2, 2, 3, 3, 6]
 
 
@@ -143,12 +144,12 @@ def test_a_run_resumes_within_a_change_bit_by_bit(growing, tmp_path, ranks, data
 
 
 def test_a_checkpoint_goes_on_with_other_passes_but_not_with_other_batches(grown, growing):
-    job(LocalTransport(), change(growing, train={"steps": 4}))
+    alone(change(growing, train={"steps": 4}))
     table = BatchScheduleConfig(((1.0, 3), (2.0, 6)))
     with pytest.raises(UsageError, match=r"batches that change at \[\(6, 3\), \(9, 6\)\]"):
-        job(LocalTransport(), change(growing, train={"batch_schedule": table}))
+        alone(change(growing, train={"batch_schedule": table}))
     with pytest.raises(UsageError, match=r"change at .* this one at \[\]"):
-        job(LocalTransport(), change(growing, train={"batch_schedule": BatchScheduleConfig()}))
+        alone(change(growing, train={"batch_schedule": BatchScheduleConfig()}))
     table = BatchScheduleConfig(GROWING.milestones, by="batch")
     run_local(job, 2, change(growing, train={"batch_schedule": table, "accumulate": 1}), 2)
     assert steps(growing, "loss") == pytest.approx(steps(grown, "loss"), abs=5e-6)
@@ -259,6 +260,6 @@ def test_the_example_runs(universes, tmp_path):
     run_local(job, 4, config, config.mesh.data, config.mesh.spatial)
     assert steps(config, "batch") == [4, 2, 6, 6, 6]
     assert steps(config, "passes") == [2, 1, 2, 2, 2]
-    events = [e for e in log.read(config.output.folder / "log.jsonl") if e["event"] == "layers"]
-    assert [event["step"] for event in events] == [4]
-    assert all(row["ratio"] > 0 for row in events[0]["layers"].values())
+    (event,) = events(config, "layers")
+    assert event["step"] == 4
+    assert all(row["ratio"] > 0 for row in event["layers"].values())

@@ -10,9 +10,9 @@ import pytest
 
 from pydist.comm import run_local
 from pydist.launch.backends import available
-from pydist.train import config_io, log
+from pydist.train import config_io
 from pydist.train.config import Config
-from support.training.runs import assert_same_bits, change, job, last_state
+from support.training.runs import assert_same_bits, change, events, job, last_state
 
 CONFIG = """
 [model]
@@ -73,10 +73,7 @@ def test_a_run_resumes_within_a_change(universes, tmp_path, mesh, table, stop, l
         train(change(parts, train={"steps": steps}), mpi)
     through = change(parts, output={"folder": tmp_path / "through"})
     train(through, None)
-    logs = [
-        [e for e in log.read(run.output.folder / "log.jsonl") if e["event"] == "step"]
-        for run in (through, parts)
-    ]
+    logs = [events(run, "step") for run in (through, parts)]
     for name in ("step", "epoch", "loss", "lr", "batch", "passes"):
         assert [e[name] for e in logs[1]] == [e[name] for e in logs[0]]
     assert len({e["batch"] for e in logs[0]}) > 1

@@ -20,11 +20,11 @@ from pydist.data.loader import Batch
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost
 from pydist.gradients.registration import reducer_of
 from pydist.mesh import Mesh
-from pydist.train import captured, checkpoint, cuda_graph, log, loop
+from pydist.train import captured, cuda_graph, loop
 from pydist.train.config import TrainConfig
 from pydist.train.network import MeshNetwork
 from pydist.train.step import TrainStep
-from support.training.runs import change, job
+from support.training.runs import alone, change, events, job, last_state
 
 
 class Computed:
@@ -86,15 +86,12 @@ def test_a_capture_that_fails_leaves_the_run_as_it_was(
     """The network has dropout, and the capture comes after some steps."""
     config = change(config, train={"steps": 4, "validate_every": 0, "clip_norm": 1.0})
     plain = change(config, output={"folder": tmp_path / "plain"}, train={"cuda_graph": "never"})
-    job(LocalTransport(), plain)
+    alone(plain)
     tried = []
     monkeypatch.setattr(cuda_graph.GraphedStep, "_give_up_if", watched(tried))
-    job(LocalTransport(), config)
+    alone(config)
     assert tried == [f"the step can't be captured: {REFUSAL}"], "once, by what came first"
-    found, expected = (
-        checkpoint.read(checkpoint.complete(c.output.folder / "ckpt")[-1])["model"]
-        for c in (config, plain)
-    )
+    found, expected = (last_state(each)["model"] for each in (config, plain))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -113,8 +110,7 @@ def test_the_log_has_the_bytes_of_replayed_steps(config, monkeypatch, computed_c
     train = {"batch": 2, "cuda_graph": "always", "validate_every": 0, "gradients": form}
     config = change(config, train=train, optimizer={"sharded": "never"})
     run_local(job, 2, config, 2)
-    events = log.read(config.output.folder / "log.jsonl")
-    sent = [event["gradient_bytes"] for event in events if event["event"] == "step"]
+    sent = [event["gradient_bytes"] for event in events(config, "step")]
     assert len(sent) == 6
     assert sent == [sent[0]] * 6
     assert sum(sent[0].values()) > 0
@@ -323,11 +319,11 @@ def test_a_run_lets_go_of_its_graph_however_it_ends(config, monkeypatch, fails):
     monkeypatch.setattr(cuda_graph.GraphedStep, "close", close)
     config = change(config, train={"steps": 1, "validate_every": 0})
     if not fails:
-        job(LocalTransport(), config)
+        alone(config)
     else:
         monkeypatch.setattr(loop.Trainer, "_save", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            job(LocalTransport(), config)
+            alone(config)
     assert len(closed) == 1
 
 

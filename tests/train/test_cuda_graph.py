@@ -14,10 +14,10 @@ from pydist.comm import LocalTransport, run_local
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.ops.pointwise.keyed import ReplayedKeys, draws_of
-from pydist.train import captured, cuda_graph, log
+from pydist.train import captured, cuda_graph
 from pydist.train.config import TrainConfig
 from pydist.train.device import choose_device, cuda_obstacle, memory_format
-from support.training.runs import change, job
+from support.training.runs import alone, change, events, job
 
 
 class Shapes:
@@ -79,15 +79,14 @@ def test_nothing_is_in_the_way_of_a_plain_step_on_a_device(given):
 
 def test_on_a_cpu_nobody_is_told_unless_a_graph_was_demanded(config):
     config = change(config, train={"steps": 1})
-    job(LocalTransport(), config)
+    alone(config)
     assert not notices(config)
     with pytest.raises(UsageError, match=r'cuda_graph is "always": the step runs on the CPU'):
         run_local(job, 2, change(config, train={"cuda_graph": "always"}), 1, (2, 1, 1))
 
 
 def notices(config) -> list[str]:
-    events = log.read(config.output.folder / "log.jsonl")
-    return [event["text"] for event in events if event["event"] == "notice"]
+    return [event["text"] for event in events(config, "notice")]
 
 
 def test_steps_of_other_sizes_start_the_count_anew(monkeypatch):

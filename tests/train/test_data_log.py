@@ -11,14 +11,13 @@ import pytest
 from pydist.comm import run_local
 from pydist.data import ShardDataset
 from pydist.errors import UsageError
-from pydist.train import config_io, data_log, log
+from pydist.train import config_io, data_log
 from pydist.train.config import Config
-from support.training.runs import assert_same_bits, change, job, last_state
+from support.training.runs import assert_same_bits, change, events, job, last_state
 
 
 def notices(config: Config) -> list[str]:
-    events = log.read(config.output.folder / "log.jsonl")
-    return [e["text"] for e in events if e["event"] == "notice" and "waiting" in e["text"]]
+    return [e["text"] for e in events(config, "notice") if "waiting" in e["text"]]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pydist.comm import LocalTransport, run_local
 from pydist.comm.transports.nccl import device_assignment
 from pydist.comm.transports.nccl.device_assignment import FoundDevices
 from pydist.train import device, log
-from support.training.runs import job
+from support.training.runs import alone, events
 
 FIRST, SECOND = (
     FoundDevices("", "n07", 2, "GPU-a", 22705),
@@ -96,7 +96,7 @@ def test_why_a_device_is_not_used_is_the_same_on_all_ranks(monkeypatch) -> None:
 def test_a_run_begins_with_device_transport_and_precision(config, monkeypatch) -> None:
     monkeypatch.setattr(device, "present", lambda: 1)
     once = replace(config, train=replace(config.train, steps=1, validate_every=0))
-    job(LocalTransport(), once)
+    alone(once)
     start = next(log.read(config.output.folder / "log.jsonl"))
     assert start["event"] == "start"
     told = [start[name] for name in ("device", "transport", "precision", "unused_device")]
@@ -108,8 +108,7 @@ def test_a_run_begins_with_device_transport_and_precision(config, monkeypatch) -
 def test_a_run_says_that_mixed_precision_slows_it_down(config, monkeypatch, amp, known) -> None:
     monkeypatch.setattr(device, "onednn_has", lambda dtype: known)
     train = replace(config.train, steps=1, validate_every=0, device="cpu", amp=amp)
-    job(LocalTransport(), replace(config, train=train))
-    events = log.read(config.output.folder / "log.jsonl")
-    notices = [event["text"] for event in events if event["event"] == "notice"]
+    alone(replace(config, train=train))
+    notices = [event["text"] for event in events(config, "notice")]
     slow = 'no instructions for convolutions in bf16: amp = "off" is faster'
     assert any(slow in text for text in notices) == (amp == "bf16" and not known)

@@ -14,7 +14,6 @@ import torch
 from pydist import Mesh, distribute_tensor, run_local
 from pydist.check.factory import load_factory
 from pydist.cli.main import main
-from pydist.comm import LocalTransport
 from pydist.data import Manifest, ShardDataset, UniverseOptions, generate_universes
 from pydist.data.loader import Batch
 from pydist.data.medical.generate import generate_ct
@@ -22,13 +21,13 @@ from pydist.data.medical.options import CTOptions
 from pydist.errors import DataError, DoesNotFit, UsageError
 from pydist.inference import Predictor
 from pydist.inference.export import export_weights
-from pydist.train import config_io, log
+from pydist.train import config_io
 from pydist.train.config import Config
 from pydist.train.losses import SegmentationLoss
 from pydist.train.metadata import load_trained
 from pydist.train.tasks import task_of
 from pydist.train.tasks.factory import arguments_of, outputs_of
-from support.training.runs import change, in_stages, job, last_state
+from support.training.runs import alone, change, events, in_stages, job, last_state
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -106,8 +105,7 @@ def run_of(text: str, volumes: Path, folder: Path, **tables: Any) -> Config:
 
 
 def curve(config: Config) -> list[float]:
-    events = log.read(config.output.folder / "log.jsonl")
-    return [event["loss"] for event in events if event["event"] in ("step", "validation")]
+    return [event["loss"] for event in events(config, "step", "validation")]
 
 
 SMALL = {
@@ -133,7 +131,7 @@ def test_the_examples_train_split_as_on_one_rank(volumes, tmp_path, name, monkey
     split = replace(split, model=replace(split.model, args={**split.model.args, **SMALL[name]}))
     whole = change(split, output={"folder": tmp_path / "whole"}, mesh={"spatial": (1, 1, 1)})
     run_local(job, 2, split, 1, (2, 1, 1))
-    job(LocalTransport(), whole)
+    alone(whole)
     assert curve(split) == pytest.approx(curve(whole), rel=1e-4)
     assert len(curve(split)) == 2
 
@@ -199,9 +197,9 @@ def test_tasks(tmp_path, nets, factory, task, classes, figure):
     )
     config = change(run_of(text, data, tmp_path / "run"), train={"epochs": 20, "steps": None})
     run_local(job, 2, config, 1, (2, 1, 1))
-    *_, last = (e for e in log.read(tmp_path / "run/log.jsonl") if e["event"] == "validation")
+    *_, last = events(config, "validation")
     whole = change(config, output={"folder": tmp_path / "whole"}, train={"accumulate": 2})
-    job(LocalTransport(), whole)
+    alone(whole)
     assert curve(config) == pytest.approx(curve(whole), rel=1e-3, abs=1e-6)
     assert last[figure] == 1 if classes else last[figure] < 0.5
     assert last_state(config)["model"]["4.bias"].shape == (classes or 1,)
@@ -213,7 +211,7 @@ def test_a_checkpoint_runs_its_factory_only_if_it_is_named(
 ):
     """A checkpoint may be a stranger's, and a factory is any code."""
     config = run_of(f'model = {{factory = "{nets}:deep", multiple = 2}}', volumes, tmp_path / "run")
-    job(LocalTransport(), config)
+    alone(config)
     about, _ = load_trained(tmp_path / "run")
     with pytest.raises(UsageError, match=r"made by .*nets\.py:deep, code that the check"):
         about.task()
@@ -253,7 +251,7 @@ def test_options_of_a_factory_are_refused_for_a_network_of_pydist(volumes, tmp_p
     config = run_of(
         'model = {name = "unet3d", features = 2, levels = 1}', volumes, tmp_path / "run"
     )
-    job(LocalTransport(), config)
+    alone(config)
     for option, given in (("--factory", "nets.py:make"), ("--task", "segmentation")):
         with pytest.raises(UsageError, match=f"{option} {given}: the checkpoint has pydist's own"):
             load_trained(tmp_path / "run")[0].task(**{option.strip("-"): given})
@@ -270,9 +268,9 @@ def test_options_of_a_factory_are_refused_for_a_network_of_pydist(volumes, tmp_p
 def test_deep_supervision_with_weighted_voxels(volumes, tmp_path, nets, train):
     text = f'model = {{factory = "{nets}:deep", multiple = 2}}'
     whole = change(run_of(text, volumes, tmp_path / "whole"), train=train)
-    job(LocalTransport(), whole)
+    alone(whole)
     accumulated = change(whole, output={"folder": tmp_path / "passes"}, train={"accumulate": 2})
-    job(LocalTransport(), accumulated)
+    alone(accumulated)
     staged = change(whole, output={"folder": tmp_path / "stages"},
                     mesh={"stages": 2, "data": 2, "micro_batches": 1})  # fmt: skip
     in_stages(staged)
@@ -298,7 +296,7 @@ def test_outputs_that_a_task_can_not_use_are_one_line(
     data = volumes if task == "segmentation" else values_data(tmp_path / "data", classes)
     text = f'model = {{factory = "{nets}:{factory}", task = "{task}"}}'
     with pytest.raises(UsageError) as caught:
-        job(LocalTransport(), run_of(text, data, tmp_path / "run"))
+        alone(run_of(text, data, tmp_path / "run"))
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -331,7 +329,7 @@ def test_a_class_out_of_range_is_bad_data(tmp_path, nets, bad):
     text = f'model = {{factory = "{nets}:values", task = "classification"}}'
     train = {"batch": 4, "accumulate": 4}
     with pytest.raises(DataError, match="a sample's class is 7; there are 2"):
-        job(LocalTransport(), change(run_of(text, data, tmp_path / "run"), train=train))
+        alone(change(run_of(text, data, tmp_path / "run"), train=train))
 
 
 def test_a_file_with_dataclasses_is_imported_once(tmp_path, capsys):
@@ -384,7 +382,7 @@ def test_several_outputs_in_one_tensor_are_several():
 def test_mistakes_are_one_line(volumes, tmp_path, nets, model, complaint):
     text = f"model = {{{model.format(nets=nets)}}}"
     with pytest.raises(UsageError) as caught:
-        job(LocalTransport(), run_of(text, volumes, tmp_path / "run"))
+        alone(run_of(text, volumes, tmp_path / "run"))
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -393,7 +391,7 @@ def test_a_network_without_memory_is_told_apart(tmp_path, nets):
     data = values_data(tmp_path / "data", 3)
     text = f'model = {{factory = "{nets}:too_large", task = "regression"}}'
     with pytest.raises(DoesNotFit, match=r"no memory for the network that .*nets\.py:too_large"):
-        job(LocalTransport(), run_of(text, data, tmp_path / "run"))
+        alone(run_of(text, data, tmp_path / "run"))
 
 
 def test_the_loss_is_one_of_the_task():
@@ -464,4 +462,4 @@ def test_a_criterion_that_returns_no_loss_is_named(tmp_path, nets, returned, mes
     )
     text = f'[model]\nfactory = "{nets}:values"\ntask = "{nets}:Wrong"\n'
     with pytest.raises(UsageError, match=message):
-        job(LocalTransport(), run_of(text, data, tmp_path / "run"))
+        alone(run_of(text, data, tmp_path / "run"))

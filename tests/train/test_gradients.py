@@ -33,7 +33,15 @@ from pydist.train.config.gradients import (
     settings,
 )
 from support.training.forms import on_hosts
-from support.training.runs import change, curve, events, in_stages, job, last_state
+from support.training.runs import (
+    assert_same_bits,
+    change,
+    curve,
+    events,
+    in_stages,
+    job,
+    last_state,
+)
 
 POWER = PowerSgdConfig(rank=2, start=1)
 SPARSE = DgcConfig(density=0.05, warmup_epochs=1.0)
@@ -97,14 +105,6 @@ def trained(volumes, tmp_path_factory):
     return train
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return a == b
-
-
 @pytest.mark.parametrize("form", EXACT, ids=str)
 def test_exact_forms_train_as_one_rank(config, alone, tmp_path, form):
     split = with_form(config, form, tmp_path, "split")
@@ -123,7 +123,7 @@ def test_compressed_forms_train_and_resume_with_the_same_bits(config, trained, t
     assert [event["step"] for event in events(parts, "start")] == [0, 3]
     assert curve(parts) == curve(through)
     for part in ("model", "optimizer", "gradients"):
-        assert same(last_state(parts).get(part), last_state(through).get(part))
+        assert_same_bits(last_state(parts).get(part), last_state(through).get(part))
     assert all(math.isfinite(loss) for loss in curve(through))
     assert curve(through) == pytest.approx(curve(dense), rel=0.5)
     saved = last_state(through).get("gradients")

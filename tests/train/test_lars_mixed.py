@@ -8,16 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pydist.comm import LocalTransport, run_local
-from pydist.train import log
+from pydist.comm import run_local
 from pydist.train.config import Config, StageConfig
 from pydist.train.device import AMP_DTYPES
 from pydist.train.tasks import regression
-from support.training.runs import change, in_stages, job, last_state
-
-
-def curve(config: Config) -> list[float]:
-    return list(log.losses(config.output.folder / "log.jsonl").values())
+from support.training.runs import alone, change, curve, events, in_stages, job, last_state
 
 
 @pytest.fixture
@@ -54,7 +49,7 @@ def scaled(config, monkeypatch) -> Config:
     ids=["partitioned", "channels", "slices", "stages"],
 )  # fmt: skip
 def test_layouts_skip_the_same_steps(scaled, tmp_path, mesh, sharded):
-    job(LocalTransport(), scaled)
+    alone(scaled)
     split = change(
         scaled, mesh=mesh, optimizer={"sharded": sharded}, output={"folder": tmp_path / "split"}
     )
@@ -66,8 +61,7 @@ def test_layouts_skip_the_same_steps(scaled, tmp_path, mesh, sharded):
     assert curve(split) == pytest.approx(curve(scaled), rel=2e-2)
 
     def entries(config: Config) -> list[int]:
-        path = config.output.folder / "log.jsonl"
-        return [event["step"] for event in log.read(path) if event["event"] == "layers"]
+        return [event["step"] for event in events(config, "layers")]
 
     assert entries(split) == entries(scaled)  # of steps that were not skipped
     assert 0 < len(entries(scaled)) < 4

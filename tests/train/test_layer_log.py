@@ -8,16 +8,11 @@ from torch import nn
 
 from pydist.comm import LocalTransport, run_local
 from pydist.optim import LAMB, LARS, trust_ratios
-from pydist.train import config_io, log
-from pydist.train.config import Config, StageConfig
-from support.training.runs import change, in_stages, job
+from pydist.train import config_io
+from pydist.train.config import StageConfig
+from support.training.runs import change, events, in_stages, job
 
 LARS_TABLE = {"name": "lars", "lr": 0.5, "weight_decay": 5e-4, "log_every": 2}
-
-
-def layers(config: Config) -> list[dict]:
-    path = config.output.folder / "log.jsonl"
-    return [event for event in log.read(path) if event["event"] == "layers"]
 
 
 @pytest.mark.parametrize("kind", [LARS, LAMB])
@@ -59,8 +54,8 @@ def test_ranks_log_the_norms_of_whole_layers(config, tmp_path, optimizer, mesh, 
     split = change(config, optimizer=table, mesh=mesh, output={"folder": tmp_path / "split"})
     data = 2 if not mesh else 1
     run_local(job, ranks, split, data, split.mesh.spatial)
-    assert [event["step"] for event in layers(split)] == [2, 4]
-    for found, expected in zip(layers(split), layers(alone), strict=True):
+    assert [event["step"] for event in events(split, "layers")] == [2, 4]
+    for found, expected in zip(events(split, "layers"), events(alone, "layers"), strict=True):
         assert found["layers"].keys() == expected["layers"].keys()
         assert all(name.endswith("weight") for name in found["layers"])
         for name, row in expected["layers"].items():
@@ -74,7 +69,7 @@ def test_stages_log_the_layers_of_all(config, tmp_path):
         alone, mesh={"stages": (StageConfig(), StageConfig())}, output={"folder": tmp_path / "s"}
     )
     in_stages(staged)
-    for found, expected in zip(layers(staged), layers(alone), strict=True):
+    for found, expected in zip(events(staged, "layers"), events(alone, "layers"), strict=True):
         assert list(found["layers"]) == list(expected["layers"])
         for name, row in expected["layers"].items():
             assert found["layers"][name] == pytest.approx(row, rel=2e-3)
@@ -83,9 +78,9 @@ def test_stages_log_the_layers_of_all(config, tmp_path):
 def test_nothing_is_logged_unless_wanted_and_a_run_goes_on_with_other_entries(config):
     quiet = change(config, optimizer={**LARS_TABLE, "log_every": 0}, checkpoint={"every": 1})
     job(LocalTransport(), change(quiet, train={"steps": 2}))
-    assert layers(quiet) == []
+    assert events(quiet, "layers") == []
     job(LocalTransport(), change(quiet, optimizer={"log_every": 1}))
-    assert [event["step"] for event in layers(quiet)] == [3, 4]
+    assert [event["step"] for event in events(quiet, "layers")] == [3, 4]
 
 
 def test_other_optimizers_have_no_trust_ratios(config):

@@ -10,7 +10,6 @@ import h5py
 import pytest
 import torch
 
-from pydist.backend import conv_tuning
 from pydist.comm import run_local
 from pydist.data import UniverseOptions, generate_universes
 from pydist.errors import (
@@ -82,20 +81,6 @@ def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
     assert [event["step"] for event in events(config, "start")] == [0, 3]
     assert curve(config) == curve(through)
     assert_same_bits(last_state(config), last_state(through))
-
-
-@pytest.fixture
-def tuned(monkeypatch, tmp_path):
-    """Replaces measurements so that each run finds other kernels fastest."""
-    monkeypatch.setenv("PYDIST_TUNE", "1")
-    monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(conv_tuning, "_MEASURED_FLOPS", 0)
-    seconds = iter(range(1, 1 << 20))
-
-    def visit(self, name):
-        return 1.0 / next(seconds)
-
-    monkeypatch.setattr(conv_tuning.Visits, "__call__", visit)
 
 
 def test_a_resumed_run_keeps_its_choices_of_kernels_and_another_can_take_them(

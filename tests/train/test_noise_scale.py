@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pydist.comm import LocalTransport, run_local
+from pydist.comm import run_local
 from pydist.data.batch_sizes import BatchSizes, PassRule
 from pydist.errors import UsageError
 from pydist.optim import NoiseScale
 from pydist.partition import divide
-from pydist.train import log
 from pydist.train.config import BatchScheduleConfig, Config
 from support.equivalence import on_ranks
 from support.training.accumulated import (
@@ -27,7 +26,7 @@ from support.training.accumulated import (
     on_mesh,
     plainly,
 )  # fmt: skip
-from support.training.runs import assert_same_bits, change, job, last_state
+from support.training.runs import alone, assert_same_bits, change, events, job, last_state
 
 # -- the estimate -------------------------------------------------------------------------------
 
@@ -156,11 +155,6 @@ def test_norms_are_those_of_the_parts_and_steps_are_as_without(
 # -- runs ---------------------------------------------------------------------------------------
 
 
-def events(config: Config, kind: str) -> list[dict]:
-    path = config.output.folder / "log.jsonl"
-    return [event for event in log.read(path) if event["event"] == kind]
-
-
 @pytest.fixture
 def adaptive(config) -> Config:
     """Returns a run of three epochs on six samples whose batch may grow from 2 to 6."""
@@ -211,10 +205,10 @@ def test_a_batch_follows_the_noise_scale_and_a_run_resumes_within_it(
 
 def test_a_batch_stays_where_the_noise_is_small(adaptive, monkeypatch):
     monkeypatch.setattr(NoiseScale, "value", property(lambda self: 1.9))
-    job(LocalTransport(), adaptive)
+    alone(adaptive)
     assert {event["batch"] for event in events(adaptive, "step")} == {2}
 
 
 def test_one_part_is_refused(adaptive):
     with pytest.raises(UsageError, match=r"set train\.accumulate to 2 or more, or use several"):
-        job(LocalTransport(), change(adaptive, train={"accumulate": 1}))
+        alone(change(adaptive, train={"accumulate": 1}))

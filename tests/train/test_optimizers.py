@@ -12,7 +12,7 @@ from torch import nn
 from pydist.comm import LocalTransport, run_local
 from pydist.errors import UsageError
 from pydist.models import CosmoFlow
-from pydist.train import config_io, log
+from pydist.train import config_io
 from pydist.train.config import (
     Config,
     CosmoFlowConfig,
@@ -22,7 +22,7 @@ from pydist.train.config import (
     SgdConfig,
     TrainConfig,
 )
-from support.training.runs import change, curve, job
+from support.training.runs import change, curve, events, job
 
 TABLES = {
     "lars": {"name": "lars", "lr": 0.5, "decay": "polynomial", "warmup_epochs": 1.0},
@@ -46,8 +46,7 @@ def config(universes, tmp_path) -> Config:
 
 
 def rates(config: Config) -> list[float]:
-    path = config.output.folder / "log.jsonl"
-    return [event["lr"] for event in log.read(path) if event["event"] == "step"]
+    return [event["lr"] for event in events(config, "step")]
 
 
 @pytest.mark.parametrize(

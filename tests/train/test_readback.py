@@ -12,7 +12,7 @@ from pydist.comm import LocalTransport
 from pydist.errors import PydistError
 from pydist.train import checkpoint, log
 from pydist.train.readback import LateLosses
-from support.training.runs import change, job
+from support.training.runs import alone, change, job
 
 
 @pytest.fixture
@@ -70,6 +70,6 @@ def test_a_loss_that_is_not_finite_is_found_before_it_is_saved(config, monkeypat
 
     monkeypatch.setattr(LateLosses, "read", spoiled)
     with pytest.raises(PydistError, match=r"the loss is nan at step 3 \(epoch 2\)"):
-        job(LocalTransport(), change(config, checkpoint={"every": 3}))
+        alone(change(config, checkpoint={"every": 3}))
     assert found == [1, 2, 3]
     assert [path.name for path in checkpoint.complete(config.output.folder / "ckpt")] == []

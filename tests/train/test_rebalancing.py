@@ -18,12 +18,7 @@ from pydist.train.parts import WARMUP
 from pydist.train.ranks import check_settings
 from pydist.train.rebalancing import LEAST_GAIN, LEAST_STEPS, Rebalancing
 from support.equivalence import error
-from support.training.runs import change, job, last_state
-
-
-def rebalances(config: Config) -> list[dict[str, Any]]:
-    events = log.read(config.output.folder / "log.jsonl")
-    return [event for event in events if event["event"] == "rebalance"]
+from support.training.runs import change, events, job, last_state
 
 
 @pytest.fixture
@@ -48,17 +43,16 @@ def test_a_slow_rank_gets_a_smaller_part_and_the_run_goes_on(config, tmp_path):
     config = change(config, mesh={"rebalance": "depth", "spatial": (2, 1, 1)})
     run_local(job, 2, config, 1, (2, 1, 1))
     run_local(job, 2, even, 1, (2, 1, 1))
-    first, *_ = found = rebalances(config)
+    first, *_ = found = events(config, "rebalance")
     assert first["axis"] == "depth"
     assert first["sizes"] == [16, 16]
     assert first["busy"][1] > first["busy"][0]
     assert first["next_sizes"][1] < 16
     written = config_io.load(config.output.folder / "config.toml")
     assert written.mesh.shares.given == {"depth": tuple(map(float, found[-1]["next_sizes"]))}
-    events = [*log.read(config.output.folder / "log.jsonl")]
-    assert [e["step"] for e in events if e["event"] == "step"] == [*range(1, 25)]
-    assert len([e for e in events if e["event"] == "validation"]) == 1
-    assert events[-1]["status"] == "done"
+    assert [event["step"] for event in events(config, "step")] == [*range(1, 25)]
+    assert len(events(config, "validation")) == 1
+    assert [*log.read(config.output.folder / "log.jsonl")][-1]["status"] == "done"
     one, other = (last_state(each)["model"] for each in (config, even))
     for name, value in one.items():
         assert error(value, other[name]) < 1e-3, name  # 24 steps in float32
@@ -123,11 +117,11 @@ def test_a_resumed_run_has_the_parts_of_the_last_one(config):
     config = change(config, train={"batch": 1, "epochs": 3, "validate_every": 0})
     config = change(config, mesh={"rebalance": "depth", "spatial": (2, 1, 1)})
     run_local(job, 2, config, 1, (2, 1, 1))
-    last = rebalances(config)[-1]["next_sizes"]
+    last = events(config, "rebalance")[-1]["next_sizes"]
     run_local(job, 2, change(config, train={"epochs": 4}), 1, (2, 1, 1))
     written = config_io.load(config.output.folder / "config.toml")
     assert written.mesh.shares.given == {"depth": tuple(map(float, last))}
-    assert rebalances(config)[-1]["next_sizes"] == last, "no further change"
+    assert events(config, "rebalance")[-1]["next_sizes"] == last, "no further change"
 
 
 def test_what_is_refused():

@@ -16,7 +16,7 @@ from pydist.data import AugmentOptions
 from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.options import CTOptions
 from pydist.errors import CheckpointError, DataError, UsageError
-from pydist.train import checkpoint, config_io, log
+from pydist.train import checkpoint, config_io
 from pydist.train.config import (
     Config,
     CosmoFlowConfig,
@@ -26,15 +26,7 @@ from pydist.train.config import (
     UNet3dConfig,
 )
 from pydist.train.metadata import load_trained
-from support.training.runs import alone, change, curve, job
-
-
-@pytest.fixture(scope="session")
-def volumes(tmp_path_factory) -> Path:
-    """Makes four training and three validation volumes."""
-    folder = tmp_path_factory.mktemp("volumes")
-    generate_ct(folder, CTOptions(count=7, shape=(16, 8, 8), validation=3 / 7))
-    return folder
+from support.training.runs import alone, change, curve, events, job, last_state
 
 
 @pytest.fixture
@@ -132,9 +124,7 @@ def test_groups_without_samples_enter_no_statistics(segmentation, tmp_path, loss
     split = change(config, output={"folder": tmp_path / "split"})
     run_local(job, 3, split, 3, (1, 1, 1))
     assert curve(split) == pytest.approx(curve(config), rel=1e-6)
-    one, other = (
-        checkpoint.read(each.output.folder / "ckpt" / "last")["model"] for each in (config, split)
-    )
+    one, other = (last_state(each)["model"] for each in (config, split))
     for name in one:
         torch.testing.assert_close(other[name], one[name], rtol=1e-4, atol=1e-5)
 
@@ -149,7 +139,7 @@ def test_an_ignored_class_has_no_dice(segmentation):
 def test_the_log_and_the_table_tell_the_dice_of_each_class(segmentation):
     result = run_local(job, 2, segmentation, 1, (2, 1, 1))[0].validation
     folder = segmentation.output.folder
-    event = [e for e in log.read(folder / "log.jsonl") if e["event"] == "validation"][-1]
+    event = events(segmentation, "validation")[-1]
     assert event["samples"] == 3
     assert list(event["dice"]) == ["liver", "tumor"]
     assert list(event["pooled_dice"].values()) == pytest.approx(result.pooled.tolist(), nan_ok=True)

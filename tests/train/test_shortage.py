@@ -18,7 +18,7 @@ from pydist.data.medical.options import CTOptions
 from pydist.errors import DoesNotFit, exit_code_of, out_of_memory, wanted_bytes
 from pydist.grid import CHANNEL_AXIS, Grid
 from pydist.plan import estimate_step, legal_meshes, load_hardware
-from pydist.train import config_io, log, shortage
+from pydist.train import config_io, shortage
 from pydist.train.config import (
     Config,
     DataConfig,
@@ -31,7 +31,7 @@ from pydist.train.config import (
 from pydist.train.planning import model_of
 from pydist.train.step import TrainStep
 from support.jobs.children import child_environment
-from support.training.runs import job
+from support.training.runs import events, job
 
 WANTED = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
@@ -80,8 +80,7 @@ def test_a_run_ends_with_the_smallest_split_that_fits(config, monkeypatch):
     best = min((e for e in possible if e.peak <= limit), key=lambda e: e.step)
     spatial = " ".join(map(str, best.grid.shape[2:]))
     assert f"4 ranks, -n 4 --mesh.data 1 --mesh.spatial {spatial}, " in said
-    events = list(log.read(config.output.folder / "log.jsonl"))
-    ends = {e["reason"]: e["status"] for e in events if e["event"] == "end"}
+    ends = {event["reason"]: event["status"] for event in events(config, "end")}
     assert ends[said] == "failed"
 
 
@@ -135,8 +134,7 @@ sys.exit(main(["train", sys.argv[1]]))
     assert ended.returncode == 66, ended.stderr
     line = ended.stderr.strip().splitlines()[-1]
     assert re.search(r"does not fit into memory: .* wanted, .* held, of .*; ", line), ended.stderr
-    ends = [e for e in log.read(config.output.folder / "log.jsonl") if e["event"] == "end"]
-    assert "wanted" in ends[-1]["reason"]
+    assert "wanted" in events(config, "end")[-1]["reason"]
 
 
 def test_what_can_not_be_split_is_said(config, monkeypatch):

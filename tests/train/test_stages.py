@@ -17,16 +17,15 @@ import h5py
 import pytest
 import torch
 
-from pydist.backend import conv_tuning
 from pydist.cli.options import override
-from pydist.comm import LocalTransport, run_local
+from pydist.comm import run_local
 from pydist.data import UniverseOptions, generate_universes
 from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.options import CTOptions
 from pydist.errors import DataError, PydistError, UsageError
 from pydist.stages import Pipeline
 from pydist.stages.schedule import SCHEDULES
-from pydist.train import checkpoint, config_io, datasets, log
+from pydist.train import config_io, datasets, log
 from pydist.train.config import (
     Config,
     DataConfig,
@@ -41,7 +40,7 @@ from pydist.train.folder import TUNING_FILE
 from pydist.train.metadata import load_trained
 from pydist.train.ranks import check_ranks, check_settings
 from pydist.train.run import Result
-from support.training.runs import change, in_stages, job, universe_run
+from support.training.runs import alone, change, events, in_stages, job, last_state, universe_run
 
 DEEP = StageConfig(spatial=(2, 1, 1))
 UNEVEN = (DEEP, StageConfig())
@@ -86,41 +85,20 @@ def whole_cosmoflow(universes, tmp_path_factory) -> tuple[Config, Result]:
         return config, alone(config)
 
 
-@pytest.fixture(scope="session")
-def small_volumes(tmp_path_factory) -> Path:
-    """Makes four training and three validation volumes."""
-    folder = tmp_path_factory.mktemp("small_volumes")
-    generate_ct(folder, CTOptions(count=7, shape=(16, 8, 8), validation=3 / 7))
-    return folder
-
-
 @pytest.fixture
-def volume_run(small_volumes, tmp_path) -> Config:
+def volume_run(volumes, tmp_path) -> Config:
     """Returns a run of the U-Net, which has batch norm: two epochs of two steps."""
     return Config(
         model=UNet3dConfig(features=4, levels=2),
-        data=DataConfig(path=small_volumes, normalize="ct"),
+        data=DataConfig(path=volumes, normalize="ct"),
         optimizer=SgdConfig(lr=1e-2),
         train=TrainConfig(epochs=2, batch=2, loss="dice_ce"),
         output=OutputConfig(folder=tmp_path / "run", plot=False),
     )
 
 
-def alone(config):
-    return job(LocalTransport(), config)
-
-
-def events(config, kind: str) -> list[dict]:
-    found = log.read(config.output.folder / "log.jsonl")
-    return [event for event in found if event["event"] == kind]
-
-
 def curve(config) -> list[float]:
     return [event["loss"] for event in events(config, "step")]
-
-
-def last_state(config) -> dict:
-    return checkpoint.read(checkpoint.complete(config.output.folder / "ckpt")[-1])
 
 
 def assert_same_runs(config, reference, bound: float = 1e-12) -> None:
@@ -249,16 +227,6 @@ def test_a_resumed_run_in_the_same_stages_keeps_every_bit(volume_run, tmp_path):
     in_stages(config)
     assert curve(config) == curve(through)
     assert_same_runs(config, through, bound=0.0)
-
-
-@pytest.fixture
-def tuned(monkeypatch, tmp_path):
-    """Replaces measurements so that each stage finds other kernels fastest."""
-    monkeypatch.setenv("PYDIST_TUNE", "1")
-    monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(conv_tuning, "_MEASURED_FLOPS", 0)
-    seconds = iter(range(1, 1 << 20))
-    monkeypatch.setattr(conv_tuning.Visits, "__call__", lambda self, name: 1.0 / next(seconds))
 
 
 def test_each_stage_keeps_its_choices_of_kernels(tuned, volume_run):

@@ -12,20 +12,18 @@ from pydist.train import config_io, log
 from pydist.train.config import Config, DataConfig
 from pydist.train.datasets import open_datasets, store_options
 from pydist.train.tasks import task_of
-from support.training.runs import assert_same_bits, change, in_stages, job, last_state
+from support.training.runs import assert_same_bits, change, events, in_stages, job, last_state
 
 BLOCK = 4 * 32**3 * 2
 """Bytes of a sample of int16 counts."""
 
 
 def figures(config: Config, split: str) -> list[dict]:
-    events = log.read(config.output.folder / "log.jsonl")
-    return [e for e in events if e["event"] == "store" and e["split"] == split]
+    return [event for event in events(config, "store") if event["split"] == split]
 
 
 def curve(config: Config) -> list[tuple[float, float]]:
-    events = log.read(config.output.folder / "log.jsonl")
-    return [(e["step"], e["loss"]) for e in events if e["event"] in ("step", "validation")]
+    return [(e["step"], e["loss"]) for e in events(config, "step", "validation")]
 
 
 @pytest.mark.parametrize(
@@ -117,8 +115,7 @@ def test_samples_on_disk_are_read_by_the_next_run_too(config, tmp_path):
             for event in others:
                 assert (event["hit_rate"], event["file_bytes"]) == (1, 0)
         assert figures(stored, "train")[-1]["compression"] > 2
-        events = log.read(stored.output.folder / "log.jsonl")
-        told = [e["text"] for e in events if e["event"] == "notice" and "in the store" in e["text"]]
+        told = [e["text"] for e in events(stored, "notice") if "in the store" in e["text"]]
         assert told[0].startswith("samples of 2 of 2 batches")
 
 

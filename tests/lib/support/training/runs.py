@@ -81,10 +81,10 @@ def in_stages(config: Config, listeners: Sequence[Listener] = ()) -> list[Result
     return run_local(staged_job, ranks, config, listeners, timeout=240)
 
 
-def events(config: Config, kind: str) -> list[dict[str, Any]]:
-    """Returns the events of one kind in a run's log."""
+def events(config: Config, *kinds: str) -> list[dict[str, Any]]:
+    """Returns the events of some kinds in a run's log."""
     path = config.output.folder / "log.jsonl"
-    return [event for event in log.read(path) if event["event"] == kind]
+    return [event for event in log.read(path) if event["event"] in kinds]
 
 
 def curve(config: Config) -> list[float]:
