@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from pydist import parallelize, sum_over_groups
 from pydist.errors import NotSupported, UsageError
 from pydist.group_sizes import GroupSizes
-from support.equivalence import assert_same, on_ranks, randint, randn
-from support.equivalence.groups import cut, inputs, on_groups, parts, plain, results, summed
+from support.equivalence import assert_same, on_ranks, randint, randn, whole_of
+from support.equivalence.groups import cut, inputs, on_groups, parts, results, summed
 
 SIZES = [(2, 1), (3, 2, 0), (1, 4)]
 
@@ -147,7 +147,7 @@ def test_a_head_a_criterion_and_a_feature_outside_of_the_model():
     def step(model, rows, mesh):
         seen = []
         model.net.norm.register_forward_hook(lambda *a: seen.append(a[2]))
-        y = plain(model(inputs(5)[rows]))
+        y = whole_of(model(inputs(5)[rows]))
         loss = (y.square().flatten(1).mean(1) * model.noise.exp()).mean() - model.noise
         (loss + seen[0].square().mean((0, 1, 2, 3, 4))).backward()
         return results(model)
@@ -269,7 +269,7 @@ def test_backward_passes_through_a_retained_graph_have_the_weights_of_their_batc
     def step(model, rows, mesh):
         factor = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
         x = inputs(3)[rows]
-        y = plain(model(x)[1])
+        y = whole_of(model(x)[1])
         y.square().mean().backward(retain_graph=True)
         model.conv.weight.square().sum().backward()  # has no batch
         (factor * y.sin().mean()).backward(retain_graph=True)  # the factor's gradient arrives first
@@ -298,7 +298,7 @@ def test_class_weights_ignored_labels_and_a_mask():
         loss = loss + summed((y.square() * kept).sum(), mesh) / summed(kept.sum(), mesh)
         # One term is nonlinear in the sums, the other is an ordinary mean.
         per_class = summed(y.sigmoid().sum((0, 2, 3, 4)), mesh)
-        loss = loss + plain(per_class).log().sum() + y.sin().mean()
+        loss = loss + whole_of(per_class).log().sum() + y.sin().mean()
         loss.backward()
         if mesh is None:
             expected = F.cross_entropy(y.detach(), own, **options)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pydist import ShardedTensor, parallelize
+from pydist import parallelize
 from support.equivalence import (
     Task,
     assert_equal,
@@ -20,6 +20,7 @@ from support.equivalence import (
     group_slice,
     on_ranks,
     randn,
+    whole_of,
 )
 from support.equivalence.strategies import cuts
 from support.networks.small import BATCH, SHAPE, initialized, small
@@ -62,7 +63,7 @@ def test_a_weight_used_on_shards_and_plain():
             plain = (
                 self.weight.square().sum() + (self.scale * y.mean((2, 3, 4), keepdim=True)).sum()
             )
-            gathered = (y.full_tensor() if isinstance(y, ShardedTensor) else y).sin().sum()
+            gathered = whole_of(y).sin().sum()
             return y.square().mean() + plain * self.scale.sum() + gathered
 
     task = Task(Mixed(), randn(*SHAPE), torch.zeros(()), lambda y, _: y)

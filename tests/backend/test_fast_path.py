@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pydist import Mesh, ShardedTensor, layout_for_sample, parallelize
+from pydist import Mesh, layout_for_sample, parallelize
 from pydist.models import CosmoFlow
-from support.equivalence import layout_at, on_ranks, randn, shard
+from support.equivalence import layout_at, on_ranks, randn, shard, whole_of
 from support.kernels.instruction_sets import OF_ONEDNN
 
 SLOW = re.compile(r"slow_conv|thnn|unfold|vol2col|im2col")
@@ -151,7 +151,7 @@ def test_a_training_step_of_cosmoflow(spatial, dtype):
 
         def step() -> None:
             y = own(x)
-            (y.full_tensor() if isinstance(y, ShardedTensor) else y).square().sum().backward()
+            whole_of(y).square().sum().backward()
 
         return operators(step) if mesh.rank == 0 else step() or set()
 

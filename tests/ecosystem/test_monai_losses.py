@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pydist import ShardedTensor
-from support.equivalence import even_points, layout_at, on_ranks, randint, randn, shard
+from support.equivalence import even_points, layout_at, on_ranks, randint, randn, shard, whole_of
 
 losses = pytest.importorskip("monai.losses")
 
@@ -45,10 +44,6 @@ def gradient(loss, x, labels):
     return value.detach(), x.grad
 
 
-def whole(t):
-    return t.full_tensor() if isinstance(t, ShardedTensor) else t
-
-
 WAYS = {
     "plain labels": lambda x, labels: (x, labels),
     "sharded labels": lambda x, labels: (
@@ -66,7 +61,7 @@ def test_on_sharded_predictions(make, way):
 
     def body(mesh):
         x, labels = way(shard(X, layout_at(mesh, SHAPE, POINTS)), LABELS)
-        return [whole(t) for t in gradient(make(), x, labels)]
+        return [whole_of(t) for t in gradient(make(), x, labels)]
 
     for found in on_ranks((2, 2, 2), body):
         for a, b in zip(found, expected, strict=True):
@@ -93,7 +88,9 @@ def test_what_leaves_torch_is_computed_of_the_whole_tensor():
     expected = gradient(loss, X.clone().requires_grad_(), LABELS)
 
     def body(mesh):
-        return [whole(t) for t in gradient(loss, shard(X, layout_at(mesh, SHAPE, POINTS)), LABELS)]
+        return [
+            whole_of(t) for t in gradient(loss, shard(X, layout_at(mesh, SHAPE, POINTS)), LABELS)
+        ]
 
     for found in on_ranks((2, 2, 2), body):
         for a, b in zip(found, expected, strict=True):

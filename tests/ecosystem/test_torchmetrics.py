@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pydist import ShardedTensor
 from pydist.errors import NotSupported
-from support.equivalence import layout_at, on_ranks, randint, randn, shard
+from support.equivalence import layout_at, on_ranks, randint, randn, shard, whole_of
 from support.networks.vision import declare_missing_operators
 
 declare_missing_operators()  # torchmetrics imports torchvision if it is installed
@@ -72,7 +71,7 @@ def test_after_two_updates(make, inputs, way):
         for sign in (1, -1):
             metric.update(*inputs(sign * x))
         found = metric.compute()
-        return found.full_tensor() if isinstance(found, ShardedTensor) else found
+        return whole_of(found)
 
     def body(mesh):
         return value(way(shard(X, layout_at(mesh, SHAPE, POINTS)).detach()))

@@ -8,7 +8,7 @@ import torch
 import pydist
 from pydist import Mesh, distribute_tensor
 from pydist.errors import NotSupported, UsageError
-from support.equivalence import randint, randn
+from support.equivalence import randint, randn, whole_of
 from support.networks.vision import declare_missing_operators
 
 declare_missing_operators()  # torchmetrics imports torchvision if it is installed
@@ -43,7 +43,7 @@ def _value(metric, predict, x, labels):
     for sign in (1, -1):
         metric.update(*((sign * x,) if predict is None else (predict(sign * x), labels)))
     found = metric.compute()
-    return found.full_tensor() if isinstance(found, pydist.ShardedTensor) else found
+    return whole_of(found)
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["sharded", "full"])

@@ -9,7 +9,15 @@ from torch.utils.checkpoint import checkpoint
 
 from pydist import ShardedTensor, distribute_tensor, parallelize
 from pydist.errors import NotSupported
-from support.equivalence import even_points, group_slice, layout_at, on_ranks, randn, shard
+from support.equivalence import (
+    even_points,
+    group_slice,
+    layout_at,
+    on_ranks,
+    randn,
+    shard,
+    whole_of,
+)
 from support.networks.small import check_use
 
 BATCH = 2
@@ -75,8 +83,7 @@ def nested(net, x, y):
 
 def with_whole(net, x, y):
     """Uses a plain full tensor that comes from a sharded one."""
-    whole = y.full_tensor() if isinstance(y, ShardedTensor) else y
-    return back(local(y) * whole.sin().sum((2, 3, 4), keepdim=True) * net.k, y)
+    return back(local(y) * whole_of(y).sin().sum((2, 3, 4), keepdim=True) * net.k, y)
 
 
 def own_part(net, x, y):

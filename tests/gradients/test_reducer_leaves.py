@@ -12,13 +12,12 @@ from torch.nn.utils import parametrizations
 
 import pydist.gradients.buckets
 from pydist import distribute_tensor, parallelize
-from support.equivalence import on_ranks, randn
+from support.equivalence import on_ranks, randn, whole_of
 from support.equivalence.scripts import (
     GRIDS,
     batch,
     check_script,
     copy_of,
-    full,
     gradients,
     network,
     step_of,
@@ -33,7 +32,7 @@ def test_a_plain_head(grid):
         model = ready(network())
         head = copy_of(nn.Linear(3 * 5 * 4 * 3, 2), 1)
         for seed in (0, 1):
-            y = full(model(cut(batch(seed)))).flatten(1)
+            y = whole_of(model(cut(batch(seed)))).flatten(1)
             head(y).square().mean().backward()
         return gradients(model, head)
 
@@ -47,7 +46,7 @@ def test_a_plain_head_on_frozen_features(grid):
         head = copy_of(nn.Linear(3 * 5 * 4 * 3, 2), 1)
         optimizer = torch.optim.SGD(head.parameters(), 0.1)
         for seed in (0, 1):
-            y = full(model(cut(batch(seed)))).flatten(1)
+            y = whole_of(model(cut(batch(seed)))).flatten(1)
             head(y).square().mean().backward()
             optimizer.step()
         return [*gradients(head), *head.parameters()]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import pydist.gradients.buckets
-from pydist import ShardedTensor, distribute_tensor, parallelize
-from support.equivalence import error, group_slice, layout_at, on_ranks, randn, shard
+from pydist import distribute_tensor, parallelize
+from support.equivalence import error, group_slice, layout_at, on_ranks, randn, shard, whole_of
 from support.networks.small import BATCH, SHAPE, check_use, gradients_of, loss_of, small
 
 
@@ -220,7 +220,7 @@ def test_autograd_grad_on_some_parameters_and_the_input(names):
         x = input_of(mesh)
         chosen = [model.get_parameter(name) for name in names]
         gx, *rest = torch.autograd.grad(model(x).square().mean(), [x, *chosen])
-        return [gx.full_tensor() if isinstance(gx, ShardedTensor) else gx, *rest]
+        return [whole_of(gx), *rest]
 
     check_use(small, use)
 

@@ -13,8 +13,8 @@ from torch.func import functional_call
 
 from pydist import distribute_tensor, parallelize
 from pydist.errors import UsageError
-from support.equivalence import on_ranks, randn
-from support.equivalence.groups import inputs, on_groups, plain
+from support.equivalence import on_ranks, randn, whole_of
+from support.equivalence.groups import inputs, on_groups
 
 RATE = 0.3
 
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         y = self.last(F.silu(self.norm(self.conv(x))) * self.scale)
-        return self.head(plain(y.mean((2, 3, 4))))
+        return self.head(whole_of(y.mean((2, 3, 4))))
 
 
 def network() -> Net:

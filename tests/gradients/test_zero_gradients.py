@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pydist import ShardedTensor
-from support.equivalence import assert_same, on_ranks, randn
+from support.equivalence import assert_same, on_ranks, randn, whole_of
 from support.equivalence.scripts import check_script, copy_of, on_mesh
 
 LAYERS = {
@@ -86,7 +85,7 @@ class Head(nn.Module):
 
     def forward(self, x):
         means = x.mean((2, 3, 4))
-        return self.linear(means.full_tensor() if isinstance(means, ShardedTensor) else means)
+        return self.linear(whole_of(means))
 
 
 NAMED = {
@@ -109,7 +108,7 @@ def penalty(loss, layer, prepared=lambda model: None):
         squares.backward()
         last = [x.grad, *(p.grad for p in model.parameters())]
         shown = [*found, *second, *last]
-        return [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in shown]
+        return [whole_of(t) for t in shown]
 
     return script
 

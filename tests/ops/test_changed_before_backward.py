@@ -9,10 +9,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pydist import ShardedTensor, distribute_tensor, parallelize
+from pydist import distribute_tensor, parallelize
 from pydist.errors import UsageError
 from pydist.ops.norm import norm_common
-from support.equivalence import assert_same, even_points, layout_at, on_ranks, randn, shard
+from support.equivalence import (
+    assert_same,
+    even_points,
+    layout_at,
+    on_ranks,
+    randn,
+    shard,
+    whole_of,
+)
 
 
 def conv(channels=2):
@@ -161,7 +169,7 @@ def penalty(model, x, moments, checkpointed=False):
     model.zero_grad()
     model(x).square().mean().backward()
     found += [p.grad for p in model.parameters()]
-    return [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in found]
+    return [whole_of(t) for t in found]
 
 
 def check_penalty(name, moments, spatial, checkpointed=False):

@@ -17,7 +17,7 @@ from torch import nn
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.errors import NotSupported
 from pydist.ops.conv import local_conv
-from support.equivalence import assert_same, check_function, on_ranks, randn, shard
+from support.equivalence import assert_same, check_function, on_ranks, randn, shard, whole_of
 from support.equivalence.scripts import copy_of
 
 LOOKS = {
@@ -176,15 +176,11 @@ def test_forward_exchanges_the_same_without_grad_on_one_rank():
     def rank(mesh):
         part = shard(x, layout_for_sample(mesh, x.shape))
         with torch.set_grad_enabled(mesh.rank == 0):
-            return [as_whole(t).detach() for t in values(part)]
+            return [whole_of(t).detach() for t in values(part)]
 
     expected = values(x)
     for found in on_ranks((2, 1, 1), rank):
         assert_same(found, expected)
-
-
-def as_whole(t):
-    return t.full_tensor() if isinstance(t, ShardedTensor) else t
 
 
 def test_a_processor_without_bf16_decides_for_all_ranks(monkeypatch):

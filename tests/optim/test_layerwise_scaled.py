@@ -19,8 +19,7 @@ from pydist.exchange.own_slice import is_sharded_weight
 from pydist.gradients.partitioned import PartitionedGradient
 from pydist.optim import LARS, sharded
 from pydist.stages import pipeline
-from pydist.tensor import ShardedTensor
-from support.equivalence import on_ranks, randn
+from support.equivalence import on_ranks, randn, whole_of
 from support.networks.small import initialized
 from support.staged import DEEP, ONE, on_stages
 
@@ -104,8 +103,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
         rows = slice(4 * mesh.data_index // data, 4 * (mesh.data_index + 1) // data)
         for step in range(STEPS):
             y = model(distribute_tensor(X[rows], mesh))
-            y = y.full_tensor() if isinstance(y, ShardedTensor) else y
-            loss = F.mse_loss(y, TARGET[rows])
+            loss = F.mse_loss(whole_of(y), TARGET[rows])
             if step == SKIPPED and kind == "whole" and mesh.rank == where:
                 loss = loss + model[0].bias[0] * torch.inf
             scaler.scale(loss).backward()
@@ -122,10 +120,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
             optimizer.zero_grad()
         found = {}
         for name, p in model.named_parameters():
-            whole = p.detach()
-            found[name] = (
-                whole.full_tensor() if isinstance(whole, ShardedTensor) else whole
-            ).clone()
+            found[name] = whole_of(p.detach()).clone()
         return scales, found
 
     expected = formula()

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pydist
-from pydist import Mesh, ShardedTensor, run_local
+from pydist import Mesh, run_local
 from pydist.errors import UsageError
 from pydist.ops.channel_forms import channel_form
 from pydist.ops.conv import split_channels
-from support.equivalence import FP64_BOUND, error
+from support.equivalence import FP64_BOUND, error, whole_of
 from support.random_networks.blocks import ChannelAttention
 
 GROUPS = {
@@ -93,7 +93,7 @@ def test_a_layout_may_cut_the_channels(call):
         mesh = Mesh(world, 1, (2, 1, 1), axes={"channel": 2})
         cut = pydist.distribute_tensor(x, mesh, dims={1: "channel", 2: "depth"})
         assert cut.to_local().shape == (2, 2, 3, 4, 4)
-        return [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in run(cut)]
+        return [whole_of(t) for t in run(cut)]
 
     for found in run_local(split, 4):
         for mine, expected in zip(found, run(x), strict=True):
@@ -168,7 +168,7 @@ def test_layers_on_split_channels(make, is_cut):
         dims = {1: "channel", 2: "depth"} if is_cut else {2: "depth"}
         model = pydist.parallelize(copy.deepcopy(whole), mesh)
         found = run(model, pydist.distribute_tensor(x, mesh, dims=dims))
-        return [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in found]
+        return [whole_of(t) for t in found]
 
     expected = run(copy.deepcopy(whole), x)
     for found in run_local(split, 4):
@@ -219,7 +219,7 @@ def test_each_form_of_a_layer_with_cut_inputs(make, spatial, channel, shares, fo
         found = run(
             pydist.parallelize(copy.deepcopy(whole), mesh), pydist.distribute_tensor(x, mesh)
         )
-        return [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in found]
+        return [whole_of(t) for t in found]
 
     expected = run(copy.deepcopy(whole), x)
     for found in run_local(split, channel * math.prod(spatial)):

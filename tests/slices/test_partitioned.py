@@ -16,7 +16,7 @@ from pydist import Mesh, ShardedTensor
 from pydist.gradients.partitioned import PartitionedGradient
 from pydist.optim import LAMB, LARS, ShardedOptimizer, gather_gradients, sharded
 from pydist.slices import state_on_rank_0
-from support.equivalence import assert_same, on_ranks, randn
+from support.equivalence import assert_same, on_ranks, randn, whole_of
 
 MESHES: dict[str, dict[str, Any]] = {
     "channel 2": {"axes": {"channel": 2}},
@@ -151,7 +151,7 @@ def test_accumulation_closures_and_gradients_that_are_read(mesh):
         if mesh is not None:
             gather_gradients(model)
         found = [p.grad for p in model.parameters() if p.grad is not None]
-        found = [g.full_tensor() if isinstance(g, ShardedTensor) else g.clone() for g in found]
+        found = [whole_of(g).clone() for g in found]
         optimizer.step()
 
         def closure():

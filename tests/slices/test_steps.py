@@ -13,7 +13,7 @@ from pydist import ShardedTensor
 from pydist.errors import NotSupported
 from pydist.optim import LAMB, LARS
 from pydist.slices.steps import ELEMENTWISE
-from support.equivalence import assert_same, error
+from support.equivalence import assert_same, error, whole_of
 from support.networks.sliced import (
     backward,
     batch,
@@ -21,7 +21,6 @@ from support.networks.sliced import (
     on_channels,
     parallel,
     weights,
-    whole,
 )
 
 OPTIMIZERS = {
@@ -217,7 +216,7 @@ def test_clipping(foreach, norm_type):
         backward(model, batch(mesh))
         nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=foreach)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.02, norm_type, foreach=foreach)
-        return [norm, *(whole(p.grad) for p in model.parameters())]
+        return [norm, *(whole_of(p.grad) for p in model.parameters())]
 
     expected = run()
     for found in on_channels(run):

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 import pydist
 from pydist import Mesh, ShardedTensor
 from pydist.models import CosmoFlow
-from support.equivalence import assert_equal, on_ranks, randn
+from support.equivalence import assert_equal, on_ranks, randn, whole_of
 
 MESHES = {
     "channel 2": {"axes": {"channel": 2}},
@@ -77,11 +77,6 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor.clone()
-
-
 def train(
     model: nn.Module,
     x: Tensor,
@@ -98,12 +93,12 @@ def train(
         (y.sin().square().mean() + 1e-3 * penalty).backward()
         if step in (0, steps - 1):
             found |= {
-                f"gradient {n}, {step}": whole_of(p.grad)
+                f"gradient {n}, {step}": whole_of(p.grad).detach().clone()
                 for n, p in model.named_parameters()
                 if p.grad is not None
             }
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        found[f"norm {step}"] = whole_of(norm)
+        found[f"norm {step}"] = whole_of(norm).detach().clone()
         optimizer.step()
     model.eval()
     with torch.no_grad():
@@ -206,7 +201,7 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = torch.tanh(self.table(torch.linspace(0, 1, 6, dtype=x.dtype).view(2, 3)))
         x = torch.tanh(self.conv(x)).mean((3, 4))
-        x = x.full_tensor() if isinstance(x, ShardedTensor) else x
+        x = whole_of(x)
         x = torch.tanh(self.middle(x * rows.mean(0)[:, None])).mean(2)
         return self.head(x)
 
@@ -231,7 +226,7 @@ def test_averages_of_sharded_weights(mesh: str, average: Any) -> None:
                 for weight in network.parameters():
                     weight.mul_(1.5 + step)
             found.update_parameters(network)
-        return [whole_of(weight) for weight in found.parameters()]
+        return [whole_of(weight).detach().clone() for weight in found.parameters()]
 
     network = nn.Sequential(nn.Conv3d(6, 8, 3), nn.Tanh(), nn.Conv3d(8, 6, 1)).double()
     expected = averaged(copy.deepcopy(network))

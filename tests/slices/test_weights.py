@@ -16,7 +16,7 @@ import pydist
 from pydist import ShardedTensor
 from pydist.errors import NotSupported, UsageError
 from pydist.gradients.registration import reducer_of
-from support.equivalence import assert_same, error, on_ranks, randn
+from support.equivalence import assert_same, error, on_ranks, randn, whole_of
 from support.networks.sliced import (
     NETWORK,
     backward,
@@ -25,7 +25,6 @@ from support.networks.sliced import (
     on_channels,
     parallel,
     weights,
-    whole,
 )
 
 
@@ -40,7 +39,7 @@ def test_gradients_accumulate_without_reduction(data):
                 backward(model, batch(mesh))
         backward(model, batch(mesh, seed=1))
         backward(model, batch(mesh, seed=2))
-        return [whole(p.grad).clone() for p in model.parameters()]
+        return [whole_of(p.grad).clone() for p in model.parameters()]
 
     expected = run()
     for found in on_channels(run, data=data):
@@ -95,7 +94,7 @@ def test_gradients_that_autograd_returns_and_penalties_on_them():
         grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         sum(g.square().sum() for g in grads).backward()
         tensors = [*grads, *(p.grad for p in model.parameters())]
-        return [whole(tensor) for tensor in tensors]
+        return [whole_of(tensor) for tensor in tensors]
 
     expected = run()
     for found in on_channels(run):
@@ -108,11 +107,11 @@ def test_recomputation_inference_and_autocast():
         y = checkpoint(model, batch(mesh), use_reentrant=False)
         y.sin().square().mean().backward()
         with torch.inference_mode():
-            inferred = whole(model(batch(mesh)))
+            inferred = whole_of(model(batch(mesh)))
         with torch.autocast("cpu", torch.bfloat16):
-            half = whole(model.float()(batch(mesh).float()))
+            half = whole_of(model.float()(batch(mesh).float())).detach()
         assert half.dtype == torch.bfloat16
-        return [inferred.clone(), *(whole(p.grad).double() for p in model.parameters())], half
+        return [inferred.clone(), *(whole_of(p.grad).double() for p in model.parameters())], half
 
     expected, expected_half = run()
     for found, half in on_channels(run):
@@ -127,7 +126,7 @@ def test_parameters_as_a_vector():
         vector = nn.utils.parameters_to_vector(model.parameters())
         nn.utils.vector_to_parameters((vector * 0.9).detach(), model.parameters())
         backward(model, batch(mesh))
-        return [whole(vector), *weights(model), *(whole(p.grad) for p in model.parameters())]
+        return [whole_of(vector), *weights(model), *(whole_of(p.grad) for p in model.parameters())]
 
     expected = run()
     for found in on_channels(run):
@@ -152,7 +151,7 @@ def test_fast_weights(data, computed):
             fast = {n: w - 0.5 * g for (n, w), g in pairs}
             if not computed:
                 fast = {n: w.detach().requires_grad_() for n, w in fast.items()}
-        return [whole(each) for each in (*grads, *fast.values())]
+        return [whole_of(each) for each in (*grads, *fast.values())]
 
     expected = run()
     for found in on_channels(run, data=data):
@@ -168,7 +167,7 @@ def test_weights_that_change_between_forward_and_backward():
         for p in model.parameters():
             p.data.mul_(0.9)
         loss.backward()
-        return [whole(p.grad) for p in model.parameters()]
+        return [whole_of(p.grad) for p in model.parameters()]
 
     expected = run()
     for found in on_channels(run):
@@ -197,7 +196,7 @@ def test_hooks_see_the_mean_in_the_global_shape():
         for handle in handles:
             handle.remove()
         grad = model[0].weight.grad
-        return [*norms, whole(grad)]
+        return [*norms, whole_of(grad)]
 
     expected = run()
     assert len(expected) == 3
@@ -259,7 +258,8 @@ def test_results_inherit_from_activations():
         model = pydist.parallelize(layer, mesh, sharded_weights=True)
         model.forward = lambda x: F.dropout(layer.weight * (layer.weight @ x), 0.5)
         x = torch.ones(6, 6, dtype=torch.float64)
-        return [whole(model(pydist.distribute_tensor(x, mesh, {}))) for _ in range(3)]
+        made = (model(pydist.distribute_tensor(x, mesh, {})) for _ in range(3))
+        return [whole_of(y).detach() for y in made]
 
     expected = on_ranks((1, 1, 1), run)[0]
     assert error(expected[0], expected[1]) > 0.1

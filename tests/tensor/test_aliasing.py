@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from pydist import ShardedTensor, parallelize
 from pydist.errors import NotSupported
-from support.equivalence import error, layout_at, on_ranks, randn, shard
+from support.equivalence import error, layout_at, on_ranks, randn, shard, whole_of
 
 SHAPE = (2, 4, 6, 4, 4)
 LAYOUTS = {
@@ -111,11 +111,7 @@ def _after_change(call, change, x, y):
             x.detach().mul_(3)
         else:
             results[0].mul_(3)
-        return [_whole(t) for t in ([x] if change == "result" else results)]
-
-
-def _whole(t):
-    return (t.full_tensor() if isinstance(t, ShardedTensor) else t).clone()
+        return [whole_of(t).clone() for t in ([x] if change == "result" else results)]
 
 
 def _sharded(mesh, points, seed=0):

@@ -9,8 +9,7 @@ from torch import nn
 
 from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported
-from support.equivalence import assert_same, on_ranks, randn
-from support.equivalence.scripts import full
+from support.equivalence import assert_same, on_ranks, randn, whole_of
 
 SHAPE = (2, 3, 5, 4, 3)
 GRIDS = [(1, 1, 1), (2, 1, 1), (3, 2, 1)]
@@ -156,7 +155,7 @@ def test_a_leaf_that_a_first_layer_changes_without_gradients():
         x = randn(*SHAPE).requires_grad_()
         with torch.no_grad():
             one(x)
-            return full(other(x)).clone()
+            return whole_of(other(x)).clone()
 
     expected = outputs(lambda model: model)
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from pydist.comm import Transport, run_local
 from pydist.stages import Pipeline, Stages, pipeline
-from pydist.tensor import ShardedTensor
-from support.equivalence import Task, assert_equal, bounds_of, jittered
+from support.equivalence import Task, assert_equal, bounds_of, jittered, whole_of
 from support.equivalence.core import on_one_core
 
 ROUNDING = 1e-13
@@ -103,8 +102,7 @@ def results(made: Pipeline, loss: Tensor) -> dict[str, Tensor]:
     for name, p in made.model.named_parameters():
         held = torch.zeros(p.numel() + 1, dtype=p.dtype)
         if p.grad is not None:
-            grad = p.grad.full_tensor() if isinstance(p.grad, ShardedTensor) else p.grad
-            held[:-1], held[-1] = grad.flatten(), 1
+            held[:-1], held[-1] = whole_of(p.grad).flatten(), 1
         everyone = [row for row in stages.world.all_gather(held) if row[-1]]
         for row in everyone[1:]:
             assert torch.equal(row, everyone[0]), f"{name} has several gradients"

@@ -34,6 +34,7 @@ from support.equivalence.core import (
     spatial_of,
     train_split,
     whole_answer,
+    whole_of,
     whole_step,
 )
 
@@ -63,5 +64,6 @@ __all__ = [
     "spatial_of",
     "train_split",
     "whole_answer",
+    "whole_of",
     "whole_step",
 ]

@@ -126,6 +126,11 @@ def assert_same(
             assert off <= FP64_BOUND or is_zero, f"{where}, tensor {i}: off by {off:.2e}"
 
 
+def whole_of(x: Tensor) -> Tensor:
+    """Returns the full tensor of a sharded one; another as it is."""
+    return x.full_tensor() if isinstance(x, ShardedTensor) else x
+
+
 # -- layouts --------------------------------------------------------------------------------
 
 
@@ -260,7 +265,7 @@ def check_function(
 
 def _as_whole(t: Tensor, mesh: Mesh, mean: bool) -> Tensor:
     """Returns a result as this rank sees it: its own copy if several ranks hold one."""
-    whole = t.full_tensor() if isinstance(t, ShardedTensor) else t
+    whole = whole_of(t)
     return (mean_ranks(whole, mesh, SAMPLE_AXES) if mean else whole).detach()
 
 
@@ -390,10 +395,9 @@ def train_split(
     value.backward()
     assert isinstance(x.grad, ShardedTensor)
     grad_x = _all_samples(x.grad.full_tensor(), mesh) / mesh.data_size
-    full = y.full_tensor() if isinstance(y, ShardedTensor) else y
-    mean = (value.full_tensor() if isinstance(value, ShardedTensor) else value).detach().clone()
+    mean = whole_of(value).detach().clone()
     mesh.world.all_reduce(mean)
-    return _results(model, _all_samples(full.detach(), mesh), mean / mesh.size, grad_x)
+    return _results(model, _all_samples(whole_of(y).detach(), mesh), mean / mesh.size, grad_x)
 
 
 def group_slice(mesh: Mesh, batch: int) -> slice:

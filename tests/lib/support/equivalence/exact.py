@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist import Mesh, ShardedTensor
-from support.equivalence import Cut, Points, layout_at, on_ranks, randint, shard, spatial_of
+from pydist import Mesh
+from support.equivalence import (
+    Cut,
+    Points,
+    layout_at,
+    on_ranks,
+    randint,
+    shard,
+    spatial_of,
+    whole_of,
+)
 
 
 def whole_numbers(*shape: int, most: int = 2, seed: int = 0) -> Tensor:
@@ -39,15 +48,11 @@ def check_exact(
     def split(mesh: Mesh) -> list[Tensor]:
         leaf = shard(x, layout_at(mesh, x.shape, points))
         others = [shard(c.tensor, layout_at(mesh, c.tensor.shape, c.points)) for c in beside]
-        return [_whole(each) for each in _results(function, leaf, others)]
+        return [whole_of(each).detach() for each in _results(function, leaf, others)]
 
     for found in on_ranks(spatial_of(points), split, keep_thin_blocks=keep_thin_blocks):
         for mine, reference in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, reference, rtol=0, atol=0, equal_nan=True)
-
-
-def _whole(each: Tensor) -> Tensor:
-    return (each.full_tensor() if isinstance(each, ShardedTensor) else each).detach()
 
 
 def _results(function: Callable[..., Any], x: Tensor, others: Sequence[Tensor]) -> list[Tensor]:

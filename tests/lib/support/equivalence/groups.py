@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from pydist import Mesh, ShardedTensor, distribute_tensor, parallelize, sum_over_groups
+from pydist import Mesh, distribute_tensor, parallelize, sum_over_groups
 from pydist.comm import LocalTransport
 from support.equivalence import assert_equal, bounds_of, jittered, on_ranks, randn
 
@@ -77,7 +77,3 @@ def on_groups(
 
 def inputs(total: int) -> torch.Tensor:
     return randn(total, 2, 6, 5, 4, seed=total)
-
-
-def plain(y: torch.Tensor) -> torch.Tensor:
-    return y.full_tensor() if isinstance(y, ShardedTensor) else y

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pydist import Mesh, ShardedTensor, distribute_tensor, parallelize
+from pydist import Mesh, distribute_tensor, parallelize
 from support.equivalence import assert_same, group_slice, on_ranks, randn
 
 Ready: TypeAlias = "Callable[[nn.Module], nn.Module]"
@@ -67,10 +67,6 @@ def network(width: int = 4) -> Any:
 
 def batch(seed: int = 0, channels: int = 2) -> Tensor:
     return randn(2, channels, 5, 4, 3, seed=seed)
-
-
-def full(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, ShardedTensor) else x
 
 
 def gradients(*modules: nn.Module) -> list[Tensor | None]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pydist
-from pydist import Mesh, ShardedTensor
+from pydist import Mesh
 from support.equivalence import on_ranks, randn
 
 
@@ -50,12 +50,6 @@ def backward(model: nn.Module, x: Tensor) -> None:
 def weights(model: nn.Module) -> list[Tensor]:
     """Returns copies of the whole parameters."""
     return [tensor.clone() for tensor in model.state_dict().values()]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Returns the whole tensor without its graph."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
 
 
 def on_channels(body: Callable[[Mesh], Any], channel: int = 2, **options: Any) -> list[Any]:

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pydist import Mesh, ShardedTensor
+from pydist import Mesh
 from pydist.errors import NotSupported
 from pydist.exchange.adjoints import mean_ranks
 from pydist.grid import SAMPLE_AXES
-from support.equivalence import Points, error, layout_at, randint, randn, shard
+from support.equivalence import Points, error, layout_at, randint, randn, shard, whole_of
 
 POINTS: dict[int, list[Points]] = {
     5: [[0, 2, 6], None, None],
@@ -107,7 +107,7 @@ def run(
     with torch.autocast(device, torch.bfloat16) if mixed else nullcontext():
         result = eval(text, {"torch": torch, "F": F, "assigned": assigned}, names)
     found = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-    yield [_whole(t) for t in found]
+    yield [whole_of(t).detach().cpu() for t in found]
     loss = _loss(t for t in found if t.requires_grad)
     if not isinstance(loss, Tensor):
         return
@@ -119,7 +119,7 @@ def run(
             _true(g, mesh, isinstance(leaf, nn.Parameter))
             for g, leaf in zip(grads, names.leaves, strict=True)
         ]
-        yield [_whole(g) for g in true]
+        yield [whole_of(g).detach().cpu() for g in true]
         loss = sum((g.double() ** 2).sum() for g in true)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             return
@@ -132,10 +132,6 @@ def _loss(found: Iterator[Tensor]) -> Tensor | int:
 
 def _true(grad: Tensor, mesh: Mesh | None, is_parameter: bool) -> Tensor:
     return mean_ranks(grad, mesh, SAMPLE_AXES) if is_parameter and mesh is not None else grad
-
-
-def _whole(t: Tensor) -> Tensor:
-    return (t.full_tensor() if isinstance(t, ShardedTensor) else t).detach().cpu()
 
 
 ORDERS = "FBD"

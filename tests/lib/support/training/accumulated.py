@@ -26,7 +26,7 @@ from pydist.train.step import TrainStep
 from pydist.train.tasks import Task
 from pydist.train.tasks.regression import CosmoFlowRegression
 from pydist.train.tasks.segmentation import UNet3dSegmentation
-from support.equivalence import randint, randn
+from support.equivalence import randint, randn, whole_of
 from support.networks.small import initialized
 
 SHAPE = 2, 6, 4, 3
@@ -167,7 +167,7 @@ def on_mesh(
                 gather_gradients(model)
             for name, p in model.named_parameters():
                 assert p.grad is not None
-                found[name] = whole_of(p.grad)
+                found[name] = whole_of(p.grad).clone()
 
     if sharded_weights and mesh.size > 1:
         assert any(map(is_sharded_weight, model.parameters()))
@@ -191,13 +191,8 @@ def on_mesh(
                 losses.append(float(loss) / passes[0].step_size)
     gradients = {f"grad of {name}": grad for name, grad in found.items()}
     buffers = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
-    parameters = {n: whole_of(p.detach()) for n, p in model.named_parameters()}
+    parameters = {n: whole_of(p.detach()).clone() for n, p in model.named_parameters()}
     return Trained(losses, parameters | gradients | buffers, figures)
-
-
-def whole_of(x: Tensor) -> Tensor:
-    """Returns a copy of a tensor, gathered if ranks hold slices of it."""
-    return (x.full_tensor() if isinstance(x, ShardedTensor) else x).clone()
 
 
 def plainly(
