@@ -6,9 +6,11 @@ import pytest
 
 pytest.importorskip("monai.networks.nets")
 
-from support.networks.attention import LONG, check_attention_network
+from support.equivalence import whole_answer
+from support.networks.libraries import check_splits, task_of
 
 
-@pytest.mark.parametrize(("make", "extents"), LONG.values(), ids=LONG)
-def test_split_equals_whole(make, extents):
-    check_attention_network(make, extents)
+@pytest.mark.parametrize("name", ["SPADEDiffusionModelUNet", "SwinUNETR"])
+def test_split_equals_whole(name):
+    task = task_of(name, 1)
+    check_splits(task, whole_answer(task))

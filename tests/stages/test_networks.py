@@ -13,14 +13,12 @@ MESHES = {
     "depth 2, 1": [DEEP, ONE],
     "2 groups": [TWO_GROUPS] * 2,
 }
-NOT_COMPARED = {"VNet": "its masks are pydist's own", "SENet": "a minute for what ResNet shows"}
 CASES = [
     pytest.param(name, meshes, id=f"{name}, {meshes}")
     for i, name in enumerate(ZOO)
     for j, meshes in enumerate(MESHES)
     # Of slow networks one mesh each, another one every time.
-    if name not in NOT_COMPARED
-    and (name not in WIDE or i % len(MESHES) == j or (name == "r3d_18" and meshes in ("2", "4")))
+    if name not in WIDE or i % len(MESHES) == j or (name == "r3d_18" and meshes in ("2", "4"))
 ]
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pydist.errors import NotSupported
-from support.equivalence import Task, check_network, randn, whole_answer
+from support.equivalence import Answer, Task, check_network, randn, whole_answer
 from support.networks import monai_zoo, nnunet_zoo
 from support.networks.cases import BATCH
 from support.networks.small import initialized
@@ -35,14 +35,14 @@ RANDOM = {"SegResNetVAE", "VQVAE", "VNet", "EfficientNetBN"}
 class Summed(nn.Module):
     """A network whose floating-point outputs all count; in evaluation mode if it is random."""
 
-    def __init__(self, network: nn.Module, *arguments: Any, is_random: bool = False) -> None:
+    def __init__(self, network: nn.Module, *, is_random: bool) -> None:
         super().__init__()
-        self.network, self.arguments = network, arguments
+        self.network = network
         if is_random:
             network.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        found = [y for y in _tensors(self.network(x, *self.arguments)) if y.is_floating_point()]
+        found = [y for y in _tensors(self.network(x)) if y.is_floating_point()]
         if len(found) == 1:
             return found[0]
         return torch.stack([y.square().mean() for y in found])[None].expand(len(x), -1)
@@ -56,16 +56,22 @@ def _tensors(value: Any) -> list[Tensor]:
     return [] if value is None else [t for each in value for t in _tensors(each)]
 
 
-def task_of(name: str) -> Task:
-    """Returns a task with two samples."""
+def task_of(name: str, batch: int = BATCH) -> Task:
+    """Returns a task, with two samples unless told otherwise."""
     case = CASES[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = initialized(Summed(case.make(), is_random=name in RANDOM))
-    x = randn(BATCH, case.channels, *case.extents)
+    x = randn(batch, case.channels, *case.extents)
     with torch.no_grad():
         target = randn(*model(x).shape, seed=1)
     return Task(model, x, target, F.mse_loss)
+
+
+def check_splits(task: Task, answer: Answer) -> None:
+    """Compares a step on each split with the answer of one device."""
+    for spatial in SPLITS:
+        check_network(task, spatial, answer=answer)
 
 
 def verdict(name: str) -> str:
@@ -87,8 +93,7 @@ def verdict(name: str) -> str:
         }
     )
     try:
-        for spatial in SPLITS:
-            check_network(task, spatial, answer=answer)
+        check_splits(task, answer)
     except NotSupported as error:
         return f"refused: `{str(error).partition(' on a sharded')[0]}`"
     return "equal"

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from support.equivalence import randn
+from support.networks import attention
+from support.networks.attention import TOKENS, nets
 from support.networks.cases import BATCH, Case, Encoded
-from support.networks.vision import declare_missing_operators
-
-declare_missing_operators()  # before MONAI is imported
-
-from support.networks.attention import LONG, NETWORKS, TOKENS, nets  # noqa: E402
 
 
 class Registered(nn.Module):
@@ -128,7 +125,7 @@ CASES: dict[str, Case] = {
     "DynUNet": Case(
         lambda: nets.DynUNet(
             3, 1, 2, [3] * 4, [1, 2, 2, 2], [2] * 3, filters=[4, 4, 8, 8], deep_supervision=True,
-            deep_supr_num=2, res_block=True,
+            deep_supr_num=2,
         ), (16, 16, 16),
     ),
     "EfficientNetBN": Case(
@@ -231,5 +228,5 @@ CASES: dict[str, Case] = {
             3, 1, 1, (4, 4), 1, (4, 4), ((2, 4, 1, 1),) * 2, ((2, 4, 1, 1, 0),) * 2, 8, 4
         ), (16, 16, 8),
     ),
-    **{name: Case(make, extents) for name, (make, extents) in {**NETWORKS, **LONG}.items()},
+    **attention.CASES,
 }  # fmt: skip

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from pydist.models import CosmoFlow, UNet3d
 from support.equivalence import Task, randint, randn
+from support.networks.attention import nets
+from support.networks.cases import BATCH
+from support.networks.monai_zoo import CASES
 from support.networks.vision import declare_missing_operators
-
-BATCH = 2
 
 
 class Entry(NamedTuple):
     """Entry of the zoo, which creates a network and describes its samples and outputs.
 
     Attributes:
-        make: creates the network from torch's global generator; skips the test if its package is
-            missing.
+        make: creates the network from torch's global generator.
         sample: shape of one sample.
         classes: number of classes of a dense output, for cross-entropy; 0 for mean squares.
         numbers: number of outputs for mean squares.
@@ -48,13 +48,10 @@ class Summed(nn.Module):
         return y
 
 
-def monai(name: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
-    """Returns a function that creates a network of `monai.networks.nets`."""
-
-    def make() -> nn.Module:
-        return getattr(pytest.importorskip("monai.networks.nets"), name)(*args, **kwargs)
-
-    return make
+def of_monai(name: str, classes: int = 2) -> Entry:
+    """Returns an entry for a network of MONAI as `monai_zoo` has it."""
+    case = CASES[name]
+    return Entry(case.make, (case.channels, *case.extents), classes)
 
 
 def torchvision(name: str) -> Callable[[], nn.Module]:
@@ -79,34 +76,27 @@ def _squeeze_and_excitation() -> nn.Module:
 
 
 ZOO = {
-    "MONAI UNet": Entry(
-        monai("UNet", 3, 1, 2, (4, 8, 16), (2, 2), num_res_units=2), (1, 16, 12, 8)
-    ),
+    "MONAI UNet": of_monai("UNet"),
     "MONAI UNet, batch norm": Entry(
-        monai("UNet", 3, 1, 2, (4, 8), (2,), num_res_units=1, norm="batch", act="relu"),
+        lambda: nets.UNet(3, 1, 2, (4, 8), (2,), num_res_units=1, norm="batch", act="relu"),
         (1, 10, 8, 6),
     ),
     "MONAI UNet, 2-D": Entry(
-        monai("UNet", 2, 1, 2, (4, 8, 8), (2, 2), num_res_units=2), (1, 16, 12)
+        lambda: nets.UNet(2, 1, 2, (4, 8, 8), (2, 2), num_res_units=2), (1, 16, 12)
     ),
-    "BasicUNet": Entry(
-        monai("BasicUNet", 3, 1, 2, features=(2, 2, 4, 4, 4, 2), upsample="deconv"), (1, 32, 16, 16)
-    ),
+    "BasicUNet": of_monai("BasicUNet"),
     "BasicUNet, trilinear": Entry(
-        monai("BasicUNet", 3, 1, 2, features=(2, 2, 4, 4, 4, 2), upsample="nontrainable"),
+        lambda: nets.BasicUNet(3, 1, 2, features=(2, 2, 4, 4, 4, 2), upsample="nontrainable"),
         (1, 16, 32, 16),
     ),
     "BasicUNet, subpixels": Entry(
-        monai("BasicUNet", 3, 1, 2, features=(2, 2, 4, 4, 4, 2), upsample="pixelshuffle"),
+        lambda: nets.BasicUNet(3, 1, 2, features=(2, 2, 4, 4, 4, 2), upsample="pixelshuffle"),
         (1, 16, 16, 32),
     ),
-    "AttentionUnet": Entry(monai("AttentionUnet", 3, 1, 2, (4, 8, 8), (2, 2)), (1, 16, 12, 8)),
-    "SegResNet": Entry(
-        monai("SegResNet", 3, 8, 1, 2, blocks_down=(1, 2, 2), blocks_up=(1, 1)), (1, 12, 8, 8)
-    ),
+    "AttentionUnet": of_monai("AttentionUnet"),
+    "SegResNet": of_monai("SegResNet"),
     "DynUNet": Entry(
-        monai(
-            "DynUNet",
+        lambda: nets.DynUNet(
             3,
             1,
             2,
@@ -118,67 +108,12 @@ ZOO = {
         ),
         (1, 12, 8, 6),
     ),
-    "DynUNet, deep supervision": Entry(
-        monai(
-            "DynUNet",
-            3,
-            1,
-            2,
-            [3] * 4,
-            [1, 2, 2, 2],
-            [2, 2, 2],
-            filters=[4, 4, 8, 8],
-            deep_supervision=True,
-            deep_supr_num=2,
-        ),
-        (1, 16, 16, 16),
-    ),
-    "BasicUNetPlusPlus": Entry(
-        monai("BasicUNetPlusPlus", 3, 1, 2, features=(2, 2, 2, 4, 4, 2), deep_supervision=True),
-        (1, 16, 16, 32),
-    ),
-    "HighResNet": Entry(
-        monai(
-            "HighResNet",
-            3,
-            1,
-            2,
-            layer_params=(
-                {"name": "conv_0", "n_features": 4, "kernel_size": 3},
-                {"name": "res_1", "n_features": 4, "kernels": (3, 3), "repeat": 2},
-                {"name": "res_2", "n_features": 6, "kernels": (3, 3), "repeat": 2},
-                {"name": "conv_1", "n_features": 8, "kernel_size": 1},
-                {"name": "conv_2", "kernel_size": 1},
-            ),
-        ),
-        (1, 9, 8, 7),
-    ),
-    "VNet": Entry(monai("VNet", 3, 1, 2), (1, 32, 16, 16)),
-    "DenseNet121": Entry(
-        monai("DenseNet121", 3, 1, 3, init_features=8, growth_rate=4), (1, 48, 32, 32), classes=0
-    ),
-    "ResNet10": Entry(
-        monai("resnet10", spatial_dims=3, n_input_channels=1, num_classes=3, widen_factor=0.125),
-        (1, 32, 20, 16),
-        classes=0,
-    ),
+    "DynUNet, deep supervision": of_monai("DynUNet"),
+    "BasicUNetPlusPlus": of_monai("BasicUNetPlusPlus"),
+    "HighResNet": of_monai("HighResNet"),
+    "DenseNet121": of_monai("DenseNet121", classes=0),
+    "ResNet10": of_monai("ResNet10", classes=0),
     "blocks of SENet": Entry(_squeeze_and_excitation, (1, 12, 10, 8)),
-    "SENet": Entry(
-        monai(
-            "SENet",
-            3,
-            1,
-            block="se_bottleneck",
-            layers=(1, 1, 1, 1),
-            groups=2,
-            reduction=4,
-            inplanes=16,
-            num_classes=3,
-            dropout_prob=None,
-        ),
-        (1, 64, 20, 16),
-        classes=0,
-    ),
     "r3d_18": Entry(torchvision("r3d_18"), (3, 8, 20, 20), classes=0),
     "mc3_18": Entry(torchvision("mc3_18"), (3, 6, 24, 20), classes=0),
     "r2plus1d_18": Entry(torchvision("r2plus1d_18"), (3, 8, 20, 20), classes=0),
@@ -189,16 +124,14 @@ ZOO = {
 """The networks by name."""
 
 WIDE = {
-    "VNet",
     "CosmoFlow",
     "DenseNet121",
-    "SENet",
     "r3d_18",
     "mc3_18",
     "r2plus1d_18",
     "3D U-Net of the paper",
 }
-"""Networks that take seconds per step: they have one split only, unless time is available."""
+"""Networks that take seconds per step: they have one split only."""
 
 
 def task_of(name: str, dtype: torch.dtype = torch.float64) -> Task:
