@@ -14,12 +14,11 @@ from pydist import _native as native
 from pydist import distribute_tensor, parallelize
 from pydist.comm import Transport, run_local
 from pydist.comm.transports.ipc.channel import IpcChannel
-from pydist.exchange.exchanger import Exchanger
 from pydist.mesh import Mesh
-from pydist.partition import Box
 from support.stand_ins.recorder import RecordedIpc, Recorder, run_ipc
 from support.transports.checks import Check
 from support.transports.contract import CHECKS
+from support.transports.halos import check_halos
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="CUDA IPC is for Linux")
 
@@ -132,29 +131,8 @@ def test_nothing_is_written_before_its_receiver_is_done(recorder: Recorder, late
 
 
 def test_halos_come_and_go_home(recorder: Recorder) -> None:
-    """The exchanger reuses its buffers in both directions."""
-    size = 3
-    owned = [Box((0, 0, 4 * rank), (1, 2, 4 * rank + 4)) for rank in range(size)]
-    needed = [
-        [Box((0, 0, max(0, 4 * rank - 1)), (1, 2, min(12, 4 * rank + 5)))] for rank in range(size)
-    ]
-    whole = torch.arange(24.0).reshape(1, 2, 12)
     recorder.delay(200)
-
-    def body(t: Transport) -> None:
-        exchanger = Exchanger(t, owned, needed)
-        box, mine = needed[t.rank][0], owned[t.rank]
-        for round_ in range(3):
-            local = (whole + 100 * round_)[..., mine.lo[2] : mine.hi[2]].contiguous()
-            slots = exchanger.empty_slots(local)
-            exchanger.gather(local, slots)
-            assert torch.equal(slots[0], whole[..., box.lo[2] : box.hi[2]] + 100 * round_)
-            back = torch.zeros_like(local)
-            exchanger.add_back(slots, back)
-            times = torch.tensor([1.0 + (t.rank > 0), 1, 1, 1.0 + (t.rank < size - 1)])
-            assert torch.equal(back, local * times)
-
-    run_ipc(recorder, body, size)
+    run_ipc(recorder, check_halos, 3)
 
 
 def test_a_network_has_the_bits_of_another_transport(recorder: Recorder) -> None:

@@ -15,11 +15,10 @@ from pydist import _native as native
 from pydist.comm import Channel, LocalTransport, Transport, run_local
 from pydist.comm.transports.nccl.device import DeviceTransport
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost, UsageError
-from pydist.exchange.exchanger import Exchanger
-from pydist.partition import Box
 from support.stand_ins.recorder import RecordedTransport, Recorder
 from support.transports.checks import Check
 from support.transports.contract import CHECKS
+from support.transports.halos import check_halos
 
 
 def run(recorder: Recorder, function, size: int):
@@ -136,30 +135,8 @@ def test_an_operation_shows_when_it_is_complete(recorder: Recorder) -> None:
 
 
 def test_halos_come_and_go_home(recorder: Recorder) -> None:
-    """The exchanger reuses its buffers in both directions."""
-    size = 3
-    owned = [Box((0, 0, 4 * rank), (1, 2, 4 * rank + 4)) for rank in range(size)]
-    needed = [
-        [Box((0, 0, max(0, 4 * rank - 1)), (1, 2, min(12, 4 * rank + 5)))] for rank in range(size)
-    ]
-    whole = torch.arange(24.0).reshape(1, 2, 12)
     recorder.delay(200)
-
-    def body(t: Transport) -> None:
-        exchanger = Exchanger(t, owned, needed)
-        box, mine = needed[t.rank][0], owned[t.rank]
-        for round_ in range(3):
-            local = (whole + 100 * round_)[..., mine.lo[2] : mine.hi[2]].contiguous()
-            slots = exchanger.empty_slots(local)
-            exchanger.gather(local, slots)
-            expected = whole[..., box.lo[2] : box.hi[2]] + 100 * round_
-            assert torch.equal(slots[0], expected)
-            back = torch.zeros_like(local)
-            exchanger.add_back(slots, back)
-            times = torch.tensor([1.0 + (t.rank > 0), 1, 1, 1.0 + (t.rank < size - 1)])
-            assert torch.equal(back, local * times)
-
-    run(recorder, body, size)
+    run(recorder, check_halos, 3)
 
 
 def test_a_failure_names_rank_peer_and_bytes_and_ends_the_group(recorder: Recorder) -> None:

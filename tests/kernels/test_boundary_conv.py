@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import conv3d
 
 from pydist import _native as native
+from support.kernels.arrays import grid_tensor, refusal, strided, triples
 from support.kernels.instruction_sets import assert_all_agree
 
 TOLERANCE = {
@@ -18,25 +21,6 @@ TOLERANCE = {
     torch.bfloat16: 2**-8,
     torch.float16: 2**-11,
 }
-
-
-def triples(elements):
-    return st.tuples(elements, elements, elements)
-
-
-def grid_tensor(shape, dtype, generator):
-    """Returns multiples of 1/8: fp16 and bf16 hold them exactly, so only sums are rounded."""
-    values = generator.integers(-16, 17, shape) / 8
-    return torch.from_numpy(values).to(dtype)
-
-
-def strided(tensor, order):
-    """Returns the same values in another memory order, with a gap after each row."""
-    permuted = tensor.permute(*order)
-    padded = tensor.new_zeros(*permuted.shape[:-1], permuted.shape[-1] + 3)
-    view = padded[..., : permuted.shape[-1]]
-    view.copy_(permuted)
-    return view.permute(*np.argsort(order).tolist())
 
 
 @st.composite
@@ -273,23 +257,18 @@ def test_all_instruction_sets_agree():
     assert_all_agree(ISA_SCRIPT, rtol=1e-6)
 
 
-def refusal(*args):
-    with pytest.raises(ValueError, match=r".") as info:
-        native.boundary_conv_forward(*args)
-    return str(info.value)
-
-
 def test_refusals_name_what_was_given():
+    said = partial(refusal, native.boundary_conv_forward)
     x, w, y = torch.zeros(1, 4, 1, 5, 5), torch.zeros(6, 4, 3, 3, 3), torch.zeros(1, 6, 4, 5, 5)
     lo, one = (0, 0, 0), (1, 1, 1)
-    message = refusal(x, w, y, lo, lo, one, one, one, 2)
+    message = said(x, w, y, lo, lo, one, one, one, 2)
     assert "slab" in message
     assert "groups=2" in message
-    assert "groups=0" in refusal(x, w, y, lo, lo, one, one, one, 0)
-    assert "int32" in refusal(x.int(), w.int(), y.int(), lo, lo, one, one, one, 1)
-    assert "float64" in refusal(x, w.double(), y, lo, lo, one, one, one, 1)
-    assert "(1, 1)" in refusal(x, w, y, lo, lo, (1, 1), one, one, 1)
-    assert "(1, 0, 1)" in refusal(x, w, y, lo, lo, (1, 0, 1), one, one, 1)
-    assert "samples" in refusal(x, w, y.repeat(2, 1, 1, 1, 1), lo, lo, one, one, one, 1)
-    assert "5" in refusal(x[0], w, y, lo, lo, one, one, one, 1)
-    assert "stride 0" in refusal(x, w, y[:, :1].expand(1, 6, 4, 5, 5), lo, lo, one, one, one, 1)
+    assert "groups=0" in said(x, w, y, lo, lo, one, one, one, 0)
+    assert "int32" in said(x.int(), w.int(), y.int(), lo, lo, one, one, one, 1)
+    assert "float64" in said(x, w.double(), y, lo, lo, one, one, one, 1)
+    assert "(1, 1)" in said(x, w, y, lo, lo, (1, 1), one, one, 1)
+    assert "(1, 0, 1)" in said(x, w, y, lo, lo, (1, 0, 1), one, one, 1)
+    assert "samples" in said(x, w, y.repeat(2, 1, 1, 1, 1), lo, lo, one, one, one, 1)
+    assert "5" in said(x[0], w, y, lo, lo, one, one, one, 1)
+    assert "stride 0" in said(x, w, y[:, :1].expand(1, 6, 4, 5, 5), lo, lo, one, one, one, 1)

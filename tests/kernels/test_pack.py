@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pydist import _native as native
+from support.kernels.arrays import refusal
 
 NUMPY_DTYPES = [
     torch.bool,
@@ -222,12 +223,6 @@ def test_callers_in_several_threads_do_not_disturb_each_other():
     for worker in workers:
         worker.join()
     assert results == dict.fromkeys(range(4), True)
-
-
-def refusal(call, *args):
-    with pytest.raises(ValueError, match=r".") as info:
-        call(*args)
-    return str(info.value)
 
 
 def test_refusals_name_what_was_given():

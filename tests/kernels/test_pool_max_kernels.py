@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import adaptive_max_pool3d, max_pool3d
 
 from pydist import _native as native
+from support.kernels.arrays import refusal, triples
 
 ORIGIN = (0, 0, 0)
 TOLERANCE = {
@@ -17,10 +18,6 @@ TOLERANCE = {
     torch.bfloat16: 2**-7,
     torch.float16: 2**-9,
 }
-
-
-def triples(elements):
-    return st.tuples(elements, elements, elements)
 
 
 @st.composite
@@ -131,14 +128,6 @@ def test_large_arrays_give_one_result_for_any_number_of_threads(channels_last):
     assert torch.equal(results[0][0], expected)
     for each in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(each, results[0], strict=True))
-
-
-def refusal(function, *args):
-    with pytest.raises(ValueError, match=r".") as info:
-        function(*args)
-    message = str(info.value)
-    assert "\n" not in message
-    return message
 
 
 def test_refusals_name_what_was_given():

@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from pydist import _native as native
+from support.kernels.arrays import refusal
 from support.kernels.pool_sums import ORIGIN, footprints
 
 
-def refusal(*args):
-    with pytest.raises(ValueError, match=r".") as info:
-        native.pool_sum_forward(*args)
-    message = str(info.value)
-    assert "\n" not in message
-    return message
-
-
 def test_refusals_name_what_was_given():
+    said = partial(refusal, native.pool_sum_forward)
     x, y = torch.zeros(1, 4, 6, 6, 6), torch.zeros(1, 4, 3, 3, 3)
     scales = [torch.ones(3, dtype=torch.float64)] * 3
     two = footprints((2, 2, 2), (2, 2, 2), ORIGIN)
     tail = (ORIGIN, ORIGIN, two)
-    assert "source is float32 (1, 4, 6, 6)" in refusal(x[:, :, 0], y, *tail, scales, False)
-    assert "int32" in refusal(x.int(), y.int(), *tail, scales, False)
-    assert "float64" in refusal(x, y.double(), *tail, scales, False)
-    assert "channels" in refusal(x[:, :3], y, *tail, scales, False)
-    assert "2 footprints" in refusal(x, y, ORIGIN, ORIGIN, two[:2], scales, False)
+    assert "source is float32 (1, 4, 6, 6)" in said(x[:, :, 0], y, *tail, scales, False)
+    assert "int32" in said(x.int(), y.int(), *tail, scales, False)
+    assert "float64" in said(x, y.double(), *tail, scales, False)
+    assert "channels" in said(x[:, :3], y, *tail, scales, False)
+    assert "2 footprints" in said(x, y, ORIGIN, ORIGIN, two[:2], scales, False)
     dilated = [native.Footprint(2, 2, 3), *two[1:]]
-    assert "dilation 3" in refusal(x, y, ORIGIN, ORIGIN, dilated, scales, False)
-    assert "(0, 0)" in refusal(x, y, (0, 0), ORIGIN, two, scales, False)
-    assert "2 arrays" in refusal(x, y, *tail, scales[:2], False)
-    assert "scales[2] is float32" in refusal(x, y, *tail, [*scales[:2], torch.ones(3)], False)
+    assert "dilation 3" in said(x, y, ORIGIN, ORIGIN, dilated, scales, False)
+    assert "(0, 0)" in said(x, y, (0, 0), ORIGIN, two, scales, False)
+    assert "2 arrays" in said(x, y, *tail, scales[:2], False)
+    assert "scales[2] is float32" in said(x, y, *tail, [*scales[:2], torch.ones(3)], False)
     long = torch.ones(4, dtype=torch.float64)
-    assert "scales[1] is float64 (4,)" in refusal(x, y, *tail, [scales[0], long, scales[2]], False)
-    assert "stride 0" in refusal(x, y[:, :1].expand(1, 4, 3, 3, 3), *tail, scales, False)
-    assert "64 bits" in refusal(x, y, ORIGIN, (2**62, 0, 0), two, scales, False)
+    assert "scales[1] is float64 (4,)" in said(x, y, *tail, [scales[0], long, scales[2]], False)
+    assert "stride 0" in said(x, y[:, :1].expand(1, 4, 3, 3, 3), *tail, scales, False)
+    assert "64 bits" in said(x, y, ORIGIN, (2**62, 0, 0), two, scales, False)
     adaptive = [native.Footprint.adaptive(6, 3)] * 3
-    assert "domain" in refusal(x, y, (1, 0, 0), ORIGIN, adaptive, scales, False)
+    assert "domain" in said(x, y, (1, 0, 0), ORIGIN, adaptive, scales, False)
 
 
 def test_backward_checks_its_arguments_as_forward_does():

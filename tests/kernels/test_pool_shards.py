@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import adaptive_avg_pool3d, avg_pool3d
 
 from pydist import _native as native
-from support.kernels.pool_sums import ORIGIN, Pooling, triples
+from support.kernels.arrays import triples
+from support.kernels.pool_sums import ORIGIN, Pooling
 
 
 def whole_scales(extents, outs, pooling, include_padding):

@@ -8,22 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.kernels.pool_sums import ORIGIN, TOLERANCE, Pooling, assert_near, in_float64, triples
-
-
-def grid_tensor(shape, dtype, generator):
-    """Returns multiples of 1/8: fp16 and bf16 hold them exactly, so only sums are rounded."""
-    return torch.from_numpy(generator.integers(-16, 17, shape) / 8).to(dtype)
-
-
-def strided(tensor, order, gap):
-    """Returns the same values in another memory order, with a gap after each row."""
-    permuted = tensor.permute(*order)
-    padded = tensor.new_zeros(*permuted.shape[:-1], permuted.shape[-1] + gap)
-    view = padded[..., : permuted.shape[-1]]
-    view.copy_(permuted)
-    return view.permute(*np.argsort(order).tolist())
-
+from support.kernels.arrays import grid_tensor, strided, triples
+from support.kernels.pool_sums import ORIGIN, TOLERANCE, Pooling, assert_near, in_float64
 
 ORDERS = st.sampled_from([(0, 1, 2, 3, 4), (0, 2, 3, 4, 1)]) | st.permutations(range(5))
 

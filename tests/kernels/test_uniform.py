@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pydist import _native as native
+from support.kernels.arrays import refusal
 
 MASK = 0xFFFFFFFF
 
@@ -79,15 +80,9 @@ def test_threads_change_nothing_and_the_distribution_is_uniform(threads):
     assert abs(float(torch.corrcoef(torch.stack([out.flatten(), other.flatten()]))[0, 1])) < 0.01
 
 
-def refusal(*args):
-    with pytest.raises(ValueError, match=r".") as info:
-        native.keyed_uniform(*args)
-    return str(info.value)
-
-
 def test_refusals_name_what_was_given():
     out = torch.zeros(4, 5)
-    assert "float16" in refusal(out.half(), 0, [0, 0], [4, 5])
-    assert "(1, 0)" in refusal(out, 0, [1, 0], [4, 5])
-    assert "(4,)" in refusal(out, 0, [0, 0], [4])
-    assert "64 bits" in refusal(out, 0, [0, 0], [2**40, 2**40])
+    assert "float16" in refusal(native.keyed_uniform, out.half(), 0, [0, 0], [4, 5])
+    assert "(1, 0)" in refusal(native.keyed_uniform, out, 0, [1, 0], [4, 5])
+    assert "(4,)" in refusal(native.keyed_uniform, out, 0, [0, 0], [4])
+    assert "64 bits" in refusal(native.keyed_uniform, out, 0, [0, 0], [2**40, 2**40])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 
 from pydist import _native as native
 
@@ -20,7 +19,6 @@ TOLERANCE = {
 }
 ORIGIN = (0, 0, 0)
 
-T = TypeVar("T")
 Scales = Sequence[np.ndarray]
 """Scales of the outputs along each dim."""
 
@@ -70,10 +68,6 @@ class Pooling:
             inside = (tap >= 0) & (tap < self.kernel[dim])
             result.append(inside * np.asarray(scales[dim])[:, None])
         return result
-
-
-def triples(elements: st.SearchStrategy[T]) -> st.SearchStrategy[tuple[T, T, T]]:
-    return st.tuples(elements, elements, elements)
 
 
 def in_float64(tensor: torch.Tensor) -> np.ndarray:
