@@ -11,6 +11,7 @@ import pytest
 
 from pydist.cli.main import main
 from pydist.data.lock import FolderLock
+from support.data.damage import flip
 
 
 def test_ct_to_nifti_to_hdf5_and_verified(tmp_path, capsys, monkeypatch):
@@ -30,10 +31,7 @@ def test_ct_to_nifti_to_hdf5_and_verified(tmp_path, capsys, monkeypatch):
     assert "2 cases, 1 rejected → 2 samples of 8 × 16 × 16" in shown
 
     assert main(["data", "verify", "b"]) == 0
-    volume = tmp_path / "b" / "ct_0000.hdf5"
-    raw = bytearray(volume.read_bytes())
-    raw[-1] ^= 1
-    volume.write_bytes(raw)
+    flip(tmp_path / "b" / "ct_0000.hdf5", -1)
     capsys.readouterr()
     assert main(["data", "verify", "b"]) == 65
     shown = capsys.readouterr()
@@ -222,9 +220,7 @@ def test_verify_deep_finds_what_training_refuses(tmp_path, capsys, monkeypatch):
     # Bits that a disk has lost: the file's time and size are the same.
     assert main(["data", "info", ".", "--deep", "--workers", "1"]) == 0
     status = (tmp_path / "a.hdf5").stat()
-    content = bytearray((tmp_path / "a.hdf5").read_bytes())
-    content[-1] ^= 1
-    (tmp_path / "a.hdf5").write_bytes(content)
+    flip(tmp_path / "a.hdf5", -1)
     os.utime(tmp_path / "a.hdf5", ns=(status.st_atime_ns, status.st_mtime_ns))
     capsys.readouterr()
     assert main([*verify, "--deep"]) == 65

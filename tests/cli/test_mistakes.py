@@ -20,6 +20,7 @@ from pydist.data.medical.nifti import outline_of, read_nifti
 from pydist.data.medical.options import CTOptions
 from pydist.data.publish import publish
 from pydist.errors import DataError, DiskError
+from support.data.damage import flip
 from support.jobs.children import child_environment
 
 CASE = "scans/imagesTr/ct_0001_0000.nii.gz"
@@ -173,9 +174,7 @@ def cut(path: str) -> None:
 
 
 def wrong_checksum(path: str) -> None:
-    raw = bytearray(Path(path).read_bytes())
-    raw[-5] ^= 1
-    Path(path).write_bytes(raw)
+    flip(Path(path), -5)
 
 
 def smaller(path: str) -> None:

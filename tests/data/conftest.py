@@ -12,6 +12,8 @@ import pytest
 
 from pydist.data import UniverseOptions, generate_universes
 from pydist.data.manifest import DataFile, Manifest
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +29,14 @@ def public_universes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Makes the same universes in the layout of the public data."""
     root = tmp_path_factory.mktemp("public")
     generate_universes(root, UniverseOptions(count=4, width=8, seed=3, layout="cosmoflow"))
+    return root
+
+
+@pytest.fixture(scope="session")
+def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Makes 7 volumes with labels."""
+    root = tmp_path_factory.mktemp("volumes")
+    generate_ct(root, CTOptions(count=7, shape=(16, 8, 24), validation=0))
     return root
 
 

@@ -17,6 +17,7 @@ from pydist.data.index import index_folder
 from pydist.data.manifest import Manifest
 from pydist.errors import DataError
 from pydist.partition import Box
+from support.data.damage import flip
 
 SAMPLE = np.arange(1, 2 * 8 * 8 * 8 + 1, dtype=np.int16).reshape(2, 8, 8, 8)
 BLOCK = Box((0, 4, 0, 0), (2, 8, 8, 8))
@@ -100,9 +101,7 @@ def test_what_still_has_its_checksum_is_read_anew(tmp_path: Path, universes: Pat
     cut(path, 0)
     path.write_bytes(whole)
     assert torch.equal(dataset.read_block(0), expected)
-    damaged = bytearray(whole)
-    damaged[-1] ^= 1
-    path.write_bytes(damaged)
+    flip(path, -1)
     with pytest.raises(DataError, match="changed while it was open"):
         dataset.read_block(0)
 

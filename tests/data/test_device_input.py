@@ -16,8 +16,6 @@ from torch import Tensor
 from pydist.comm import Transport, run_local
 from pydist.data import BadSample, Loader, ShardDataset
 from pydist.data.device_input import DeviceInput
-from pydist.data.medical.generate import generate_ct
-from pydist.data.medical.options import CTOptions
 from pydist.data.store.form import BlockForm
 from pydist.errors import UsageError
 from pydist.mesh import Mesh
@@ -155,13 +153,6 @@ def test_the_store_keeps_stored_values_for_a_device(
 
 def _local(targets: object) -> Tensor:
     return targets.to_local() if isinstance(targets, ShardedTensor) else targets  # type: ignore[return-value]
-
-
-@pytest.fixture(scope="module")
-def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("volumes")
-    generate_ct(root, CTOptions(count=7, shape=(16, 8, 24), validation=0))
-    return root
 
 
 @pytest.mark.parametrize("kind", [Tensor.numpy, Exported])

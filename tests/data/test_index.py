@@ -21,6 +21,7 @@ from pydist.data.lock import FolderLock
 from pydist.data.options import ConvertOptions, IndexOptions
 from pydist.data.trust import FileTrust
 from pydist.errors import DataError, UsageError
+from support.data.damage import flip
 
 
 @pytest.fixture
@@ -165,10 +166,8 @@ def test_verify_finds_every_kind_of_damage(public_universes: Path, tmp_path: Pat
     root = tmp_path / "copy"
     shutil.copytree(public_universes, root)
     assert verify_dataset(root) == []
-    image = bytearray((root / "univ_000001.hdf5").read_bytes())
-    image[20000] ^= 1
-    (root / "univ_000001.hdf5").write_bytes(image)
-    (root / "univ_000002.hdf5").write_bytes(image[:-1])
+    flip(root / "univ_000001.hdf5", 20000)
+    (root / "univ_000002.hdf5").write_bytes((root / "univ_000001.hdf5").read_bytes()[:-1])
     (root / "univ_000003.hdf5").unlink()
     faults = verify_dataset(root)
     assert len(faults) == 3

@@ -19,6 +19,7 @@ from pydist.data import Manifest
 from pydist.data.file_table import FileTable
 from pydist.data.manifest import DataFile
 from pydist.errors import DataError
+from support.data.damage import flip
 
 EXAMPLE = Manifest(
     sample_shape=(4, 8, 9, 10),
@@ -175,12 +176,11 @@ def test_a_damaged_bit_of_the_table_is_found(tmp_path: Path) -> None:
     EXAMPLE.save(tmp_path)
     path, content = tables(tmp_path)
     for at in (70, len(content) - 1):
-        content[at] ^= 1
-        path.write_bytes(content)
+        flip(path, at)
         with pytest.raises(DataError, match="does not match its checksum") as caught:
             Manifest.load(tmp_path)
         assert str(path.parent) in str(caught.value)
-        content[at] ^= 1
+        flip(path, at)
     path.write_bytes(content[:-1])
     with pytest.raises(DataError, match=f"it has {len(content) - 1} bytes of {len(content)}"):
         Manifest.load(tmp_path)

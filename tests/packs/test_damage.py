@@ -12,12 +12,7 @@ import pytest
 from pydist._loader import native
 from pydist.errors import DataError, UsageError
 from pydist.packs import PackFiles, PackFileSystem, PackOptions, pack, verify
-
-
-def flip(file: Path, at: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[at] ^= 4
-    file.write_bytes(content)
+from support.data.damage import flip
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd", "lz4"])

@@ -18,6 +18,7 @@ from pydist.data.lock import FolderLock
 from pydist.errors import DataError, DiskError, UsageError
 from pydist.packs import PackFiles, PackFileSystem, PackOptions, pack, serve, stage, verify
 from pydist.packs.staging import RECORD
+from support.data.damage import flip
 from support.jobs.children import child_environment
 from support.killed.children import in_child
 from support.trees import found
@@ -196,9 +197,7 @@ def test_a_damaged_partition_is_named_and_not_staged(six: Path, tmp_path: Path) 
     files = PackFileSystem(six)
     entry = files.entry("train/cat/4.txt")
     damaged = six / native.partition_name(entry.partition)
-    content = bytearray(damaged.read_bytes())
-    content[entry.offset + 7] ^= 1
-    damaged.write_bytes(content)
+    flip(damaged, entry.offset + 7)
     node = entry.partition % 3
     with pytest.raises(DataError) as error:
         stage(six, tmp_path / "node", node, 3)
@@ -209,7 +208,7 @@ def test_a_damaged_partition_is_named_and_not_staged(six: Path, tmp_path: Path) 
         native.partition_name(part) for part in (node, node + 3, 6, 7)
     }
     stage(six, tmp_path / "other", (node + 1) % 3, 3)  # the others are not
-    os.truncate(damaged, len(content) - 1)
+    os.truncate(damaged, damaged.stat().st_size - 1)
     with pytest.raises(DataError, match=f"{damaged.name}: damaged: it has .* bytes of"):
         stage(six, tmp_path / "node", node, 3)
     damaged.unlink()
@@ -245,9 +244,7 @@ def test_a_staged_folder_is_verified_without_the_other_nodes(six: Path, tmp_path
     assert stage(six, node, 0, 3) == kept  # copies it again
     assert lost.read_bytes() == content
     assert verify(node) == []
-    changed = bytearray(content)
-    changed[-1] ^= 1
-    lost.write_bytes(changed)
+    flip(lost, -1)
     assert verify(node)
     (node / RECORD).write_text("[")
     with pytest.raises(DataError, match=RECORD):

@@ -15,6 +15,7 @@ from pydist.data.options import ConvertOptions
 from pydist.errors import DataError, UsageError
 from pydist.train import config_io
 from pydist.train.config import Config
+from support.data.damage import flip
 from support.training.runs import change, events, job
 
 BLOCK = 4 * 32**3 * 2
@@ -31,10 +32,7 @@ def damaged(universes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ConvertOptions("hdf5", chunks=(16, 32, 32), compression="gzip")
     manifest = convert_dataset(universes, root, options)
     for split, number in (("train", 2), ("val", 0)):
-        path = root / [f.path for f in manifest.files if f.split == split][number]
-        image = bytearray(path.read_bytes())
-        image[-3000] ^= 1
-        path.write_bytes(image)
+        flip(root / [f.path for f in manifest.files if f.split == split][number], -3000)
     return root
 
 

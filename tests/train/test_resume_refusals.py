@@ -17,6 +17,7 @@ from pydist.errors import (
 )  # fmt: skip
 from pydist.train import metadata
 from pydist.train.config import Config
+from support.data.damage import flip
 from support.training.runs import (
     alone,
     change,
@@ -44,9 +45,7 @@ def test_resume_never_and_must(config):
 def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_the_previous_offered(config):
     alone(change(config, checkpoint={"every": 1}, train={"steps": 2}))
     path = config.output.folder / "ckpt" / "step-000002" / "optimizer.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+    flip(path, -1)
     with pytest.raises(
         CheckpointError, match=r"step-000002 is damaged.*previous one is .*step-000001"
     ):

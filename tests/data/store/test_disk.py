@@ -12,11 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pydist.comm import Transport, run_local
-from pydist.data import Loader
-from pydist.errors import UsageError
-from pydist.mesh import Mesh
 from support.data.spilled import MESHES, SIZE, Run, batches_of, compare, seen
-from support.data.stored import Stored
 
 
 @st.composite
@@ -127,38 +123,6 @@ def test_preload_reads_all_before_the_first_batch(tmp_path: Path) -> None:
             assert loader.store.counted().over(transport).hit_rate == 1
 
     run_local(job, 2, timeout=60)
-
-
-# -- settings ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"store_disk": "4GB"}, "store_disk = '4GB' with store = 'off'"),
-        ({"store": "memory", "store_disk": "4GB"}, "store_disk = '4GB' without store_folder"),
-        ({"store": "memory", "store_folder": "/x"}, "store_folder = '/x' without store_disk"),
-        ({"store": "memory", "store_reuse": True}, "store_reuse = True without store_disk"),
-        ({"store": "memory", "store_codec": "zstd"}, "store_codec = 'zstd' without store_disk"),
-        ({"store": "memory", "store_codec": "gzip"}, "'gzip': possible are raw, zstd, lz4, blosc"),
-        (
-            {"store": "memory", "store_disk": "4GB", "store_folder": "/x"},
-            "store_disk = '4GB' without store_memory: all blocks would stay in memory",
-        ),
-        (
-            {"store": "memory", "store_disk": "4 apples", "store_folder": "/x"},
-            "store_disk = '4 apples': a size is expected",
-        ),
-    ],
-)
-def test_wrong_settings_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:
-    def job(transport: Transport) -> None:
-        with pytest.raises(UsageError) as caught:
-            Loader(Stored(3), Mesh(transport), 1, **options)
-        assert message in str(caught.value)
-        assert "\n" not in str(caught.value)
-
-    run_local(job, 1)
 
 
 def test_a_folder_that_can_not_be_made_leaves_files(

@@ -14,15 +14,10 @@ import pytest
 
 from pydist._loader import native
 from pydist.comm import Transport, run_local
+from support.data.damage import flip
 from support.data.spilled import Run, batches_of, compare, run_program, seen
 
 RUN = Run(12, 4, reuse=True)
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 4
-    path.write_bytes(content)
 
 
 def a_block(folder: Path) -> None:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from pydist.comm import Transport, run_local
 from pydist.data import Loader, ShardDataset
-from pydist.data.medical.generate import generate_ct
-from pydist.data.medical.options import CTOptions
 from pydist.mesh import Mesh
 from pydist.tensor import ShardedTensor
 from support.data.stored import Stored
@@ -75,13 +73,6 @@ def test_both_layouts_and_labels(
             assert dataset.bytes_read == before > 0
 
     run_local(job, data * spatial[0] * spatial[1] * spatial[2], timeout=60)
-
-
-@pytest.fixture(scope="module")
-def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("volumes")
-    generate_ct(root, CTOptions(count=7, shape=(16, 8, 24), validation=0))
-    return root
 
 
 def _local(targets: object) -> Tensor:

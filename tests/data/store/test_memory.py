@@ -104,16 +104,16 @@ def on_ranks(run: Run, job: Callable[..., Any]) -> list[Any]:
     return run_local(job, run.ranks, timeout=60)
 
 
-def both_ways(run: Run, epochs: int = 3) -> list[tuple[Loader, Stored, Mesh]]:
+def both_ways(run: Run) -> list[tuple[Loader, Stored, Mesh]]:
     """Compares batches with those of files on all ranks; returns the loaders with a store."""
 
     def job(transport: Transport) -> tuple[Loader, Stored, Mesh]:
         mesh, source = run.mesh_on(transport), run.source()
         with run.loader(run.source(), mesh, "off") as loader:
-            expected = epochs_of(loader, epochs, run.training)
+            expected = epochs_of(loader, 3, run.training)
         with run.loader(source, mesh) as loader:
             assert loader.store is not None
-            found = epochs_of(loader, epochs, run.training)
+            found = epochs_of(loader, 3, run.training)
             kept = dict(loader.store.entries)
         loader.store.entries.update(kept)  # for the checks, as `close` has dropped them
         assert found == expected
@@ -396,6 +396,20 @@ def test_a_failed_read_is_raised_at_its_batch_though_other_ranks_wait_for_the_bl
         ({"store": "memory", "store_memory": "0.1B"}, "a size is at least one byte"),
         ({"store": "memory", "store_memory": 0}, "store_memory = 0: a number of bytes >= 1"),
         ({"store": "memory", "store_memory": 1.5}, "store_memory = 1.5: a number of bytes >= 1"),
+        ({"store_disk": "4GB"}, "store_disk = '4GB' with store = 'off'"),
+        ({"store": "memory", "store_disk": "4GB"}, "store_disk = '4GB' without store_folder"),
+        ({"store": "memory", "store_folder": "/x"}, "store_folder = '/x' without store_disk"),
+        ({"store": "memory", "store_reuse": True}, "store_reuse = True without store_disk"),
+        ({"store": "memory", "store_codec": "zstd"}, "store_codec = 'zstd' without store_disk"),
+        ({"store": "memory", "store_codec": "gzip"}, "'gzip': possible are raw, zstd, lz4, blosc"),
+        (
+            {"store": "memory", "store_disk": "4GB", "store_folder": "/x"},
+            "store_disk = '4GB' without store_memory: all blocks would stay in memory",
+        ),
+        (
+            {"store": "memory", "store_disk": "4 apples", "store_folder": "/x"},
+            "store_disk = '4 apples': a size is expected",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:

@@ -60,9 +60,11 @@ class Operation(ABC):
     def completed(self, result: Any) -> None:
         """Checks what a run has made that was not killed."""
 
-    @abstractmethod
     def start_anew(self) -> None:
-        """Removes what is complete, and keeps all else that kills have left."""
+        """Removes what is complete, by default a pack, and keeps all else that kills have left."""
+        if is_pack(self.folder):
+            for path in self.folder.iterdir():
+                path.unlink()
 
 
 class Packing(Operation):
@@ -100,11 +102,6 @@ class Packing(Operation):
         assert found(extracted) == found(self._source)
         shutil.rmtree(extracted)
 
-    def start_anew(self) -> None:
-        if is_pack(self.folder):
-            for path in self.folder.iterdir():
-                path.unlink()
-
 
 class Staging(Operation):
     """Operation that copies the partitions of one node of three, as `pydist data stage` does."""
@@ -136,11 +133,6 @@ class Staging(Operation):
         assert len(others) == 2  # and the index
         assert result == [0, 2, 3, 5]
 
-    def start_anew(self) -> None:
-        if is_pack(self.folder):
-            for path in self.folder.iterdir():
-                path.unlink()
-
 
 class _OfUniverses(Operation):
     """An operation that makes a data set of 8 universes, in one of two ways."""
@@ -156,7 +148,11 @@ class _OfUniverses(Operation):
         self._samples = [whole[number] for number in range(len(whole))]
 
     def check(self) -> str:
-        return "manifest" if (self.folder / MANIFEST).exists() else "no manifest"
+        # At any instant the manifest is a whole one: of this run, or of an earlier one.
+        if not (self.folder / MANIFEST).exists():
+            return "no manifest"
+        assert deep_faults(self.folder) == []
+        return "manifest"
 
     def completed(self, result: Any) -> None:
         assert deep_faults(self.folder) == []
@@ -191,12 +187,6 @@ class Indexing(_OfUniverses):
         options = IndexOptions(width=8, validation=0.25, statistics=self.way == 0)
         return index_dataset(self.folder, options, overwrite=True, workers=self.workers).digest
 
-    def check(self) -> str:
-        # At any instant the manifest is a whole one: of this run, or of an earlier one.
-        if (self.folder / MANIFEST).exists():
-            assert deep_faults(self.folder) == []
-        return super().check()
-
     def completed(self, result: Any) -> None:
         super().completed(result)
         assert self._digests.setdefault(self.way, result) == result
@@ -214,11 +204,6 @@ class Converting(_OfUniverses):
 
     def work(self) -> Any:
         convert_dataset(self._source, self.folder, self._WAYS[self.way], workers=self.workers)
-
-    def check(self) -> str:
-        if (self.folder / MANIFEST).exists():
-            assert deep_faults(self.folder) == []
-        return super().check()
 
     def completed(self, result: Any) -> None:
         super().completed(result)
