@@ -12,7 +12,7 @@ from pydist import Mesh, distribute_tensor, errors, parallelize, run_local
 from pydist.errors import NotSupported, PydistError, RankFailed, UsageError, exit_code_of
 from pydist.launch import failures
 from support.equivalence import on_ranks, randn
-from support.networks.small import BATCH, SHAPE, small
+from support.networks.small import BATCH, SHAPE, Doubled, small
 
 CODES = {
     errors.UsageError: (2, ValueError),
@@ -72,18 +72,6 @@ def test_memory_that_can_not_be_had_is_one_line(allocate):
     assert said.startswith("error: does not fit into memory: ")
     assert said.count("\n") == 1
     assert len(said) < 320
-
-
-class Doubled(torch.autograd.Function):
-    """A function that an override can't see."""
-
-    @staticmethod
-    def forward(_, x):
-        return x * 2
-
-    @staticmethod
-    def backward(_, grad):
-        return grad * 2
 
 
 def test_a_refusal_stays_visible_inside_operators():

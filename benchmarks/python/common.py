@@ -188,6 +188,14 @@ def peak(step: Callable[[], object]) -> int:
     return most
 
 
+def status_mb(what: str) -> float:
+    """Returns a figure of this process's memory that Linux tells, such as "VmRSS", in MB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(what + ":"):
+            return int(line.split()[1]) / 1000
+    raise SystemExit(f"the system does not tell {what}")
+
+
 def paired(one: Sequence[float], other: Sequence[float]) -> float:
     """Returns the median over rounds of the time of `one` minus that of `other`, in seconds."""
     return statistics.median(a - b for a, b in zip(one, other, strict=True))

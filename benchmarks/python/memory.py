@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +100,8 @@ def _measure(world: Any, width: int, batch: int, plain: bool, steps: int) -> dic
     world.barrier()
     # Resets the peak, which is that of imports and of the model's creation.
     Path("/proc/self/clear_refs").write_text("5")
-    before = _megabytes("VmRSS")
-    kinds = {kind: _megabytes(kind) for kind in ("RssAnon", "RssFile", "RssShmem")}
+    before = common.status_mb("VmRSS")
+    kinds = {kind: common.status_mb(kind) for kind in ("RssAnon", "RssFile", "RssShmem")}
     generator = torch.Generator().manual_seed(world.rank)
     losses = []
     for _ in range(steps):
@@ -113,23 +112,16 @@ def _measure(world: Any, width: int, batch: int, plain: bool, steps: int) -> dic
         losses.append(made.step())
     if not all(map(math.isfinite, losses)):
         raise SystemExit("the loss is not a number")
-    peak = _megabytes("VmHWM")
+    peak = common.status_mb("VmHWM")
     return {
         "model_mb": before,
         "peak_mb": peak,
         "step_mb": peak - before,
         # Remaining memory: own arrays, touched code of libraries, MPI's shared segments.
-        "stays_mb": {kind: _megabytes(kind) - was for kind, was in kinds.items()},
+        "stays_mb": {kind: common.status_mb(kind) - was for kind, was in kinds.items()},
         "optimizer_mb": made.state_bytes() / 1e6,
         "loss": losses[0],
     }
-
-
-def _megabytes(what: str) -> float:
-    for line in Path(f"/proc/{os.getpid()}/status").read_text().splitlines():
-        if line.startswith(what + ":"):
-            return int(line.split()[1]) / 1000
-    raise SystemExit(f"the system does not tell {what}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 import tracemalloc
@@ -117,10 +116,10 @@ def measure(mesh: Any, folder: Path, window: int) -> dict[str, float]:
 
     predict()  # loads code
     Path("/proc/self/clear_refs").write_text("5")
-    before = _megabytes("VmRSS")
+    before = common.status_mb("VmRSS")
     began = time.perf_counter()
     predict()
-    seconds, resident = time.perf_counter() - began, _megabytes("VmHWM") - before
+    seconds, resident = time.perf_counter() - began, common.status_mb("VmHWM") - before
     of_torch = common.peak(predict) / 1e6
     tracemalloc.start()
     predict()
@@ -133,13 +132,6 @@ def measure(mesh: Any, folder: Path, window: int) -> dict[str, float]:
         "resident_mb": resident,
         "seconds": seconds,
     }
-
-
-def _megabytes(what: str) -> float:
-    for line in Path(f"/proc/{os.getpid()}/status").read_text().splitlines():
-        if line.startswith(what + ":"):
-            return int(line.split()[1]) / 1000
-    raise SystemExit(f"the system does not tell {what}")
 
 
 if __name__ == "__main__":

@@ -211,6 +211,19 @@ def _group_loss(model, rows, use):
     return F.mse_loss(model(randn(*SHAPE)[rows], use=use), randn(BATCH, 3, seed=100)[rows])
 
 
+def check_used_by_one_group(make):
+    """Compares gradients on all ranks of a network that is told whether to use a part."""
+
+    def body(mesh):
+        model = parallelize(initialized(make()), mesh)
+        model(randn(*SHAPE, seed=mesh.data_index), mesh.data_index == 0).backward()
+        return gradients_of(model)
+
+    first, *others = on_ranks((2, 1, 1), body, data=2)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
 def test_a_parameter_used_by_one_group_alone_beside_global_batch_norm(monkeypatch):
     """Its bucket starts at the end there, in the middle elsewhere: statistics must not mix in."""
     monkeypatch.setattr(pydist.gradients.buckets, "BUCKET_BYTES", 1)
@@ -226,14 +239,7 @@ def test_a_parameter_used_by_one_group_alone_beside_global_batch_norm(monkeypatc
             y = self.norm(self.conv(x))
             return (y * self.sometimes if use else y).tanh().square().sum()
 
-    def body(mesh):
-        model = parallelize(initialized(Normed()), mesh)
-        model(randn(*SHAPE, seed=mesh.data_index), mesh.data_index == 0).backward()
-        return gradients_of(model)
-
-    first, *others = on_ranks((2, 1, 1), body, data=2)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    check_used_by_one_group(Normed)
 
 
 def test_a_last_layer_used_by_one_group_alone_beside_global_batch_norm():
@@ -250,14 +256,7 @@ def test_a_last_layer_used_by_one_group_alone_beside_global_batch_norm():
             y = self.norm(self.conv(x)).tanh().flatten(1)
             return (self.last(y) if use else y).square().sum()
 
-    def body(mesh):
-        model = parallelize(initialized(Normed()), mesh)
-        model(randn(*SHAPE, seed=mesh.data_index), mesh.data_index == 0).backward()
-        return gradients_of(model)
-
-    first, *others = on_ranks((2, 1, 1), body, data=2)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    check_used_by_one_group(Normed)
 
 
 def test_an_input_of_a_shape_that_leaves_ranks_empty_at_depth():

@@ -153,7 +153,7 @@ def test_the_host_waits_for_the_device_at_the_end_alone(devices, tmp_path):
     assert waits == [0, 0]
 
 
-def clock_on(device: SimulatedDevice, steps: int = 1) -> DeviceClock:
+def clock_on(device: SimulatedDevice) -> DeviceClock:
     clock = DeviceClock(device)
     clock.step()
     return clock

@@ -153,9 +153,9 @@ def test_a_layer_that_a_later_stage_would_need():
 class Chain(nn.Module):
     """Linear layers in a row, which `calls` may change, by the step or the mode."""
 
-    def __init__(self, calls, layers: int = 4) -> None:
+    def __init__(self, calls) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
         self.weights = nn.ParameterList(nn.Parameter(randn(6, 6, seed=i) / 2) for i in range(3))
         self.gates = nn.ParameterList(nn.Parameter(randn(1, seed=i)[0]) for i in range(3))
         self.register_buffer("mean", torch.full((6,), 0.3))

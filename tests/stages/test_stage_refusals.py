@@ -13,22 +13,10 @@ from pydist.errors import NotSupported, UsageError
 from pydist.stages import Stages, pipeline
 from pydist.stages.ranks import stage_meshes
 from support.equivalence import Task, randn
-from support.networks.small import initialized
-from support.staged import DEEP, ONE, TWO_GROUPS, check_stages, on_stages
+from support.networks.small import Doubled, initialized
+from support.staged import DEEP, ONE, TWO_GROUPS, Between, check_stages, on_stages
 
 X, TARGET = randn(4, 1, 6, 4, 4, seed=1), randn(4, 2, 6, 4, 4, seed=2)
-
-
-class Between(nn.Module):
-    """A convolution, a function of (network, x), and another convolution."""
-
-    def __init__(self, function=lambda net, x: x):
-        super().__init__()
-        self.first, self.last = nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(2, 2, 3, padding=1)
-        self.function = function
-
-    def forward(self, x):
-        return self.last(self.function(self, self.first(x)))
 
 
 def refused(function, match, error=NotSupported, **options):
@@ -59,17 +47,8 @@ def test_hooks_and_gradients_of_tensors_are_refused():
 
 
 def test_functions_without_overrides_are_refused():
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
-    refused(Own.apply, "autograd.Function", error=NotSupported)
-    refused(lambda x: Own.apply(x) + x, "autograd.Function")
+    refused(Doubled.apply, "autograd.Function", error=NotSupported)
+    refused(lambda x: Doubled.apply(x) + x, "autograd.Function")
 
 
 def test_changing_memory_that_another_stage_shares_is_refused():

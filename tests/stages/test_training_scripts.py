@@ -15,22 +15,10 @@ from pydist.errors import UsageError
 from pydist.stages import pipeline
 from support.equivalence import assert_equal, randn
 from support.networks.small import initialized
-from support.staged import DEEP, ONE, TWO_GROUPS, on_stages, results
+from support.staged import DEEP, ONE, TWO_GROUPS, Between, on_stages, results
 
 X, TARGET = randn(4, 1, 6, 4, 4, seed=1), randn(4, 2, 6, 4, 4, seed=2)
 STEPS = 3
-
-
-class Two(nn.Module):
-    """Two convolutions with a function of (module, x) between them."""
-
-    def __init__(self, function=lambda net, x: x):
-        super().__init__()
-        self.first, self.last = nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(2, 2, 3, padding=1)
-        self.function = function
-
-    def forward(self, x):
-        return self.last(self.function(self, self.first(x)))
 
 
 def trained(net, step, optimizer):
@@ -67,7 +55,7 @@ def check_training(net, criterion=lambda net: F.mse_loss, meshes=(ONE, ONE), cut
 
 @pytest.mark.parametrize("meshes", [(ONE, ONE), (DEEP, ONE), (TWO_GROUPS, TWO_GROUPS)], ids=str)
 def test_weights_that_reach_other_stages_through_plain_calls(meshes):
-    class Net(Two):
+    class Net(Between):
         def forward(self, x):
             x = torch.relu(self.first(x))
             weight = torch.cat([self.first.weight, self.first.weight * 2], 1)
@@ -88,7 +76,7 @@ def test_weights_that_reach_other_stages_through_plain_calls(meshes):
 )
 def test_weights_that_other_stages_use_without_a_gradient(meshes, function):
     """They get the gradient of the stage that trains the weight, or would keep old values."""
-    check_training(Two(function), meshes=meshes)
+    check_training(Between(function), meshes=meshes)
 
 
 def without_gradient(function):
@@ -98,7 +86,7 @@ def without_gradient(function):
 
 
 def test_parameters_of_a_criterion():
-    class Net(Two):
+    class Net(Between):
         def __init__(self):
             super().__init__()
             self.scale = nn.Parameter(torch.zeros(1))
@@ -116,13 +104,13 @@ def test_penalties_on_parameters():
 
         return loss
 
-    check_training(Two(), criterion)
+    check_training(Between(), criterion)
 
 
 def test_a_head_without_gradient_is_not_decayed():
     """Its input crosses stages, but nothing uses what is computed from it."""
 
-    class Net(Two):
+    class Net(Between):
         def __init__(self):
             super().__init__()
             self.head = nn.Conv3d(2, 2, 1)
@@ -140,7 +128,7 @@ def test_a_head_without_gradient_is_not_decayed():
 def test_heads_that_only_training_uses():
     """The plan was made in evaluation mode."""
 
-    class Net(Two):
+    class Net(Between):
         def __init__(self):
             super().__init__()
             self.aux = nn.Conv3d(2, 2, 1)
@@ -173,7 +161,7 @@ def test_heads_that_only_training_uses():
 
 
 def test_outputs_of_earlier_stages():
-    class Net(Two):
+    class Net(Between):
         def forward(self, x):
             y = self.first(x)
             return {"early": y, "late": [self.last(y)]}
@@ -240,11 +228,11 @@ def test_ordinary_scripts():
         assert x.requires_grad == torch.is_grad_enabled()
         return (x + z).type(x.type()) + w.transpose(2, 3)
 
-    class InPlace(Two):
+    class InPlace(Between):
         def forward(self, x):
             return super().forward(F.relu(x, inplace=True))
 
-    for net in (Two(function), InPlace(function)):
+    for net in (Between(function), InPlace(function)):
         initialized(net)
         whole, loss = copy.deepcopy(net), 0.0
         for m in range(2):
@@ -265,20 +253,20 @@ def test_copies_of_the_network_are_no_pipelines():
     """Such as an average of its weights; of a network in one stage it can be evaluated."""
 
     def rank(stages):
-        net = initialized(Two())
+        net = initialized(Between())
         made = pipeline(net, stages, X[:1])
         average = AveragedModel(net)
         made.step(X, TARGET, F.mse_loss)
         average.update_parameters(net)
         with torch.no_grad():
-            y, expected = average(X), initialized(Two())(X)
+            y, expected = average(X), initialized(Between())(X)
         assert_equal({"y": y.full_tensor()}, {"y": expected})
 
     on_stages([ONE], rank)
 
 
 def test_inference_mode():
-    net = initialized(Two())
+    net = initialized(Between())
     with torch.no_grad():
         expected = net(X)
 
@@ -297,7 +285,7 @@ def test_inference_mode():
 @pytest.mark.parametrize("meshes", [(ONE, ONE), (DEEP, ONE), (TWO_GROUPS, TWO_GROUPS)], ids=str)
 def test_a_scaler_skips_steps_on_all_stages(where, trained, meshes):
     """An overflow on one stage counts on the others, for the same optimizer only."""
-    net = initialized(Two())
+    net = initialized(Between())
 
     def train(net, unscale, step_of):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
@@ -345,7 +333,7 @@ def test_a_scaler_skips_steps_on_all_stages(where, trained, meshes):
 
 def test_a_scaler_whose_stages_decide_by_themselves_is_refused():
     """In the step after the one in which one stage alone has seen an overflow."""
-    net = initialized(Two())
+    net = initialized(Between())
 
     def rank(stages):
         own = copy.deepcopy(net)
@@ -364,7 +352,7 @@ def test_a_scaler_whose_stages_decide_by_themselves_is_refused():
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_scaler_with_a_frozen_stage(enabled):
-    net = initialized(Two())
+    net = initialized(Between())
     net.last.requires_grad_(False)
 
     def rank(stages):

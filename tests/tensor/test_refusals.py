@@ -16,19 +16,10 @@ from pydist import Mesh, ShardedTensor, distribute_tensor, layout_for_sample, pa
 from pydist.errors import NotSupported, UsageError
 from pydist.tensor import HANDLERS
 from support.equivalence import on_ranks, on_shards, randint, randn, shard
+from support.networks.small import Doubled
 
 SHAPE = (2, 3, 5, 4, 3)
 GRID = (2, 1, 1)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
 
 
 class ToPlain(torch.autograd.Function):
@@ -44,20 +35,10 @@ class ToPlain(torch.autograd.Function):
         return grad.expand(ctx.shape)
 
 
-class Rewrapped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
 def test_a_custom_function_from_sharded_to_sharded_is_refused_by_name():
     def body(x, mesh):
-        with pytest.raises(NotSupported, match="RewrappedBackward"):
-            (Rewrapped.apply(x) * 3).sum().backward()
+        with pytest.raises(NotSupported, match="DoubledBackward"):
+            (Doubled.apply(x) * 3).sum().backward()
 
     on_shards(body)
 
@@ -77,7 +58,7 @@ def test_a_custom_function_on_the_shard_is_the_way_on():
     def body(x, mesh):
         y = ShardedTensor.from_local(Doubled.apply(x.to_local()), x.layout)
         y.square().sum().backward()
-        torch.testing.assert_close(x.grad.full_tensor(), 4 * randn(*SHAPE), rtol=1e-12, atol=0)
+        torch.testing.assert_close(x.grad.full_tensor(), 8 * randn(*SHAPE), rtol=1e-12, atol=0)
 
     on_shards(body)
 

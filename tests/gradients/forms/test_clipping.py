@@ -41,9 +41,9 @@ def clipped(given, groups, size, step, clip_norm):
     return found
 
 
-def unequal_gradients(shapes=SHAPES, dtype=torch.double):
+def unequal_gradients(shapes=SHAPES):
     """Returns random gradients that are larger on later ranks and in later steps."""
-    given = random_gradients(shapes, dtype)
+    given = random_gradients(shapes)
     return lambda rank, step: [g * (1 + rank + step / 2) for g in given(rank, step)]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pydist.comm import Transport, run_local
 from pydist.stages import Pipeline, Stages, pipeline
@@ -29,6 +29,18 @@ LINES = ("gpipe", "1f1b", "zero-bubble")
 """Schedules that run networks with running statistics."""
 
 
+class Between(nn.Module):
+    """Network of two convolutions that has a function of (network, x) between them."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor] = lambda net, x: x) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(2, 2, 3, padding=1)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.function(self, self.first(x)))
+
+
 def ranks_of(meshes: Meshes) -> int:
     """Returns the number of ranks of all stages."""
     return sum(
@@ -40,13 +52,12 @@ def ranks_of(meshes: Meshes) -> int:
 def on_stages(
     meshes: Meshes,
     body: Callable[[Stages], Any],
-    seed: int = 0,
     order: Sequence[int] | None = None,
 ) -> list[Any]:
     """Runs `body(stages)` on every rank-thread; returns the results in rank order."""
     with on_one_core():
         return run_local(
-            lambda world: body(Stages(world, meshes, seed, order)), ranks_of(meshes), timeout=240
+            lambda world: body(Stages(world, meshes, order=order)), ranks_of(meshes), timeout=240
         )
 
 

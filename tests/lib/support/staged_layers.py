@@ -29,7 +29,6 @@ def in_sequence(
     micro_batches: int = 4,
     criterion: Callable[[Tensor, Tensor], Tensor] = F.mse_loss,
     x: Tensor = X,
-    target: Tensor = TARGET,
 ) -> tuple[nn.Module, float]:
     """Runs micro-batches in sequence; returns the network and the loss."""
     net, criterion = copy.deepcopy(net), copy.deepcopy(criterion)
@@ -37,7 +36,7 @@ def in_sequence(
     size = len(x) // micro_batches
     for m in range(micro_batches):
         rows = slice(m * size, (m + 1) * size)
-        loss = criterion(net(x[rows].clone()), target[rows].clone()) / micro_batches
+        loss = criterion(net(x[rows].clone()), TARGET[rows].clone()) / micro_batches
         loss.backward()
         total += loss.item()
     return net, total

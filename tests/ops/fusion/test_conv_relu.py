@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
-from pydist.tensor import ShardedTensor
 from support.equivalence import (
     assert_same,
     check_function,
@@ -23,6 +19,7 @@ from support.equivalence import (
     shard,
     spatial_of,
 )
+from support.equivalence.scripts import check_checkpointed
 from support.equivalence.strategies import cuts
 
 # With slope 1 there is nothing to defer.
@@ -126,28 +123,11 @@ def test_who_looks_in_between_sees_the_linear_result():
 
 
 def test_under_checkpointing():
-    x = randn(1, 2, 8, 6, 6)
-    model = nn.Sequential(
+    check_checkpointed(lambda: nn.Sequential(
         nn.Conv3d(2, 3, 3, padding=1), nn.ReLU(inplace=True),
         nn.Conv3d(3, 2, 3, padding=1), nn.LeakyReLU(0.1, inplace=True),
         nn.Conv3d(2, 2, 3, padding=1),
-    ).double()  # fmt: skip
-
-    def gradients(net, x):
-        y = checkpoint(net, x, use_reentrant=False) * 1.0
-        y.square().sum().backward()
-        return [p.grad for p in net.parameters()]
-
-    expected = gradients(copy.deepcopy(model), x)
-
-    def rank(mesh):
-        net = parallelize(copy.deepcopy(model), mesh)
-        part = shard(x, layout_for_sample(mesh, x.shape))
-        assert isinstance(part, ShardedTensor)
-        return gradients(net, part)
-
-    for found in on_ranks((2, 1, 1), rank):
-        assert_same(found, expected)
+    ), randn(1, 2, 8, 6, 6))  # fmt: skip
 
 
 def test_second_order_in_place_where_a_rank_has_nothing():

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
 from pydist.errors import UsageError
 from pydist.ops.norm import norm, norm_common
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard
+from support.equivalence.scripts import check_checkpointed
 
 SPLIT = [[0, 2, 5], [0, 1, 4], None]
 EMPTY = [[0, 2, 5], None, [0, 0, 3]]
@@ -224,26 +224,11 @@ def test_where_values_differ_by_rounding_only_both_passes_agree_on_the_sign():
 
 
 def test_under_checkpointing():
-    x = randn(2, 3, 8, 6, 6)
-    model = nn.Sequential(
+    check_checkpointed(lambda: nn.Sequential(
         nn.Conv3d(3, 4, 3, bias=False), nn.BatchNorm3d(4), nn.ReLU(inplace=True),
         nn.Conv3d(4, 2, 3, bias=False), nn.InstanceNorm3d(2, affine=True),
         nn.LeakyReLU(0.1, inplace=True),
-    ).double()  # fmt: skip
-
-    def gradients(net, x):
-        y = checkpoint(net, x, use_reentrant=False) * 1.0
-        y.square().sum().backward()
-        return [p.grad for p in net.parameters()]
-
-    expected = gradients(copy.deepcopy(model), x)
-
-    def rank(mesh):
-        net = parallelize(copy.deepcopy(model), mesh)
-        return gradients(net, shard(x, layout_for_sample(mesh, x.shape)))
-
-    for found in on_ranks((2, 1, 1), rank):
-        assert_same(found, expected)
+    ), randn(2, 3, 8, 6, 6))  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pydist import layout_for_sample, parallelize
+from pydist import layout_for_sample
 from pydist.ops.fusion import relu
 from support.equivalence import (
     assert_same,
@@ -23,6 +21,7 @@ from support.equivalence import (
     shard,
     spatial_of,
 )
+from support.equivalence.scripts import check_checkpointed
 from support.equivalence.strategies import cuts
 
 FORMATS = [torch.contiguous_format, torch.channels_last_3d]
@@ -214,25 +213,10 @@ def test_outputs_changed_in_place_after_the_pool_are_refused_as_torch_refuses_th
 
 
 def test_under_checkpointing():
-    x = randn(2, 2, 8, 6, 6)
-    model = nn.Sequential(
+    check_checkpointed(lambda: nn.Sequential(
         nn.Conv3d(2, 4, 3, padding=1), nn.LeakyReLU(0.1, inplace=True), nn.AvgPool3d(3, 2, 1),
         nn.Conv3d(4, 2, 3, padding=1), nn.ReLU(inplace=True), nn.AvgPool3d(2),
-    ).double()  # fmt: skip
-
-    def gradients(net, x):
-        y = checkpoint(net, x, use_reentrant=False) * 1.0
-        y.square().sum().backward()
-        return [p.grad for p in net.parameters()]
-
-    expected = gradients(copy.deepcopy(model), x)
-
-    def rank(mesh):
-        net = parallelize(copy.deepcopy(model), mesh)
-        return gradients(net, shard(x, layout_for_sample(mesh, x.shape)))
-
-    for found in on_ranks((2, 1, 1), rank):
-        assert_same(found, expected)
+    ), randn(2, 2, 8, 6, 6))  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pydist import Mesh, distribute_tensor, parallelize
 from support.equivalence import assert_same, group_slice, on_ranks, randn
@@ -52,6 +53,18 @@ def copy_of(module: Any, seed: int = 0) -> Any:
         for p in module.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / 3)
     return module
+
+
+def check_checkpointed(make: Callable[[], nn.Module], x: Tensor) -> None:
+    """Checks the gradients of layers whose activations are computed again."""
+
+    def script(ready: Ready, cut: Cut) -> list[Tensor | None]:
+        model = ready(copy_of(make()))
+        y = checkpoint(model, cut(x), use_reentrant=False) * 1.0
+        y.square().sum().backward()
+        return gradients(model)
+
+    check_script(script)
 
 
 # -- a small network for scripts of one step or a few ---------------------------------------

@@ -1,9 +1,10 @@
-"""Small networks with all kinds of layers that CosmoFlow has."""
+"""Small networks with all kinds of layers that CosmoFlow has, and a function of autograd."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,18 @@ from support.equivalence import Task, group_slice, on_ranks, randn
 
 BATCH = 4
 SHAPE = (BATCH, 2, 12, 10, 9)
+
+
+class Doubled(torch.autograd.Function):
+    """Function that overrides do not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
 
 
 def initialized(model: nn.Module, seed: int = 0) -> nn.Module:

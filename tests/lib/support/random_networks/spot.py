@@ -70,7 +70,7 @@ class Spot:
         """Draws a spatial dim."""
         return self.number(2, self.dims + 1)
 
-    def some_dims(self, first: int = 1) -> tuple[int, ...]:
+    def some_dims(self) -> tuple[int, ...]:
         """Draws one or more dims."""
-        possible = range(first, self.dims + 2)
+        possible = range(1, self.dims + 2)
         return tuple(sorted(self.numbers.sample(possible, self.number(1, len(possible)))))
