@@ -21,8 +21,8 @@ struct Mount {
   std::string packs;    // the pack folder; "" if only calls are counted
   std::string folders;  // a folder with one empty folder per packed directory that was opened,
                         // and with the files of the cache
-  // A folder with stand-ins for the mount point's parents, of which the longest path that exists has
-  // `existing` bytes.
+  // A folder with stand-ins for the parents of the mount point, of which the longest that exists
+  // has a path of `existing` bytes.
   std::string parents;
   std::size_t existing = 0;
   std::string identity;       // distinguishes the pack in the names of descriptors

@@ -26,7 +26,7 @@ from pydist.stages.plan import StagePlan
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.schedule import Pass, Schedule
 from pydist.stages.shapes import Shapes
-from pydist.stages.sources import Kept, Sources, names_of, version_of
+from pydist.stages.sources import Followed, Sources, names_of, version_of
 from pydist.stages.state import StagedState
 from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfers import Transfers
@@ -78,7 +78,7 @@ class Pipeline:
         self._state_of = PassState(model, stages, lends=self._lends, collects=collects)
         self._made: list[MicroBatch] = []  # passes over the batch that may be owed gradients
         self._named = names_of(model)  # in the batch
-        self._kept: list[Kept] = []  # what the network keeps of its passes
+        self._kept: list[Followed] = []  # what the network keeps of its passes
         self._gathered: list[int] = []  # versions of the weights then
 
     def step(

@@ -16,7 +16,7 @@ from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
 
 Named = tuple[frozenset[str], Tensor]
-Kept = tuple[weakref.ref[Tensor], frozenset[str]]
+Followed = tuple[weakref.ref[Tensor], frozenset[str]]
 _NONE = frozenset[str]()
 _T = Tensor
 _READS = frozenset(
@@ -49,7 +49,7 @@ class Sources(TorchFunctionMode):
     def __init__(
         self,
         named: Sequence[Named],
-        kept: Sequence[Kept] = (),
+        kept: Sequence[Followed] = (),
         on_read: Callable[[Any, frozenset[str]], None] | None = None,
     ) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Sources(TorchFunctionMode):
         by_memory = _NONE if memory is None else self._of_memory.get(memory._cdata, _NONE)
         return self._of.get(id(x), _NONE) | by_memory
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[Followed]:
         """Returns which tensors with names outlive the pass, which has ended."""
         found = {id(x): (weakref.ref(x), self.of(x)) for x in self._made}
         self._made.clear()
