@@ -84,20 +84,33 @@ class StagedGradients:
         for each in found.values():
             each.fill_(float(overflows))
 
-    def compare_factors(self, factors: Sequence[float]) -> None:
-        """Compares the numbers with which all ranks have scaled the loss of a step.
+    def compare_values(self, factors: Sequence[float], reads: Sequence[tuple[str, int]]) -> None:
+        """Compares the numbers with which all ranks have scaled the loss, and values of weights.
+
+        A rank has old values of other stages' weights. Where what a network reads of them is the
+        same on all ranks, such as whether they are finite, it is right on all.
+
+        Args:
+            factors: of the loss.
+            reads: which values the network has read, and their checksums.
 
         Raises:
-            UsageError: they differ, as after an overflow that one stage alone has noticed.
+            UsageError: the factors differ, as after an overflow that one stage alone has noticed.
+            NotSupported: the values differ.
         """
         stages = self._stages
-        rows = stages.world.all_gather(torch.tensor([crc32(repr(list(factors)).encode())]))
+        said = [crc32(repr(list(each)).encode()) for each in (factors, reads)]
+        rows = stages.world.all_gather(torch.tensor(said))
         for d in range(stages.mesh.data_size):
-            found = {
-                int(rows[mesh.rank(d, i)])
-                for mesh in stages.meshes for i in range(mesh.sample_size)
-            }  # fmt: skip
-            if len(found) > 1:
+            ranks = [mesh.rank(d, i) for mesh in stages.meshes for i in range(mesh.sample_size)]
+            if len({int(rows[rank, 1]) for rank in ranks}) > 1:
+                names = sorted({name for name, _ in reads}) or ["values of weights"]
+                raise NotSupported(
+                    "the network or its criterion reads a value of weights that another stage "
+                    f"trains, and it differs between ranks: {'; '.join(names)}. Compute with "
+                    "tensors instead, or read it between steps, after pipe.gather()"
+                )
+            if len({int(rows[rank, 0]) for rank in ranks}) > 1:
                 raise UsageError(
                     f"the criterion scales the loss by {list(factors)} on mesh {stages.index}, and "
                     "by other numbers on another one. With a GradScaler call "

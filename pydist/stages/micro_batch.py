@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,6 +87,8 @@ class MicroBatch(Calls):
         """Where the plain tensors of the forward pass come from, while it runs."""
         self.factors: list[float] = []
         """The numbers in plain tensors with which the criterion calls, such as a loss scale."""
+        self.reads: list[tuple[str, int]] = []
+        """What the network has read of weights that other meshes train, with checksums."""
         self.statistics: BatchStatistics | None = None
         """Collects the statistics of norms, which change running ones after the batch."""
         self.samples: range | None = None
@@ -210,7 +214,7 @@ class MicroBatch(Calls):
         found = next((s for s in later if self._placed[s] in meshes), None)
         if found is None:
             if self.samples is None:
-                advice = "call pipe.gather() before evaluation"
+                advice = "call pipe.gather() before evaluation, after the last change of weights"
             elif self._ended:
                 advice = "let the criterion use them from the first step on"
             else:
@@ -222,23 +226,19 @@ class MicroBatch(Calls):
             )
         return found
 
-    def refuse_old_value(self, func: Any, names: frozenset[str]) -> None:
-        """Refuses to read a value of weights or statistics that one mesh alone has up to date.
+    def note_read(self, names: frozenset[str], func: Any, value: Any) -> None:
+        """Notes a value of weights or statistics of which one mesh alone has the new ones.
 
         Args:
-            func: reads it.
             names: of the parameters and buffers from which it is computed.
-
-        Raises:
-            NotSupported: some ranks have an old value.
+            func: reads it.
+            value: on this rank, a number or list of numbers, or an array.
         """
         meshes = self._uses.possible(names, trains=self.samples is not None)
         if meshes is None or len(meshes) == len(self._stages.meshes):
             return
-        raise NotSupported(
-            f"{name_of(func)} reads a value computed from {', '.join(sorted(names))}, whose new "
-            "values only the stage that trains it has: compute with the tensor instead"
-        )
+        said = value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
+        self.reads.append((f"{name_of(func)} of {', '.join(sorted(names))}", crc32(said)))
 
     def _run_layer(self, call: Call) -> Any:
         return call.run() if self.left is None else run_leaving(call, self.left)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from pydist._loader import native
 from pydist.arguments import leaves, mapped
 from pydist.entry_hook import dims_of_network, entry_hook_of
 from pydist.errors import NotSupported, RankFailed, RankLost, UsageError
@@ -79,7 +80,7 @@ class Pipeline:
         self._made: list[MicroBatch] = []  # passes over the batch that may be owed gradients
         self._named = names_of(model)  # in the batch
         self._kept: list[Followed] = []  # what the network keeps of its passes
-        self._gathered: list[int] = []  # versions of the weights then
+        self._gathered: list[int] | None = None  # versions of the weights then
 
     def step(
         self,
@@ -125,14 +126,14 @@ class Pipeline:
             parts = list(found)
             passes = self._schedule.passes(count)[self.stages.index]
             try:
-                losses, factors = self._run(passes, parts, criterion)
+                losses, factors, reads = self._run(passes, parts, criterion)
             except StageStopped:
                 # A criterion that raises for a micro-batch raises on all ranks; let it, here, too.
                 for part in parts:
                     if not self._state_of.has_begun(part.number):
                         self._forward_of(part, NO_STAGE, criterion)
                 raise
-        self._gradients.compare_factors(factors)
+        self._gradients.compare_values(factors, reads)
         self._gradients.reduce_shared(before)
         self._watch.note()
         if self._statistics is not None:
@@ -141,13 +142,15 @@ class Pipeline:
 
     def _run(
         self, passes: Sequence[Pass], parts: Sequence[BatchPart], criterion: Callable[..., Any]
-    ) -> tuple[list[Tensor], list[float]]:
+    ) -> tuple[list[Tensor], list[float], list[tuple[str, int]]]:
         """Runs passes of this rank's mesh.
 
         Returns:
-            The parts of the loss, and the numbers by which the criterion scales it.
+            The parts of the loss, the numbers by which the criterion scales it, and values of
+            weights that the network reads.
         """
         alive: dict[tuple[int, int], MicroBatch] = {}
+        reads: dict[int, list[tuple[str, int]]] = {}  # of each micro-batch's first pass
         losses, factors = list[Tensor](), list[float]()
         mesh = self.stages.mesh
         for i, each in enumerate(passes):
@@ -157,6 +160,7 @@ class Pipeline:
                     running = alive[stage, m] = self._forward_of(parts[m], stage, criterion)
                     losses += [] if running.shown is None else [running.shown]
                     factors = factors or running.factors
+                    reads.setdefault(m, running.reads)
                     if self._recomputes and passes[i + 1] != Pass("backward", stage, m):
                         running.forget()
                     continue
@@ -176,7 +180,7 @@ class Pipeline:
                     alive[stage, m] = running
         if self._schedule.splits:
             entry_hook_of(self.model).reduce()
-        return losses, factors
+        return losses, factors, [each for m in sorted(reads) for each in reads[m]]
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs a forward pass without gradients on the whole batch.
@@ -185,18 +189,22 @@ class Pipeline:
             The output on the mesh of the last stage, as of a parallelized model; `None` on others.
         """
         found = None
-        if self._uses.is_gathered:
-            self._uses.is_gathered = not self._have_weights_changed()
+        if self._gathered is not None and not self._is_still_gathered():
+            self._gathered, self._uses.is_gathered = None, False
+        reads: list[tuple[str, int]] | None = None
         with torch.no_grad(), self._over(inputs, 1):
             for stage in self._own:
                 running = self._micro_batch(stage)
                 with self._state_of.begun(running), self._sources(running):
                     out = self._forward(running, inputs)
+                reads = running.reads if reads is None else reads
                 for x in leaves((out,)):
                     if isinstance(x, StageTensor):
                         running.bring(x, self.stages.count - 1, "the output")
                 if stage == self.stages.count - 1:
                     found = mapped(lambda x: x.value if isinstance(x, StageTensor) else x, out)
+        if reads:  # on one rank, so on all
+            self._gradients.compare_values((), reads)
         return found
 
     def gather(self) -> None:
@@ -211,11 +219,23 @@ class Pipeline:
     def _versions(self) -> list[int]:
         return [version_of(own_slice(p)) for p in self.model.parameters()]
 
-    def _have_weights_changed(self) -> bool:
-        """Returns whether a weight has changed on any rank since `gather`. Collective."""
-        changed = torch.tensor([self._versions() != self._gathered], dtype=torch.uint8)
-        self.stages.world.all_reduce(changed, "max")
-        return bool(changed)
+    def _is_still_gathered(self) -> bool:
+        """Returns whether all ranks still have equal weights, after `gather`. Collective."""
+        now = self._versions()
+        # After a failed batch ranks may differ in whether it has changed something.
+        lost = torch.tensor([not self._uses.is_gathered, now != self._gathered], dtype=torch.uint8)
+        self.stages.world.all_reduce(lost, "max")
+        if bool(lost[0]):
+            return False
+        if bool(lost[1]):  # such as by a checkpoint or averages, which may be equal on all ranks
+            checksum = 0
+            for p in self.model.parameters():
+                checksum = native.crc32c(own_slice(p).detach().cpu().flatten(), checksum)
+            rows = self.stages.world.all_gather(torch.tensor([checksum]))
+            if len(set(rows.flatten().tolist())) > 1:
+                return False
+            self._gathered = now
+        return True
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns the state of an optimizer of the whole network, on all ranks. Collective.
@@ -319,7 +339,7 @@ class Pipeline:
         """Follows the network's plain tensors to its weights in the `with` block."""
         # The buffers of a further pass over a micro-batch are copies.
         named = names_of(self.model) if self._lends else self._named
-        sources = running.sources = Sources(named, self._kept, running.refuse_old_value)
+        sources = running.sources = Sources(named, self._kept, running.note_read)
         try:
             with sources:
                 yield

@@ -43,14 +43,15 @@ class Sources(TorchFunctionMode):
     Args:
         named: the network's parameters and buffers; see `names_of`.
         kept: what earlier passes have computed and the network has kept; see `kept`.
-        on_read: called with a function that reads a value, and the names from which that comes.
+        on_read: called with the names from which a value comes that a function reads, with the
+            function and the value.
     """
 
     def __init__(
         self,
         named: Sequence[Named],
         kept: Sequence[Followed] = (),
-        on_read: Callable[[Any, frozenset[str]], None] | None = None,
+        on_read: Callable[[frozenset[str], Any, Any], None] | None = None,
     ) -> None:
         super().__init__()
         self._named = {id(x): names for names, x in named}
@@ -101,10 +102,10 @@ class Sources(TorchFunctionMode):
         sources = _NONE.union(*(self.of(x) for x in given))
         if not sources:
             return func(*args, **kwargs)
-        if func in _READS and self._on_read is not None:
-            self._on_read(func, sources)
         versions = [version_of(x) for x in given]
         result = func(*args, **kwargs)
+        if func in _READS and self._on_read is not None:
+            self._on_read(sources, func, result)
         for x, version in zip(given, versions, strict=True):
             if version_of(x) != version:
                 self._note_written(x, sources)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 
 from torch import nn
@@ -30,6 +31,7 @@ class Uses:
         self._noted: dict[str, set[int]] = {}  # in the present batch
         self._updated: dict[str, set[int]] = {}
         self._written: dict[str, set[str]] = {}
+        self._warned = set[str]()
         self.is_gathered = False
         """Whether all meshes have all values of the last step."""
 
@@ -152,18 +154,17 @@ class Uses:
 
         Args:
             name: in the network.
-
-        Raises:
-            NotSupported: it is computed from weights of which no mesh has all.
         """
         made_of = self.possible(self._made_of.get(name, ()), trains=True)
-        if made_of is not None and not made_of:
-            raise NotSupported(
-                f"{name} is computed from {', '.join(sorted(self._made_of[name]))}, which no mesh "
-                "has all: choose other cuts"
-            )
-        if made_of is not None:
+        if made_of:
             return made_of
+        if made_of is not None and name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(
+                f"{name} is computed from {', '.join(sorted(self._made_of[name]))}, of which no "
+                "rank has all new values: no rank has its value",
+                stacklevel=2,
+            )
         found = self._statistics.get(name) or self._of_name.get(name, set())
         while not found and name:
             name = name.rpartition(".")[0]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pydist.errors import NotSupported
+from pydist.errors import NotSupported, PydistError
 from pydist.stages import pipeline
 from support.equivalence import randn
 from support.networks.small import initialized
@@ -26,7 +26,7 @@ class Chain(nn.Module):
         self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
         self.use = use
         self.register_buffer("ema", torch.zeros(6, 6))
-        self.cached: Tensor | None = None
+        self.first: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.use(self, torch.tanh(self.b(torch.tanh(self.a(x)))))
@@ -96,6 +96,14 @@ def _averaged(net: Chain, x: Tensor) -> Tensor:
     return x if net.training else _linear(x, net.ema)
 
 
+def _asserted(net: Chain, x: Tensor) -> Tensor:
+    """What is read is the same on all ranks."""
+    assert torch.isfinite(net.a.weight).all()
+    assert torch.allclose(net.a.weight, net.a.weight.detach())
+    noise = torch.distributions.Normal(net.b.bias, net.b.bias.exp())  # checks its arguments
+    return x + noise.mean
+
+
 def _scratch(net: Chain, x: Tensor) -> Tensor:
     """A copy of a weight that another one changes is no longer that weight."""
     net.a.weight.detach().clone().mul_(net.b.bias)
@@ -105,7 +113,7 @@ def _scratch(net: Chain, x: Tensor) -> Tensor:
 
 USES = {
     each.__name__: each
-    for each in (_filled, _row, _parameter, _copied, _mapped, _averaged, _scratch)
+    for each in (_filled, _row, _parameter, _copied, _mapped, _averaged, _asserted, _scratch)
 }
 BATCHES = [(randn(4, 6, seed=i), randn(4, 6, seed=i + 9)) for i in range(4)]
 
@@ -185,19 +193,67 @@ def test_weights_that_change_after_gather():
     compare(initialized(Weights(lambda net: list(net.ws))), "gather", balance="memory")
 
 
+@pytest.mark.parametrize("short", [0, 1])
+def test_weights_that_all_ranks_load_after_gather(short):
+    """Also after a step that fails on one rank alone, and that the script survives."""
+    model = initialized(Weights(lambda net: [w * 1 for w in net.ws] if net.training else net.ws))
+    best = {name: x * 0.9 for name, x in model.state_dict().items()}
+
+    def rank(stages):
+        mine = copy.deepcopy(model)
+        made = pipeline(mine, stages, BATCHES[0][0], micro_batches=2, balance="memory")
+        optimizer = torch.optim.SGD(mine.parameters(), 0.1)
+        made.step(*BATCHES[0], F.mse_loss)
+        optimizer.step()
+        made.gather()
+        x, target = BATCHES[1]
+        count = 1 if stages.world.rank == short else 4
+        with pytest.raises(PydistError):
+            made.step(x[:count], target[:count], F.mse_loss)
+        mine.eval()
+        made(BATCHES[1][0])
+        made.gather()
+        mine.load_state_dict(best)
+        return made(BATCHES[1][0])
+
+    model.load_state_dict(best)
+    model.eval()
+    expected = model(BATCHES[1][0])
+    (found,) = (y for y in on_stages([ONE] * 2, rank) if y is not None)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_buffer_of_weights_of_two_stages():
+    def use(net, x):
+        with torch.no_grad():
+            net.ema.copy_(net.a.weight + net.b.weight)
+        return x
+
+    model = initialized(Chain(use))
+
+    def rank(stages):
+        mine = copy.deepcopy(model)
+        made = pipeline(mine, stages, BATCHES[0][0], cuts=["b"])
+        made.step(*BATCHES[0], F.mse_loss)
+        made.gather()
+
+    with pytest.warns(UserWarning, match=r"ema is computed from a\.weight, b\.weight, of which"):
+        on_stages([ONE] * 2, rank)
+
+
 READS = {
     "item": lambda net, x: x * net.a.weight.detach().norm().item(),
-    "bool": lambda net, x: x * 2 if net.a.weight.detach().sum() > 0 else x * 0.5,
+    "bool": lambda net, x: x * 2 if (net.a.weight.detach() == net.first).all() else x * 0.5,
     "float": lambda net, x: F.leaky_relu(x, float(net.a.bias.detach()[0])),
     "tolist": lambda net, x: x * net.a.bias.tolist()[0],
     "numpy": lambda net, x: _linear(x, torch.from_numpy(net.a.weight.detach().numpy() * 1)),
-    "allclose": lambda net, x: x * torch.allclose(net.a.weight, net.a.weight.detach()),
 }
 
 
 @pytest.mark.parametrize("name", READS)
 def test_values_that_one_stage_has_are_not_read(name):
     model = initialized(Chain(READS[name]))
+    model.first = model.a.weight.detach().clone()
 
     def rank(stages):
         mine = copy.deepcopy(model)
@@ -205,8 +261,11 @@ def test_values_that_one_stage_has_are_not_read(name):
         optimizer = torch.optim.SGD(mine.parameters(), 0.1)
         made.step(*BATCHES[0], F.mse_loss)  # all ranks have the initial values
         optimizer.step()
-        with pytest.raises(NotSupported, match=r"reads a value computed from a\.(weight|bias)"):
+        with pytest.raises(NotSupported, match=r"differs between ranks: .* of a\.(weight|bias)"):
             made.step(*BATCHES[1], F.mse_loss)
+        mine.eval()
+        with pytest.raises(NotSupported, match="differs between ranks"):
+            made(BATCHES[1][0])
         made.gather()
         mine.eval()
         y = made(BATCHES[0][0])
