@@ -233,12 +233,21 @@ class MicroBatch(Calls):
             names: of the parameters and buffers from which it is computed.
             func: reads it.
             value: on this rank, a number or list of numbers, or an array.
+
+        Raises:
+            NotSupported: in evaluation, which does not compare what ranks read.
         """
         meshes = self._uses.possible(names, trains=self.samples is not None)
         if meshes is None or len(meshes) == len(self._stages.meshes):
             return
+        what = f"{name_of(func)} of {', '.join(sorted(names))}"
+        if self.samples is None:
+            raise NotSupported(
+                f"{what} reads a value of weights or statistics that another stage trains: call "
+                "pipe.gather() before evaluation"
+            )
         said = value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
-        self.reads.append((f"{name_of(func)} of {', '.join(sorted(names))}", crc32(said)))
+        self.reads.append((what, crc32(said)))
 
     def _run_layer(self, call: Call) -> Any:
         return call.run() if self.left is None else run_leaving(call, self.left)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pydist._loader import native
 from pydist.arguments import leaves, mapped
 from pydist.entry_hook import dims_of_network, entry_hook_of
 from pydist.errors import NotSupported, RankFailed, RankLost, UsageError
@@ -80,7 +79,7 @@ class Pipeline:
         self._made: list[MicroBatch] = []  # passes over the batch that may be owed gradients
         self._named = names_of(model)  # in the batch
         self._kept: list[Followed] = []  # what the network keeps of its passes
-        self._gathered: list[int] | None = None  # versions of the weights then
+        self._gathered: list[int] = []  # versions of the weights then
 
     def step(
         self,
@@ -189,22 +188,18 @@ class Pipeline:
             The output on the mesh of the last stage, as of a parallelized model; `None` on others.
         """
         found = None
-        if self._gathered is not None and not self._is_still_gathered():
-            self._gathered, self._uses.is_gathered = None, False
-        reads: list[tuple[str, int]] | None = None
+        if self._versions() != self._gathered:
+            self._uses.is_gathered = False
         with torch.no_grad(), self._over(inputs, 1):
             for stage in self._own:
                 running = self._micro_batch(stage)
                 with self._state_of.begun(running), self._sources(running):
                     out = self._forward(running, inputs)
-                reads = running.reads if reads is None else reads
                 for x in leaves((out,)):
                     if isinstance(x, StageTensor):
                         running.bring(x, self.stages.count - 1, "the output")
                 if stage == self.stages.count - 1:
                     found = mapped(lambda x: x.value if isinstance(x, StageTensor) else x, out)
-        if reads:  # on one rank, so on all
-            self._gradients.compare_values((), reads)
         return found
 
     def gather(self) -> None:
@@ -218,24 +213,6 @@ class Pipeline:
 
     def _versions(self) -> list[int]:
         return [version_of(own_slice(p)) for p in self.model.parameters()]
-
-    def _is_still_gathered(self) -> bool:
-        """Returns whether all ranks still have equal weights, after `gather`. Collective."""
-        now = self._versions()
-        # After a failed batch ranks may differ in whether it has changed something.
-        lost = torch.tensor([not self._uses.is_gathered, now != self._gathered], dtype=torch.uint8)
-        self.stages.world.all_reduce(lost, "max")
-        if bool(lost[0]):
-            return False
-        if bool(lost[1]):  # such as by a checkpoint or averages, which may be equal on all ranks
-            checksum = 0
-            for p in self.model.parameters():
-                checksum = native.crc32c(own_slice(p).detach().cpu().flatten(), checksum)
-            rows = self.stages.world.all_gather(torch.tensor([checksum]))
-            if len(set(rows.flatten().tolist())) > 1:
-                return False
-            self._gathered = now
-        return True
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns the state of an optimizer of the whole network, on all ranks. Collective.
@@ -371,6 +348,10 @@ class Pipeline:
         """Returns a stage's pass over a part of a batch in training, or over a batch."""
         index = 0 if part is None else part.number
         mode = f"{self.model.training} {torch.is_grad_enabled()}"
+        if part is None:
+            # A rank sees changes of weights in its own. Others may not, and meshes would differ in
+            # what they compute.
+            mode += f" {self._uses.is_gathered}"
         mark = PassMark(self._number + index + 1, self._batch, 0).after(mode)
         made = MicroBatch(
             self.stages, stage, self._schedule.placed(index), self.plan.starts, self._uses,

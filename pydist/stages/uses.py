@@ -131,7 +131,7 @@ class Uses:
                     self._of_name.setdefault(name, set()).update(meshes)
             for name, meshes in self._updated.items():
                 self._statistics.setdefault(name, set()).update(meshes)
-        self.is_gathered &= not (self._noted or self._updated)
+        self.is_gathered &= completed and not (self._noted or self._updated)
         self._noted.clear()
         self._written.clear()
         self._updated = {}

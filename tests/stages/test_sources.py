@@ -97,7 +97,9 @@ def _averaged(net: Chain, x: Tensor) -> Tensor:
 
 
 def _asserted(net: Chain, x: Tensor) -> Tensor:
-    """What is read is the same on all ranks."""
+    """What is read is the same on all ranks; evaluation does not compare it."""
+    if not net.training:
+        return x + net.b.bias
     assert torch.isfinite(net.a.weight).all()
     assert torch.allclose(net.a.weight, net.a.weight.detach())
     noise = torch.distributions.Normal(net.b.bias, net.b.bias.exp())  # checks its arguments
@@ -214,6 +216,7 @@ def test_weights_that_all_ranks_load_after_gather(short):
         made(BATCHES[1][0])
         made.gather()
         mine.load_state_dict(best)
+        made.gather()
         return made(BATCHES[1][0])
 
     model.load_state_dict(best)
@@ -264,7 +267,7 @@ def test_values_that_one_stage_has_are_not_read(name):
         with pytest.raises(NotSupported, match=r"differs between ranks: .* of a\.(weight|bias)"):
             made.step(*BATCHES[1], F.mse_loss)
         mine.eval()
-        with pytest.raises(NotSupported, match="differs between ranks"):
+        with pytest.raises(NotSupported, match="before evaluation"):
             made(BATCHES[1][0])
         made.gather()
         mine.eval()
