@@ -21,10 +21,8 @@ struct Mount {
   std::string packs;    // the pack folder; "" if only calls are counted
   std::string folders;  // a folder with one empty folder per packed directory that was opened,
                         // and with the files of the cache
-  // A folder with stand-ins for the parents of the mount point, of which the longest that exists
-  // has a path of `existing` bytes.
-  std::string parents;
-  std::size_t existing = 0;
+  std::string parents;  // a folder with stand-ins for missing parents of the mount point
+  std::size_t existing = 0;   // bytes of the path of its deepest parent that exists
   std::string identity;       // distinguishes the pack in the names of descriptors
   std::string output;         // the name of the output folder at the mount point; "" for none
   std::string output_target;  // its real path

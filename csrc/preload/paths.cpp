@@ -118,8 +118,8 @@ void Target::resolve(std::string_view base, std::string_view rest) {
     }
     const std::string_view component = next_component(rest);
     if (component.empty()) {
-      // A program may look at each folder of a path. A missing one that leads to the mount point is
-      // a folder with the next one in it.
+      // Programs look at each folder of a path: a missing one that leads to the mount point is a
+      // real folder that contains only the next one.
       if (at_missing_parent()) return rewrite(mount().parents, {real, size});
       if (by_missing_parent) rewrite({real, size}, size == 0 ? "/" : "");
       return;

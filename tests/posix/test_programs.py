@@ -61,22 +61,22 @@ def test_a_shell_command_prints_the_same(case: Case, name: str, large: str | Non
 
 
 PARENTS = """
-realpath . ../.. ../../a/b/root/lines; readlink -f ../root/lines ..; realpath -e $ROOT/../..
+realpath . ../.. ../../a/b/point/lines; readlink -f ../point/lines ..; realpath -e $ROOT/../..
 stat -c '%F' .. ../.. $ROOT/..; find ../../../a | sort; ls -aR ../..; test -d $ROOT/../../b
-cd ..; pwd; pwd -P; ls; cat root/lines; cat ../b/root/lines; cd ../b/..; pwd; cat b/root/lines
-python3 -c 'import os, pathlib; print(os.getcwd(), pathlib.Path("b/root").resolve(strict=True))'
-cd b/root; pwd; cd -; ls; cat other b/other $ROOT/../other; ls nothing
+cd ..; pwd; pwd -P; ls; cat point/lines; cat ../b/point/lines; cd ../b/..; pwd; cat b/point/lines
+python3 -c 'import os, pathlib; print(os.getcwd(), pathlib.Path("b/point").resolve(strict=True))'
+cd b/point; pwd; cd -; ls; cat other b/other $ROOT/../other; ls nothing
 readlink /proc/self/cwd; cksum < $ROOT/../../../../packs/index.pdx; stat -c %F $ROOT/../../../..
 cat ../../packs/index.pdx | cksum; cd ../../packs; ls; pwd
 """
 
 
 def test_parents_of_the_mount_point_need_not_exist(tmp_path: Path) -> None:
-    there = tmp_path / "there" / "a" / "b" / "root"
+    there = tmp_path / "there" / "a" / "b" / "point"
     there.mkdir(parents=True)
     (there / "lines").write_text("some\n")
     pack(there, tmp_path / "packs")
-    case = Case(there, tmp_path / "packs", tmp_path / "gone" / "a" / "b" / "root")
+    case = Case(there, tmp_path / "packs", tmp_path / "gone" / "a" / "b" / "point")
     command = ["bash", "-c", PARENTS]
     loose = case.loose(*command).replace(b"/there", b"/gone")
     assert b"No such file" in loose
@@ -86,7 +86,7 @@ def test_parents_of_the_mount_point_need_not_exist(tmp_path: Path) -> None:
     made = f"mkdir {parent}/q; > {parent}/q; cd {parent}; mkdir q; > q; ls"
     shown = case.packed("bash", "-c", made)
     assert shown.count(b"No such file") == 4
-    assert shown.endswith(b"\nroot\nexit code 0")
+    assert shown.endswith(b"\npoint\nexit code 0")
     assert not (tmp_path / "gone").exists()
 
 

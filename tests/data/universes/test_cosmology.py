@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.integrate import simpson
 
 from pydist.data.universes.cosmology import (
     TRANSFER,
@@ -59,11 +62,32 @@ def test_full_transfer_function_wiggles_around_the_smooth_one() -> None:
     assert np.diff(k[turns]).mean() == pytest.approx(spacing, rel=0.1)
 
 
+def sigma(power: LinearPower, radius: float) -> float:
+    """Computes the rms in spheres by SciPy: sigma^2 = int dln k k^3 P(k) W(kR)^2 / (2 pi^2)."""
+    log_k = np.linspace(math.log(1e-5), math.log(1e2), 4001)
+    k = np.exp(log_k)
+    terms = k**3 * power(k) * top_hat(k * radius) ** 2 / (2 * math.pi**2)
+    return math.sqrt(simpson(terms, x=log_k))
+
+
 def test_power_spectrum_is_normalised_to_sigma_8() -> None:
     power = LinearPower(PLANCK)
     np.testing.assert_allclose(power(np.array([0.02, 0.1, 1])), [23742, 5831, 65.8], rtol=1e-4)
+    assert sigma(power, 8) == pytest.approx(0.8159, rel=1e-6)
+    assert sigma(power, 1) == pytest.approx(2.4255, abs=5e-5)
     k = np.geomspace(1e-3, 1, 5000)
     assert k[np.argmax(power(k))] == pytest.approx(0.0162, abs=5e-5)
+
+
+def growth_fit(z: float, omega_m: float) -> float:
+    """Computes D(z) / D(0) to 0.2 %. Source: Carroll, Press & Turner 1992, ARA&A 30, 499, (29)."""
+
+    def unscaled(a: float) -> float:
+        e2 = omega_m / a**3 + 1 - omega_m
+        om, ol = omega_m / a**3 / e2, (1 - omega_m) / e2
+        return a * om / (om ** (4 / 7) - ol + (1 + om / 2) * (1 + ol / 70))
+
+    return unscaled(1 / (1 + z)) / unscaled(1)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +101,14 @@ def test_power_spectrum_is_normalised_to_sigma_8() -> None:
 def test_growth(omega_m: float, expected: list[float]) -> None:
     found = [growth(z, omega_m) for z in (0.5, 1, 1.5, 3)]
     np.testing.assert_allclose(found, expected, atol=5.1e-6)
+    fit = [growth_fit(z, omega_m) for z in (0.5, 1, 1.5, 3)]
+    np.testing.assert_allclose(fit, found, rtol=3e-3)
 
 
 def test_growth_is_exact_in_a_universe_of_matter_alone() -> None:
     assert growth(3, 1.0) == pytest.approx(0.25, rel=1e-12)
+    # D = a early on, so D(1) relative to a universe of matter alone.
+    assert 1 / (1001 * growth(1000, 0.3)) == pytest.approx(0.77898, abs=5e-6)
 
 
 @given(z=st.floats(0, 20), omega_m=st.floats(0.06, 1))
