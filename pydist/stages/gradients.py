@@ -17,7 +17,7 @@ from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.gradients.rows import in_memory_order_of, shaped_like
 from pydist.slices.state import gathered, layout_of_slices, own_part
 from pydist.stages.ranks import Stages, device_of
-from pydist.stages.sources import version_of
+from pydist.stages.sources import ValueRead, version_of
 from pydist.stages.uses import Uses
 from pydist.tensor import ShardedTensor
 
@@ -84,7 +84,7 @@ class StagedGradients:
         for each in found.values():
             each.fill_(float(overflows))
 
-    def compare_values(self, factors: Sequence[float], reads: Sequence[tuple[str, int]]) -> None:
+    def compare_values(self, factors: Sequence[float], reads: Sequence[ValueRead]) -> None:
         """Compares the numbers with which all ranks have scaled the loss, and values of weights.
 
         A rank has old values of other stages' weights. Where what a network reads of them is the
@@ -92,23 +92,25 @@ class StagedGradients:
 
         Args:
             factors: of the loss.
-            reads: which values the network has read, and their checksums.
+            reads: the values that the network has read on this rank.
 
         Raises:
             UsageError: the factors differ, as after an overflow that one stage alone has noticed.
-            NotSupported: the values differ.
+            NotSupported: a rank has read an old value, and not all have read the same.
         """
         stages = self._stages
-        said = [crc32(repr(list(each)).encode()) for each in (factors, reads)]
-        rows = stages.world.all_gather(torch.tensor(said))
+        values = [(each.what, each.checksum) for each in reads]
+        said = [crc32(repr(each).encode()) for each in (list(factors), values)]
+        rows = stages.world.all_gather(torch.tensor([*said, any(r.is_old for r in reads)]))
         for d in range(stages.mesh.data_size):
             ranks = [mesh.rank(d, i) for mesh in stages.meshes for i in range(mesh.sample_size)]
-            if len({int(rows[rank, 1]) for rank in ranks}) > 1:
-                names = sorted({name for name, _ in reads}) or ["values of weights"]
+            is_old = any(bool(rows[rank, 2]) for rank in ranks)
+            if is_old and len({int(rows[rank, 1]) for rank in ranks}) > 1:
+                names = "; ".join(sorted({what for what, _ in values})) or "nothing on this rank"
                 raise NotSupported(
                     "the network or its criterion reads a value of weights that another stage "
-                    f"trains, and it differs between ranks: {'; '.join(names)}. Compute with "
-                    "tensors instead, or read it between steps, after pipe.gather()"
+                    f"trains, and it differs between ranks: {names}. Compute with tensors instead, "
+                    "or read it between steps, after pipe.gather()"
                 )
             if len({int(rows[rank, 0]) for rank in ranks}) > 1:
                 raise UsageError(

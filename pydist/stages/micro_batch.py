@@ -26,7 +26,7 @@ from pydist.stages.left_layers import run_leaving
 from pydist.stages.messages import PassMark, Route
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, is_differentiable, tensors_of
-from pydist.stages.sources import Sources
+from pydist.stages.sources import Sources, ValueRead
 from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfers import Transfers, origin_of
 from pydist.stages.uses import Uses
@@ -87,8 +87,8 @@ class MicroBatch(Calls):
         """Where the plain tensors of the forward pass come from, while it runs."""
         self.factors: list[float] = []
         """The numbers in plain tensors with which the criterion calls, such as a loss scale."""
-        self.reads: list[tuple[str, int]] = []
-        """What the network has read of weights that other meshes train, with checksums."""
+        self.reads: list[ValueRead] = []
+        """The values of weights that the network has read, if ranks may differ in them."""
         self.statistics: BatchStatistics | None = None
         """Collects the statistics of norms, which change running ones after the batch."""
         self.samples: range | None = None
@@ -227,7 +227,7 @@ class MicroBatch(Calls):
         return found
 
     def note_read(self, names: frozenset[str], func: Any, value: Any) -> None:
-        """Notes a value of weights or statistics of which one mesh alone has the new ones.
+        """Notes a value that the network reads of weights or statistics, if ranks may differ in it.
 
         Args:
             names: of the parameters and buffers from which it is computed.
@@ -235,19 +235,20 @@ class MicroBatch(Calls):
             value: on this rank, a number or list of numbers, or an array.
 
         Raises:
-            NotSupported: in evaluation, which does not compare what ranks read.
+            NotSupported: it is old, in evaluation, which does not compare what ranks read.
         """
         meshes = self._uses.possible(names, trains=self.samples is not None)
         if meshes is None or len(meshes) == len(self._stages.meshes):
             return
         what = f"{name_of(func)} of {', '.join(sorted(names))}"
-        if self.samples is None:
+        is_old = self._stages.index not in meshes
+        if self.samples is None and is_old:
             raise NotSupported(
                 f"{what} reads a value of weights or statistics that another stage trains: call "
                 "pipe.gather() before evaluation"
             )
         said = value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
-        self.reads.append((what, crc32(said)))
+        self.reads.append(ValueRead(what, crc32(said), is_old))
 
     def _run_layer(self, call: Call) -> Any:
         return call.run() if self.left is None else run_leaving(call, self.left)

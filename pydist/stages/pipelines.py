@@ -26,7 +26,7 @@ from pydist.stages.plan import StagePlan
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.schedule import Pass, Schedule
 from pydist.stages.shapes import Shapes
-from pydist.stages.sources import Followed, Sources, names_of, version_of
+from pydist.stages.sources import Followed, Sources, ValueRead, names_of, version_of
 from pydist.stages.state import StagedState
 from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfers import Transfers
@@ -141,7 +141,7 @@ class Pipeline:
 
     def _run(
         self, passes: Sequence[Pass], parts: Sequence[BatchPart], criterion: Callable[..., Any]
-    ) -> tuple[list[Tensor], list[float], list[tuple[str, int]]]:
+    ) -> tuple[list[Tensor], list[float], list[ValueRead]]:
         """Runs passes of this rank's mesh.
 
         Returns:
@@ -149,7 +149,7 @@ class Pipeline:
             weights that the network reads.
         """
         alive: dict[tuple[int, int], MicroBatch] = {}
-        reads: dict[int, list[tuple[str, int]]] = {}  # of each micro-batch's first pass
+        reads: dict[int, list[ValueRead]] = {}  # of each micro-batch's first pass
         losses, factors = list[Tensor](), list[float]()
         mesh = self.stages.mesh
         for i, each in enumerate(passes):
@@ -349,8 +349,8 @@ class Pipeline:
         index = 0 if part is None else part.number
         mode = f"{self.model.training} {torch.is_grad_enabled()}"
         if part is None:
-            # A rank sees changes of weights in its own. Others may not, and meshes would differ in
-            # what they compute.
+            # A rank sees only its own changes of weights. Meshes must agree on it, as it decides
+            # what each computes.
             mode += f" {self._uses.is_gathered}"
         mark = PassMark(self._number + index + 1, self._batch, 0).after(mode)
         made = MicroBatch(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -27,6 +28,20 @@ _READS = frozenset(
     }
 )  # fmt: skip
 """Functions whose result is a value instead of a tensor."""
+
+
+class ValueRead(NamedTuple):
+    """A value of weights or statistics that a network has read.
+
+    Attributes:
+        what: the function and the names of the weights.
+        checksum: of the value.
+        is_old: whether it is computed from weights that this rank does not train.
+    """
+
+    what: str
+    checksum: int
+    is_old: bool
 
 
 def names_of(model: nn.Module) -> list[Named]:
@@ -54,35 +69,27 @@ class Sources(TorchFunctionMode):
         on_read: Callable[[frozenset[str], Any, Any], None] | None = None,
     ) -> None:
         super().__init__()
-        self._named = {id(x): names for names, x in named}
-        self._of = dict(self._named)
-        # Tensors may share memory with one that has a name, also without a call that shows it.
-        self._of_memory: dict[int, frozenset[str]] = {}
-        self._shared = set[int]()  # memory of several parameters, which are parts of one array
-        self._alive: list[object] = [x for _, x in named]  # so that no others have their ids
+        # Names by the identity of a tensor, and of its memory: another tensor may share it without
+        # a call that shows this.
+        self._of: dict[int, frozenset[str]] = {}
+        self._alive: list[object] = [x for _, x in named]  # so that nothing else is identified so
         self._made: list[Tensor] = []
         self._on_read = on_read
         self.written: dict[str, frozenset[str]] = {}
         """By name of what was changed in place: the names of what it was computed with."""
+        users = Counter(memory._cdata for _, x in named if (memory := _memory_of(x)) is not None)
+        self._arrays = {memory for memory, count in users.items() if count > 1}
+        """Memory of which several parameters are parts: it does not tell them apart."""
         for names, x in named:
-            memory = _memory_of(x)
-            if memory is not None and memory._cdata in self._of_memory:
-                self._shared.add(memory._cdata)
-            elif memory is not None:
-                self._of_memory[memory._cdata] = names
-                self._alive.append(memory)
-        for key in self._shared:
-            del self._of_memory[key]
-        self._named_memory = dict(self._of_memory)
+            self._name(x, names)
+        self._named = dict(self._of)
         for reference, names in kept:
             if (alive := reference()) is not None:
                 self._add(alive, names)
 
     def of(self, x: Tensor) -> frozenset[str]:
         """Returns the names of the parameters and buffers."""
-        memory = _memory_of(x)
-        by_memory = _NONE if memory is None else self._of_memory.get(memory._cdata, _NONE)
-        return self._of.get(id(x), _NONE) | by_memory
+        return self._found(self._of, x)
 
     def kept(self) -> list[Followed]:
         """Returns which tensors with names outlive the pass, which has ended."""
@@ -108,27 +115,28 @@ class Sources(TorchFunctionMode):
             self._on_read(sources, func, result)
         for x, version in zip(given, versions, strict=True):
             if version_of(x) != version:
-                self._note_written(x, sources)
+                for name in self._found(self._named, x):  # also of a view of it
+                    self.written[name] = self.written.get(name, _NONE) | sources
+                self._add(x, sources)
         for x in tensors_of(result):
             self._add(x, sources)
         return result
 
-    def _note_written(self, x: Tensor, sources: frozenset[str]) -> None:
-        memory = _memory_of(x)
-        own = self._named.get(id(x), _NONE)
-        if memory is not None:  # also of a view of a parameter or buffer
-            own |= self._named_memory.get(memory._cdata, _NONE)
-        for name in own:
-            self.written[name] = self.written.get(name, _NONE) | sources
-        self._add(x, sources)
-
     def _add(self, x: Tensor, names: frozenset[str]) -> None:
-        self._of[id(x)] = self._of.get(id(x), _NONE) | names
         self._made.append(x)
+        self._name(x, names)
+
+    def _name(self, x: Tensor, names: frozenset[str]) -> None:
+        self._of[id(x)] = self._of.get(id(x), _NONE) | names
         memory = _memory_of(x)
-        if memory is not None and memory._cdata not in self._shared:
-            self._of_memory[memory._cdata] = self._of_memory.get(memory._cdata, _NONE) | names
+        if memory is not None and memory._cdata not in self._arrays:
+            self._of[memory._cdata] = self._of.get(memory._cdata, _NONE) | names
             self._alive.append(memory)
+
+    def _found(self, known: Mapping[int, frozenset[str]], x: Tensor) -> frozenset[str]:
+        memory = _memory_of(x)
+        by_memory = _NONE if memory is None else known.get(memory._cdata, _NONE)
+        return known.get(id(x), _NONE) | by_memory
 
 
 def version_of(x: Tensor) -> int:

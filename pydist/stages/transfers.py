@@ -132,8 +132,9 @@ class Transfers:
         if theirs.calls != mark.calls:
             raise UsageError(
                 f"the stages make different calls: before {call} ranks of {here} and of {there} "
-                "have made other ones on tensors of the network, or one trains and one evaluates; "
-                "what one rank alone prints or measures in a forward pass is such a call"
+                "have made other ones on tensors of the network, or one trains and one evaluates, "
+                "or one alone has changed weights after pipe.gather(); what one rank alone prints "
+                "or measures in a forward pass is such a call"
             )
         if (spec.shape, theirs.batch) != (shape, mark.batch):
             raise UsageError(

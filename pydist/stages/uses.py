@@ -66,9 +66,9 @@ class Uses:
         before = self._before[stage - 1]
         if before is None:
             return True
-        contains = start.module == self._root or before.module.startswith(f"{start.module}.")
-        begins = not start.number and not contains and before.module != start.module
-        return begins or counts[before.module] > before.number
+        is_within = start.module == self._root or f"{before.module}.".startswith(f"{start.module}.")
+        begins_there = not start.number and not is_within
+        return begins_there or counts[before.module] > before.number
 
     def possible(self, operands: Iterable[str], *, trains: bool) -> set[int] | None:
         """Returns the meshes that have the weights and statistics of a call up to date.
@@ -161,8 +161,8 @@ class Uses:
         if made_of is not None and name not in self._warned:
             self._warned.add(name)
             warnings.warn(
-                f"{name} is computed from {', '.join(sorted(self._made_of[name]))}, of which no "
-                "rank has all new values: no rank has its value",
+                f"{name} is computed from {', '.join(sorted(self._made_of[name]))}, which are "
+                "trained on different stages: its value is wrong on all ranks",
                 stacklevel=2,
             )
         found = self._statistics.get(name) or self._of_name.get(name, set())
