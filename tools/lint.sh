@@ -45,7 +45,9 @@ if [ -f tools/check_layers.py ]; then
   run python tools/check_layers.py
 fi
 printf '== documentation\n'
-NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet || failed=1
+# Not --quiet, which would hide warnings from --strict as well.
+pages="$(NO_MKDOCS_2_WARNING=1 mkdocs build --strict 2>&1)" || failed=1
+printf '%s\n' "$pages" | grep -v '^INFO' || true
 printf '== mypy\n'
 wait "$mypy" || failed=1
 cat "$types"

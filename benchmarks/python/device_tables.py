@@ -11,7 +11,7 @@ DEVICE = """\
 ## One GPU
 
 On one {device} (driver {driver}, CUDA {cuda}, cuDNN {cudnn}, torch {torch}), by the scripts
-that [`tools/gpu_check.sh`](../tools/gpu_check.sh) runs. Contestants of a run took turns; medians of
+that `tools/gpu_check.sh` runs. Contestants of a run took turns; medians of
 times by the device's events. Nothing has been measured on two GPUs.
 
 A training step at 128³: forward, backward and a fused optimizer, on a mesh of one rank, against

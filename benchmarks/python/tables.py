@@ -21,7 +21,7 @@ Measurements on one small machine: 2 cores, one thread per rank, Open MPI. Conte
 took turns: a row of the first table, a column of the second. Other figures are from other runs,
 when the machine was faster or slower by up to 40 %, and from other commits: compare ratios. The
 figures are medians. Every contestant of a step was first checked with a double-precision reference.
-[`benchmarks/results`](../benchmarks/results) has the full results, with commit, quartiles, page
+`benchmarks/results` has the full results, with commit, quartiles, page
 faults, errors and the machine; `tools/bench NAME` repeats one, and
 `python benchmarks/python/tables.py > docs/performance.md` makes this page. The last part is from
 one GPU.
