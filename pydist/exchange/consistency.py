@@ -100,29 +100,25 @@ class Consistency:
             UsageError: this operand, or an earlier one, differs between the ranks; on all of them.
         """
         operands, first = self.operands, None
-        turn = operands.turn
-        known = self.parameters.known.get(id(tensor))
-        if known is not None and known[0].leads_to(tensor) and tensor.requires_grad:
-            parameter = known[1]
-            if parameter.turn != turn:
-                parameter.turn, parameter.uses = turn, 0
-                return  # mostly used once in a turn, and compared in rotation
-            operands.repeats = parameter.use_in(turn)
+        uses = self.parameters.use_in(operands.turn, tensor)
+        if uses == 0:
+            return  # mostly used once in a turn, and compared in rotation
+        if uses is not None:
+            operands.repeats = uses
         else:
             first = operands.add(tensor, mesh.session.forwards, use)
         recurs = operands.repeats >= REPEATS - 1
         if first is None and not recurs and len(operands) < _MOST:
             return
         if recurs:
-            parameters = self.parameters.recurring_in(operands.turn)
-            self._add(operands, parameters, mesh, REPEATED_SHARES)
+            self._add(operands, self.parameters.recurring, mesh, REPEATED_SHARES)
         group = mesh.sample
         # Without the module, which the ledger adds.
         what = "plain tensors" if first is None else first.text.partition(" in module ")[0]
         group.ledger.note(group, ("comparison of", what), waits=True)
         self._compare_operands(mesh)
         if recurs:
-            operands.turn += REPEATED_SHARES
+            self._end_turn(REPEATED_SHARES)
 
     def called(self, model: torch.nn.Module, mesh: Mesh, trains: bool) -> None:
         """Records a forward on a sharded sample; compares over its group if no backward follows.
@@ -141,7 +137,11 @@ class Consistency:
             return
         self._add(self.operands, self.parameters.of(model), mesh)
         self._compare_operands(mesh)
-        self.operands.turn += 1
+        self._end_turn()
+
+    def _end_turn(self, shares: int = 1) -> None:
+        self.operands.turn += shares
+        self.parameters.recurring.clear()
 
     def _add(
         self, contents: Contents, parameters: Sequence[Tensor], mesh: Mesh, count: int = 1
@@ -214,7 +214,7 @@ class Consistency:
         if mesh.size == 1 or is_capturing():
             return []
         operands = self._claim(self.operands, self._sample_axes)
-        self.operands.turn += 1
+        self._end_turn()
         return [operands, *(self._claim(each, axes) for axes, each in self._shared.items())]
 
     def _claim(self, contents: Contents, axes: tuple[str, ...]) -> _Claim:

@@ -221,11 +221,14 @@ class TrainedParameters:
     They are not treated as plain operands: a checksum at every use would take too long.
 
     Attributes:
-        known: the parameters with their operands, by id; trained while `requires_grad` is set.
+        recurring: those that were used more than once in this turn, in the order of second uses.
     """
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[Link, Operand]] = {}
+        # By id, for look-ups only: the order of ids that freed parameters leave to new ones differs
+        # between ranks.
+        self._known: dict[int, tuple[Link, Operand]] = {}
+        self.recurring: list[Tensor] = []
         self._of: weakref.WeakKeyDictionary[nn.Module, list[Link]] = weakref.WeakKeyDictionary()
 
     def hold(self, model: nn.Module, forward: int) -> None:
@@ -235,26 +238,35 @@ class TrainedParameters:
             model: the model; parameters that it did not have before are equal on all ranks.
             forward: number of the training forward.
         """
+        self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
         self._of[model] = []
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad or is_sharded_weight(parameter):
                 continue
             reference = Link(parameter)
             self._of[model].append(reference)
-            if not self._knows(parameter):
+            if self._operand_of(parameter) is None:
                 operand = Operand(f"parameter {name!r} of shape {tuple(parameter.shape)}")
                 operand.equal_in[WHOLE] = forward
-                self.known[id(parameter)] = reference, operand
+                self._known[id(parameter)] = reference, operand
 
-    def _knows(self, tensor: Tensor) -> bool:
-        known = self.known.get(id(tensor))
-        return known is not None and known[0].leads_to(tensor)
+    def _operand_of(self, tensor: Tensor) -> Operand | None:
+        known = self._known.get(id(tensor))
+        return known[1] if known is not None and known[0].leads_to(tensor) else None
 
-    def recurring_in(self, turn: int) -> list[Tensor]:
-        """Returns the parameters that were used more than once in a turn."""
-        operands = self.known.values()
-        links = [link for link, each in operands if each.turn == turn and each.uses]
-        return [tensor for link in links if (tensor := link()) is not None]
+    def use_in(self, turn: int, tensor: Tensor) -> int | None:
+        """Counts a use of a tensor.
+
+        Returns:
+            The number of earlier uses in the same turn; `None` if it is no trained parameter.
+        """
+        operand = self._operand_of(tensor) if tensor.requires_grad else None
+        if operand is None:
+            return None
+        uses = operand.use_in(turn)
+        if uses == 1:
+            self.recurring.append(tensor)
+        return uses
 
     def of(self, model: nn.Module) -> list[Tensor]:
         """Returns the parameters of a model that is being called."""
@@ -291,14 +303,14 @@ class TrainedParameters:
                     break
                 if start < ends[i]:
                     part = Checksum(tensor, max(lo, start) - start, min(hi, ends[i]) - start)
-                    yield self._operand_of(tensor), part, number % shares
+                    yield self._compared(tensor), part, number % shares
 
-    def _operand_of(self, tensor: Tensor) -> Operand:
-        known = self.known.get(id(tensor))
-        if known is None or not known[0].leads_to(tensor):
-            known = Link(tensor), Operand(f"parameter of shape {tuple(tensor.shape)}")
-            self.known[id(tensor)] = known
-        return known[1]
+    def _compared(self, tensor: Tensor) -> Operand:
+        operand = self._operand_of(tensor)
+        if operand is None:
+            operand = Operand(f"parameter of shape {tuple(tensor.shape)}")
+            self._known[id(tensor)] = Link(tensor), operand
+        return operand
 
 
 def _bytes_of(tensor: Tensor, lo: int, hi: int | None) -> Tensor:

@@ -36,7 +36,8 @@ class Members:
     Attributes:
         lanes: members that are sent together: one lane per model, one for members found later.
         found: the lanes of members that no parallelized model had, by the axes of their copies.
-        newcomers: registered parameters without a lane, by the key of the leaf.
+        newcomers: registered parameters without a lane, in the order of their registration. Not by
+            ids, which new parameters take over from freed ones at other times on each rank.
         parts: the parts of each partitioned parameter, by its id. A new dict whenever buckets are
             remade.
     """
@@ -46,7 +47,7 @@ class Members:
         self._reducer = weakref.ref(reducer)
         self.lanes: list[Lane] = []
         self.found: dict[tuple[str, ...], Lane] = {}
-        self.newcomers: dict[int, Leaf] = {}
+        self.newcomers: dict[Leaf, None] = {}
         self.parts: dict[int, ParameterPartition] = {}
         self._lane_of: dict[Leaf, Lane] = {}
 
@@ -108,8 +109,9 @@ class Members:
             known = leaf_of(parameter)
             if parameter.requires_grad and (known is None or known.reducer() is not reducer):
                 leaf = Leaf(parameter, repr(name), reducer)
-            elif known is not None and known.key in self.newcomers:
-                leaf = self.newcomers.pop(known.key)
+            elif known is not None and known in self.newcomers:
+                leaf = known
+                del self.newcomers[leaf]
                 leaf.name = repr(name)  # a call before `parallelize` knew its shape only
             else:
                 continue
@@ -178,7 +180,7 @@ class Members:
                 "be reduced; a dense one can"
             )
         name = f"of shape {list(tensor.shape)}" if known is None else known.name
-        self.newcomers[id(tensor)] = Leaf(tensor, name, self.reducer)
+        self.newcomers[Leaf(tensor, name, self.reducer)] = None
 
     def follow(self, tensor: Tensor) -> None:
         """Registers a plain operand, or the parameters that it was computed from."""
@@ -200,7 +202,11 @@ class Members:
                 '"fp16", "bf16", "torus" or "hierarchical"'
             )
         fresh = leaf.renewed(parameter)
-        self.newcomers[fresh.key] = fresh
+        if leaf in self.newcomers:
+            each = (fresh if other is leaf else other for other in self.newcomers)
+            self.newcomers = dict.fromkeys(each)
+        else:
+            self.newcomers[fresh] = None
         return fresh
 
     def arrived(self, unused: Container[Leaf]) -> list[Leaf]:
@@ -210,7 +216,7 @@ class Members:
             unused: frozen parameters at which one has arrived.
         """
         found = [(leaf, leaf.parameter()) for leaf in self._in_order()]
-        self.newcomers = {leaf.key: leaf for leaf, p in found if p is not None}
+        self.newcomers = dict.fromkeys(leaf for leaf, p in found if p is not None)
         return [
             leaf
             for leaf, p in found
@@ -243,7 +249,7 @@ class Members:
                 self.lanes.append(found)
             arrived = [leaf for leaf in news if leaf.axes == axes]
             for leaf in arrived:
-                del self.newcomers[leaf.key]
+                del self.newcomers[leaf]
             known = found.leaves
             self.plan(found, arrived)  # alone at first: the others were already sent
             found.start_rest()
@@ -261,7 +267,7 @@ class Members:
         Walks of the graph find them in an order that may differ between ranks, as their graphs
         differ. So members of models are in the order of the models; others in the order of walks.
         """
-        newcomers = list(self.newcomers.values())
+        newcomers = list(self.newcomers)
         if len(newcomers) > 1:
             places = consistency_of(self.mesh).parameters.places()
             newcomers.sort(key=lambda leaf: places.get(leaf.key, len(places)))
@@ -272,6 +278,6 @@ class Members:
         for index in gone:
             leaf = lane.leaves[index]
             if leaf.parameter() is not None:
-                self.newcomers[leaf.key] = leaf
+                self.newcomers[leaf] = None
                 leaf.idle = 0
         self.plan(lane, [leaf for i, leaf in enumerate(lane.leaves) if i not in gone])

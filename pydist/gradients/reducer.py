@@ -156,7 +156,7 @@ class Reducer:
             return
         lanes = [lane.leaves for lane in self.members.lanes if not lane.pauses]
         if not self._pauses:
-            lanes.append(list(self.members.newcomers.values()))
+            lanes.append(list(self.members.newcomers))
         parameters = (leaf.parameter() for leaf in chain.from_iterable(lanes))
         if any(p is not None and graph.is_reached(p) for p in parameters):
             self._queue()

@@ -24,10 +24,11 @@ from pydist.mesh import Mesh
 from pydist.optim.layerwise import LayerwiseOptimizer
 from pydist.optim.whole_state import ParameterState, gather_state
 from pydist.slices.steps import (
-    end_step,
     gather_in_state_dict,
+    has_hooks,
     own_part_of_state,
     step_obstacle,
+    step_without_hooks,
 )
 from pydist.watchdog import SPAN, phase
 
@@ -84,10 +85,15 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
             return optimizer
         parameters = (own_slice(p) for g in optimizer.param_groups for p in g["params"])
         elements = sum(p.numel() for p in parameters if p.requires_grad and _has_copies(p, entry))
-        is_faster = elements >= WORTHWHILE and step_obstacle(optimizer, _OF_HOOKS) is None
+        is_faster = elements >= WORTHWHILE and _obstacle(optimizer) is None
         if not (is_faster or entry.mesh.world.mixes):
             return optimizer
     return ShardedOptimizer(optimizer, model)
+
+
+def _obstacle(optimizer: Optimizer) -> str | None:
+    """Returns why an optimizer can't be partitioned, or `None`."""
+    return _OF_HOOKS if has_hooks(optimizer) else step_obstacle(optimizer)
 
 
 def gather_gradients(model: nn.Module) -> None:
@@ -125,7 +131,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             UsageError: the optimizer is not supported, or the model is not parallelized.
         """
-        obstacle = step_obstacle(optimizer, _OF_HOOKS)
+        obstacle = _obstacle(optimizer)
         if obstacle is not None:
             raise UsageError(f"{type(optimizer).__name__} can't be partitioned: {obstacle}")
         self._entry = entry_hook_of(model)
@@ -212,10 +218,9 @@ class ShardedOptimizer(Optimizer):
             try:
                 if there_are and failure is None:
                     with self._with_norms(norms):
-                        self._inner.step()
+                        step_without_hooks(self._inner)
             except Exception as error:
                 failure = error
-                end_step(self._inner)
             finally:
                 if norms is not None:
                     norms.finish()

@@ -26,10 +26,7 @@ from torch.optim import (
     RAdam,
     RMSprop,
 )  # fmt: skip
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pydist.errors import NotSupported
 from pydist.exchange.own_slice import is_sharded_weight, own_slice
@@ -60,11 +57,10 @@ _installed: list[object] = []
 
 
 def install() -> None:
-    """Installs the hooks in all optimizers, once."""
+    """Installs the hook of all optimizers, once."""
     with _lock:
         if not _installed:
-            _installed.append(register_optimizer_step_pre_hook(_before_step))
-            _installed.append(register_optimizer_step_post_hook(_after_step))
+            _installed.append(register_optimizer_step_pre_hook(_prepare))
 
 
 def shard_state(optimizer: Optimizer) -> None:
@@ -159,20 +155,57 @@ def shown_as(values: dict[str, Any], own: Tensor, weight: Any) -> dict[str, Any]
     return {name: shown(value) for name, value in values.items()}
 
 
-def _before_step(
+def _prepare(optimizer: Optimizer, *_: Any) -> None:
+    """Lets the step itself see slices, and all hooks of users, on it or on all optimizers, weights.
+
+    Hooks of all optimizers come before its own and after them: the own hooks that put slices in
+    place are the last before the step and the first after it.
+    """
+    end_step(optimizer)  # of a step that raised
+    if isinstance(optimizer, StepsParts) or not _has_sharded_weights(optimizer):
+        return
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if _begin_step not in before.values():
+        optimizer.register_step_pre_hook(_begin_step)
+        optimizer.register_step_post_hook(_after_step)
+    before.move_to_end(next(key for key, hook in before.items() if hook is _begin_step))
+    after.move_to_end(next(key for key, hook in after.items() if hook is _after_step), last=False)
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Returns whether users have registered step hooks on an optimizer."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any(each not in (_begin_step, _after_step) for own in hooks for each in own.values())
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Steps an optimizer whose groups hold parts, which hooks of all optimizers would see."""
+    hooked = type(optimizer).step
+    if _has_sharded_weights(optimizer):
+        _begin_step(optimizer, (), {})
+    try:
+        # That of `Optimizer`, which calls hooks; schedules that know the optimizer ask whether it
+        # has stepped.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        getattr(hooked, "__wrapped__", hooked)(optimizer)
+    finally:
+        end_step(optimizer)
+
+
+def _has_sharded_weights(optimizer: Optimizer) -> bool:
+    return any(is_sharded_weight(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def _begin_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    end_step(optimizer)  # of a step that raised
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    if isinstance(optimizer, StepsParts) or not any(map(is_sharded_weight, given)):
-        return None
-    obstacle = step_obstacle(optimizer, "its step hooks would see slices")
+    obstacle = step_obstacle(optimizer)
     if obstacle is not None:
         raise NotSupported(
             f"a step of {type(optimizer).__name__} with sharded weights: {obstacle}; or "
             "parallelize(..., sharded_weights=False)"
         )
-    for p in given:
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
         # A part of all gradients in a row, as after surgery on them, is cut as the row is.
         if isinstance(p.grad, ShardedTensor) and not is_sharded_weight(p):
             p.grad = p.grad.full_tensor().detach()
@@ -210,13 +243,8 @@ def _within(step: _Step, closure: Callable[[], Any]) -> Callable[[], Any]:
     return evaluate
 
 
-def step_obstacle(optimizer: Optimizer, of_hooks: str) -> str | None:
-    """Returns why an optimizer can't step parts of parameters, or `None`.
-
-    Args:
-        optimizer: that would get parts.
-        of_hooks: the reason if it has step hooks, which would see the parts.
-    """
+def step_obstacle(optimizer: Optimizer) -> str | None:
+    """Returns why an optimizer can't step parts of parameters, or `None`."""
     elementwise = type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)
     if not elementwise and not isinstance(optimizer, NeedsNorms):
         names = ", ".join(each.__name__ for each in ELEMENTWISE)
@@ -226,8 +254,6 @@ def step_obstacle(optimizer: Optimizer, of_hooks: str) -> str | None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return of_hooks
     return None
 
 

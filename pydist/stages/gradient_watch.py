@@ -1,4 +1,4 @@
-"""A warning for gradients of stages that are changed by what one rank sees of them."""
+"""Refuses and warns of steps of stages that depend on gradients that one rank does not have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import warnings
 from weakref import WeakSet
 
 from torch import Tensor, nn
-from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from pydist.errors import NotSupported
@@ -15,6 +14,7 @@ from pydist.exchange.own_slice import own_slice
 from pydist.gradients.partitioned import PartitionedGradient
 from pydist.stages.ranks import Stages
 from pydist.stages.sources import version_of
+from pydist.stages.trial_steps import combines_gradients
 from pydist.tensor import ShardedTensor, local_of
 
 _watches: WeakSet[GradientWatch] = WeakSet()
@@ -38,6 +38,7 @@ class GradientWatch:
         self._model = model
         self._known: dict[int, tuple[int, int]] = {}
         self._has_warned = False
+        self._tried: WeakSet[Optimizer] = WeakSet()
         if len(stages.meshes) == 1:
             return  # it has all gradients
         with _lock:
@@ -59,14 +60,9 @@ class GradientWatch:
         Raises:
             NotSupported: the optimizer computes with all gradients at once.
         """
-        if isinstance(optimizer, LBFGS):
-            own = {id(p) for p in self._model.parameters()}
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                raise NotSupported(
-                    "LBFGS of a network in stages: its steps depend on all gradients, and a rank "
-                    "has those of its own stages alone; possible are optimizers that change each "
-                    "parameter by its own gradient, such as SGD and AdamW"
-                )
+        if optimizer not in self._tried and self._has_parameters_of(optimizer):
+            self._tried.add(optimizer)
+            _require_own_gradients(optimizer)
         if self._has_warned or not self._known:
             return
         for group in optimizer.param_groups:
@@ -82,6 +78,29 @@ class GradientWatch:
                     stacklevel=2,
                 )
                 return
+
+    def _has_parameters_of(self, optimizer: Optimizer) -> bool:
+        own = {id(p) for p in self._model.parameters()}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+def _require_own_gradients(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that computes with several parameters at once, and warns if it may."""
+    name, combines = type(optimizer).__name__, combines_gradients(optimizer)
+    if combines:
+        raise NotSupported(
+            f"{name} of a network in stages: its steps depend on all gradients, and a rank has "
+            "those of its own stages alone; possible are optimizers that change each parameter by "
+            "its own gradient, such as SGD and AdamW"
+        )
+    if combines is None:
+        warnings.warn(
+            f"{name} of a network in stages: pydist could not try a step of it on two small "
+            "parameters, to see whether it changes each by its own gradient alone; if it combines "
+            "several gradients, as SAM does, its steps are wrong, as a rank has those of its own "
+            "stages alone",
+            stacklevel=4,
+        )
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported, UsageError
@@ -93,6 +94,23 @@ def test_hooks_see_the_whole():
         optimizer.zero_grad()
 
     check(loop=loop, make=lambda p: SGD(p, 0.5))
+
+
+def test_hooks_of_all_optimizers_see_the_whole_once():
+    calls = []
+
+    def clip(optimizer, *_):
+        calls.append(optimizer)
+        nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.01)
+
+    handle = register_optimizer_step_pre_hook(clip)
+    try:
+        check(make=lambda p: SGD(p, 0.5))
+        calls.clear()
+        on_ranks((2, 1, 1), lambda mesh: train(mesh, "always", steps=3)[1] and None)
+    finally:
+        handle.remove()
+    assert len(calls) == 2 * 3
 
 
 def test_parameters_frozen_and_unfrozen():

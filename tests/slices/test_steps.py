@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from pydist import ShardedTensor
 from pydist.errors import NotSupported
-from pydist.optim import LAMB, LARS
+from pydist.optim import LAMB, LARS, sharded
 from pydist.slices.steps import ELEMENTWISE
 from support.equivalence import assert_same, error, whole_of
 from support.networks.sliced import (
@@ -54,6 +58,69 @@ def test_steps_are_those_of_one_device(make):
         assert len(found) == len(expected)
         for mine, other in zip(found, expected, strict=True):
             assert error(mine, other) < 1e-11
+
+
+def clip(optimizer, *_):
+    nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.01)
+
+
+def normalize(optimizer, *_):
+    with torch.no_grad():
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.mul_(0.5 / p.norm())
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_hooks_of_all_optimizers_see_weights(partitioned, first):
+    def run(model, x, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model, x)
+            optimizer.step()
+        return weights(model)
+
+    def split(mesh):
+        model = parallel(mesh)
+        optimizer = AdamW(model.parameters(), 0.1)
+        if partitioned:
+            optimizer = sharded(optimizer, model, "always")
+        return run(model, batch(mesh), optimizer)
+
+    handles = [register_optimizer_step_pre_hook(clip), register_optimizer_step_post_hook(normalize)]
+    try:
+        for handle in handles if first else ():
+            handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+        model = network()
+        expected = run(model, batch(), AdamW(model.parameters(), 0.1))
+        found = on_channels(split)
+        found += on_channels(split, data=2)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for each in found:
+        assert_same(each, expected)
+
+
+def test_hooks_of_an_optimizer_see_weights_whenever_they_are_registered():
+    def run(model, x):
+        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        for step in range(4):
+            if step == 0:
+                before = optimizer.register_step_pre_hook(clip)
+            if step == 1:
+                optimizer.register_step_post_hook(normalize)
+            if step == 2:
+                before.remove()
+                optimizer.register_step_pre_hook(clip)
+            optimizer.zero_grad()
+            backward(model, x)
+            optimizer.step()
+        return weights(model)
+
+    expected = run(network(), batch())
+    for found in on_channels(lambda mesh: run(parallel(mesh), batch(mesh))):
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("make", [SGD, Adam])
@@ -234,9 +301,6 @@ def test_what_can_not_be_stepped_is_refused():
 
         refused(partial_lbfgs(model), "LBFGS with sharded weights: it may look at more than one")
         refused(Adam(model.parameters(), foreach=False, differentiable=True), "differentiable")
-        hooked = SGD(model.parameters(), 0.1)
-        hooked.register_step_pre_hook(lambda *_: None)
-        refused(hooked, "step hooks would see slices")
         optimizer = SGD(model.parameters(), 0.1)
         with model.no_sync():
             backward(model, batch(mesh))
