@@ -18,6 +18,7 @@ from pydist.exchange.adjoints import all_reduce_sum
 from pydist.group_sizes import GroupSizes, weights_of
 from pydist.tensor import ShardedTensor, local_of, wrap
 from pydist.tensor.sharded import whole_of
+from pydist.tensor.stage import StageTensor
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -43,7 +44,13 @@ def sum_over_groups(x: Tensor, mesh: Mesh) -> Tensor:
 
     Raises:
         UsageError: the groups' tensors have different shapes.
+        NotSupported: the tensor is of a network in stages.
     """
+    if isinstance(x, StageTensor):
+        raise NotSupported(
+            "sum_over_groups in the criterion of a network in stages: sum what divides the loss, "
+            "such as the labels' weights, before pipe.step (docs/stages.md, Means over all groups)"
+        )
     if mesh.data_size == 1:
         return x
     shapes = mesh.data.all_gather_bytes(repr(tuple(x.shape)).encode())

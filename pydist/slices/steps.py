@@ -164,7 +164,8 @@ def _prepare(optimizer: Optimizer, *_: Any) -> None:
     end_step(optimizer)  # of a step that raised
     if isinstance(optimizer, StepsParts) or not _has_sharded_weights(optimizer):
         return
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    before: Any = optimizer._optimizer_step_pre_hooks
+    after: Any = optimizer._optimizer_step_post_hooks
     if _begin_step not in before.values():
         optimizer.register_step_pre_hook(_begin_step)
         optimizer.register_step_post_hook(_after_step)

@@ -72,9 +72,10 @@ class GradientWatch:
                     continue
                 self._has_warned = True
                 warnings.warn(
-                    "gradients were changed on this rank, which has those of its own stages alone: "
-                    "clip their norm with pipe.clip_grad_norm_, and unscale them with pipe."
-                    "unscale_ before scaler.step, so that all stages change by the same number",
+                    "gradients were changed on this rank, which has those of its own stages alone. "
+                    "Changes of each element by itself are right. Clip norms with pipe."
+                    "clip_grad_norm_, and unscale with pipe.unscale_ before scaler.step, so that "
+                    "all stages change by the same number",
                     stacklevel=2,
                 )
                 return

@@ -16,6 +16,7 @@ from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
 from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.gradients.rows import in_memory_order_of, shaped_like
 from pydist.slices.state import gathered, layout_of_slices, own_part
+from pydist.stages.parameters import StagedParameters
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.sources import ValueRead, version_of
 from pydist.stages.uses import Uses
@@ -31,10 +32,14 @@ class StagedGradients:
         model: the network.
         stages: the stages.
         uses: which meshes use each parameter and buffer.
+        parameters: all that the passes train.
     """
 
-    def __init__(self, model: nn.Module, stages: Stages, uses: Uses) -> None:
+    def __init__(
+        self, model: nn.Module, stages: Stages, uses: Uses, parameters: StagedParameters
+    ) -> None:
         self._model, self._stages, self._uses = model, stages, uses
+        self._parameters = parameters
         self._holders: dict[str, set[int]] = {}  # meshes with a gradient so far, by parameter
         self._versions: dict[int, int] = {}  # of the parameters before a step, by their ids
 
@@ -65,7 +70,9 @@ class StagedGradients:
         for _, p in own:
             assert p.grad is not None
             p.grad.mul_(scale)
-        return norm.to(torch.get_default_dtype())
+        dtypes = {p.dtype for p in self._model.parameters()}
+        is_double = not dtypes.isdisjoint({torch.float64, torch.complex128})
+        return norm.to(torch.float64 if is_double else torch.get_default_dtype())
 
     def unscale(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Unscales gradients; an overflow counts on all stages. See `Pipeline.unscale_`."""
@@ -124,8 +131,8 @@ class StagedGradients:
     @torch.no_grad()
     def of_shared(self) -> dict[int, Tensor]:
         """Returns the whole gradients that several meshes have had, by parameter."""
-        self._versions = {id(p): version_of(own_slice(p)) for p in self._model.parameters()}
-        named = self._model.named_parameters()
+        named = list(self._parameters.named())
+        self._versions = {id(p): version_of(own_slice(p)) for _, p in named}
         shared = (p for name, p in named if len(self._holders.get(name, ())) > 1)
         return {id(p): self._whole(p) for p in shared if p.grad is not None}
 
@@ -143,7 +150,7 @@ class StagedGradients:
             NotSupported: the backward pass has changed a parameter and dropped its gradient.
         """
         stages = self._stages
-        parameters = list(self._model.named_parameters())  # also frozen, as ranks may differ in it
+        parameters = list(self._parameters.named())  # also frozen, as ranks may differ in it
         mine = torch.zeros(len(parameters), dtype=torch.uint8)
         for i, (_, p) in enumerate(parameters):
             version = version_of(own_slice(p))

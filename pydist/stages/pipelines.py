@@ -20,6 +20,7 @@ from pydist.stages.gradient_watch import GradientWatch
 from pydist.stages.gradients import StagedGradients
 from pydist.stages.messages import PassMark, Route, StageStopped
 from pydist.stages.micro_batch import NO_STAGE, MicroBatch
+from pydist.stages.parameters import StagedParameters
 from pydist.stages.parts import BatchPart, batch_checksum, check_count, is_count, split_batch
 from pydist.stages.pass_state import PassState
 from pydist.stages.plan import StagePlan
@@ -64,9 +65,10 @@ class Pipeline:
         self._relays, self._recomputes = skips == "relay", recompute
         self._transfers, self._shapes = Transfers(stages, dims_of_network(model), routes), Shapes()
         self._uses = uses
-        self._gradients = StagedGradients(model, stages, uses)
+        self._parameters = StagedParameters(model)
+        self._gradients = StagedGradients(model, stages, uses, self._parameters)
         self._watch = GradientWatch(model, stages)
-        self._state = StagedState(model, stages, self._gradients.owner)
+        self._state = StagedState(model, stages, self._gradients.owner, self._parameters)
         self._statistics = BatchStatistics(stages) if collects else None
         self.running: MicroBatch | None = None
         """The micro-batch whose forward pass runs."""
@@ -109,6 +111,7 @@ class Pipeline:
             UsageError: the number of micro-batches is no count >= 1, gradients are off, there are
                 fewer samples than micro-batches, or ranks have different batches or make different
                 calls.
+            NotSupported: the inputs or the target require a gradient.
         """
         entry = entry_hook_of(self.model)
         count = self._micro_batches if micro_batches is None else micro_batches
@@ -119,6 +122,7 @@ class Pipeline:
                 raise UsageError(
                     "a step without gradients (torch.no_grad): call the pipeline for its output"
                 )
+            self._refuse_gradients_of((inputs, target))
             found = split_batch(
                 inputs, target, count, self.stages.mesh, entry.dims, weighs=entry.batches.weighs
             )
@@ -181,6 +185,16 @@ class Pipeline:
             entry_hook_of(self.model).reduce()
         return losses, factors, [each for m in sorted(reads) for each in reads[m]]
 
+    def _refuse_gradients_of(self, batch: Any) -> None:
+        if len(self.stages.meshes) == 1:
+            return
+        if any(isinstance(x, Tensor) and x.requires_grad for x in leaves((batch,))):
+            raise NotSupported(
+                "a step with inputs or a target that require a gradient: each mesh would have the "
+                "part of its own stages; give x.detach(), and take gradients of inputs of the "
+                "network on one mesh, after pipe.gather()"
+            )
+
     def __call__(self, *inputs: Any) -> Any:
         """Runs a forward pass without gradients on the whole batch.
 
@@ -206,6 +220,7 @@ class Pipeline:
         """Makes the parameters and buffers of the network up to date on all ranks. Collective.
 
         Each is sent from a stage that uses it. Then `model.state_dict()` is that of the network.
+        Parameters of a criterion are sent, too.
         """
         self._state.gather()
         self._uses.is_gathered = True
@@ -316,7 +331,9 @@ class Pipeline:
         """Follows the network's plain tensors to its weights in the `with` block."""
         # The buffers of a further pass over a micro-batch are copies.
         named = names_of(self.model) if self._lends else self._named
-        sources = running.sources = Sources(named, self._kept, running.note_read)
+        sources = running.sources = Sources(
+            named, self._kept, running.note_read, self._parameters.note
+        )
         try:
             with sources:
                 yield

@@ -60,6 +60,7 @@ class Sources(TorchFunctionMode):
         kept: what earlier passes have computed and the network has kept; see `kept`.
         on_read: called with the names from which a value comes that a function reads, with the
             function and the value.
+        name_of: returns the name of a parameter that is not the network's.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Sources(TorchFunctionMode):
         named: Sequence[Named],
         kept: Sequence[Followed] = (),
         on_read: Callable[[frozenset[str], Any, Any], None] | None = None,
+        name_of: Callable[[Tensor], str | None] | None = None,
     ) -> None:
         super().__init__()
         # Names by the identity of a tensor, and of its memory: another tensor may share it without
@@ -74,7 +76,7 @@ class Sources(TorchFunctionMode):
         self._of: dict[int, frozenset[str]] = {}
         self._alive: list[object] = [x for _, x in named]  # so that nothing else is identified so
         self._made: list[Tensor] = []
-        self._on_read = on_read
+        self._on_read, self._name_of = on_read, name_of
         self.written: dict[str, frozenset[str]] = {}
         """By name of what was changed in place: the names of what it was computed with."""
         users = Counter(memory._cdata for _, x in named if (memory := _memory_of(x)) is not None)
@@ -89,7 +91,12 @@ class Sources(TorchFunctionMode):
 
     def of(self, x: Tensor) -> frozenset[str]:
         """Returns the names of the parameters and buffers."""
-        return self._found(self._of, x)
+        names = self._found(self._of, x)
+        if not names and self._name_of is not None and (name := self._name_of(x)) is not None:
+            names = frozenset([name])
+            self._alive.append(x)
+            self._name(x, names)
+        return names
 
     def kept(self) -> list[Followed]:
         """Returns which tensors with names outlive the pass, which has ended."""

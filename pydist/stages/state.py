@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pydist.exchange.own_slice import own_slice
 from pydist.slices.state import gathered, layout_of_slices, own_part
+from pydist.stages.parameters import StagedParameters
 from pydist.stages.ranks import Stages
 from pydist.tensor import ShardedTensor
 
@@ -21,17 +22,23 @@ class StagedState:
         model: the network.
         stages: the stages.
         owner: returns the mesh that has a named parameter or buffer up to date, if any has.
+        parameters: all that the passes train.
     """
 
     def __init__(
-        self, model: nn.Module, stages: Stages, owner: Callable[[str], int | None]
+        self,
+        model: nn.Module,
+        stages: Stages,
+        owner: Callable[[str], int | None],
+        parameters: StagedParameters,
     ) -> None:
         self._model, self._stages, self._owner = model, stages, owner
+        self._parameters = parameters
 
     @torch.no_grad()
     def gather(self) -> None:
         """Makes parameters and buffers up to date on all ranks; see `Pipeline.gather`."""
-        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+        for name, tensor in (*self._parameters.named(), *self._model.named_buffers()):
             owner = self._owner(name)
             if owner is None or len(self._stages.meshes) == 1:
                 continue
@@ -46,7 +53,7 @@ class StagedState:
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns an optimizer's state for all parameters; see `Pipeline.optimizer_state`."""
         state: dict[str, Any] = optimizer.state_dict()
-        names = {id(p): name for name, p in self._model.named_parameters()}
+        names = {id(p): name for name, p in self._parameters.named()}
         groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
         for group, described in groups:
             for p, index in zip(group["params"], described["params"], strict=True):
@@ -86,7 +93,7 @@ def _broadcast_entries(mine: Mapping[str, Any], stages: Stages, root: int) -> di
         dtype, shape = kind
         sent = torch.empty(shape, dtype=getattr(torch, dtype))
         if world.rank == root:
-            sent = mine[name].detach().cpu().contiguous()
+            sent = mine[name].detach().cpu().contiguous().clone()
         world.broadcast(sent, root)
         found[name] = sent
     return found

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
+from pydist.gradients.partitioned import StepsParts
 from pydist.slices.steps import NeedsNorms
 from pydist.stages.generators import one_at_a_time
 
@@ -24,7 +25,7 @@ def combines_gradients(optimizer: Optimizer) -> bool | None:
     """
     if type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]:
         return isinstance(optimizer, LBFGS)
-    if isinstance(optimizer, NeedsNorms) or getattr(optimizer, "elementwise", False):
+    if isinstance(optimizer, NeedsNorms | StepsParts) or getattr(optimizer, "elementwise", False):
         return False
     taken = [_stepped(optimizer, scale) for scale in (1.0, 16.0)]
     if taken[0] is None or taken[1] is None:

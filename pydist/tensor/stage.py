@@ -84,7 +84,8 @@ class StageTensor(torch.Tensor):
         if node is not None:
             raise NotSupported(
                 f"{node.name()} was applied to a tensor of a network in stages, so its backward "
-                "would be skipped: autograd.Function bypasses torch's overrides"
+                "would be skipped: autograd.Function bypasses torch's overrides (for "
+                "torch.utils.checkpoint use_reentrant=False is possible)"
             )
 
     @classmethod

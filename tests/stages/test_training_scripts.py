@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from pydist.errors import UsageError
+import pydist
+from pydist.errors import NotSupported, UsageError
 from pydist.stages import pipeline
 from support.equivalence import assert_equal, randn
 from support.networks.small import initialized
@@ -372,3 +373,109 @@ def test_a_scaler_with_a_frozen_stage(enabled):
     torch.optim.SGD(whole.parameters(), lr=0.1).step()
     for found in on_stages([ONE, ONE], rank):
         torch.testing.assert_close(found, whole.first.weight.detach(), rtol=1e-9, atol=0)
+
+
+class Weighted(nn.Module):
+    """Loss with a trained weight (Kendall et al. 2018), outside of the network."""
+
+    def __init__(self):
+        super().__init__()
+        self.s = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, y, t):
+        return torch.exp(-self.s) * F.mse_loss(y, t) + self.s
+
+
+def trained_with_criterion(step_of, net, criterion):
+    """Returns losses, and the parameters of a network and its criterion after steps of Adam."""
+    optimizer = torch.optim.Adam([*net.parameters(), *criterion.parameters()], lr=0.05)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(step_of().detach())
+        optimizer.step()
+    return losses, optimizer
+
+
+@pytest.mark.parametrize(
+    ("meshes", "options"),
+    [
+        ((ONE, ONE), {"schedule": "gems"}),
+        ((DEEP, DEEP), {"schedule": "gems", "micro_batches": 4}),
+        ((ONE, ONE), {"schedule": "1f1b"}),
+        ((DEEP, ONE), {"schedule": "zero-bubble"}),
+        ((TWO_GROUPS, TWO_GROUPS), {"schedule": "gpipe", "recompute": True}),
+    ],
+    ids=str,
+)
+def test_parameters_that_the_criterion_alone_has(meshes, options):
+    net, data = initialized(Between()), meshes[0].get("data", 1)
+    whole, of_whole = copy.deepcopy(net), Weighted()
+
+    def on_one_device():
+        loss = of_whole(whole(X), TARGET)
+        loss.backward()
+        return loss
+
+    expected, alone = trained_with_criterion(on_one_device, whole, of_whole)
+    values = [p.detach() for p in (*whole.parameters(), *of_whole.parameters())]
+
+    def rank(stages):
+        own, criterion = copy.deepcopy(net), Weighted()
+        made = pipeline(own, stages, X[:1], cuts=["last"], **{"micro_batches": 2, **options})
+        rows = slice(stages.mesh.data_index * 4 // data, (stages.mesh.data_index + 1) * 4 // data)
+        found, optimizer = trained_with_criterion(
+            lambda: made.step(X[rows], TARGET[rows], criterion), own, criterion
+        )
+        if data == 1:  # else each group's loss is its own
+            assert torch.allclose(torch.stack(found), torch.stack(expected), atol=1e-12)
+        made.gather()
+        for mine, value in zip((*own.parameters(), *criterion.parameters()), values, strict=True):
+            assert torch.allclose(mine, value, rtol=0, atol=1e-10)
+        state = made.optimizer_state(optimizer)["state"]
+        for i, entries in alone.state_dict()["state"].items():
+            assert torch.allclose(state[i]["exp_avg"], entries["exp_avg"], rtol=0, atol=1e-12)
+        kept = copy.deepcopy(state)
+        made.step(X[rows], TARGET[rows], criterion)
+        optimizer.step()
+        for i, entries in kept.items():  # the state is not that of the optimizer, which goes on
+            assert torch.equal(state[i]["exp_avg"], entries["exp_avg"])
+
+    on_stages(list(meshes), rank)
+
+
+def test_inputs_that_require_a_gradient_are_refused():
+    def rank(stages):
+        made = pipeline(initialized(Between()), stages, X[:1], cuts=["last"])
+        with pytest.raises(NotSupported, match="inputs or a target that require a gradient"):
+            made.step(X.clone().requires_grad_(), TARGET, F.mse_loss)
+
+    on_stages([ONE, ONE], rank)
+
+
+def test_a_mean_over_the_labels_of_all_groups():
+    """As docs/stages.md shows."""
+    weight = torch.tensor([0.2, 1.0], dtype=torch.float64)
+    labels = (randn(4, 6, 4, 4, seed=3) > 0.3).long()
+    net = initialized(Between())
+    whole = copy.deepcopy(net)
+    F.cross_entropy(whole(X), labels, weight=weight).backward()
+
+    def rank(stages):
+        own, group = copy.deepcopy(net), stages.mesh.data_index
+        made = pipeline(own, stages, X[:1], cuts=["last"], micro_batches=2)
+        x, target = X[2 * group : 2 * group + 2], labels[2 * group : 2 * group + 2]
+        total = pydist.sum_over_groups(weight[target].sum(), stages.mesh)
+        of_a_sample = total / (len(target) * stages.mesh.data_size)
+
+        def criterion(y, t):
+            entropy = F.cross_entropy(y, t, weight=weight, reduction="sum")
+            return entropy / (len(t) * of_a_sample)
+
+        made.step(x, target, criterion)
+        for mine, p in zip(own.parameters(), whole.parameters(), strict=True):
+            assert mine.grad is None or torch.allclose(mine.grad, p.grad, rtol=0, atol=1e-12)
+        with pytest.raises(NotSupported, match=r"sum_over_groups in the criterion"):
+            made.step(x, target, lambda y, t: pydist.sum_over_groups(y.sum(), stages.mesh))
+
+    on_stages([TWO_GROUPS, TWO_GROUPS], rank)
