@@ -1,18 +1,19 @@
 """Handles calls on lists of gradients and weights, both plain and sharded ones.
 
 `GradScaler` makes one, clipping and `zero_grad` make others with `foreach=True`; by default torch
-makes those for plain tensors only. Averages of weights (`torch.optim.swa_utils`) make the last.
+makes those for plain tensors only. Averages of weights make the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pydist.tensor import ShardedTensor, implements, local_of, refusal
+from pydist.tensor import HANDLERS, ShardedTensor, implements, local_of
 
 
 @implements(torch._amp_foreach_non_finite_check_and_unscale_)
@@ -26,46 +27,29 @@ def unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> No
         layouts[0].mesh.group(axes).all_reduce(found_inf, "max")
 
 
-@implements(torch._foreach_zero_)
-def zero_all(grads: Sequence[Tensor]) -> None:
-    """Sets gradients to zero, one after the other."""
-    for grad in grads:
-        grad.zero_()
-
-
-@implements(torch._foreach_mul_)
-def scale_all(grads: Sequence[Tensor], other: Any) -> None:
-    """Multiplies gradients by a number, one after the other."""
-    if isinstance(other, Sequence):
-        raise refusal(torch._foreach_mul_, (grads,), {}, "a factor for each")
-    for grad in grads:
-        grad.mul_(other)
-
-
 @implements(torch._foreach_norm)
 def norm_all(grads: Sequence[Tensor], ord: float = 2.0) -> list[Tensor]:
     """Computes the norm of each gradient."""
     return [torch.linalg.vector_norm(grad, ord) for grad in grads]
 
 
-@implements(torch._foreach_clamp_min_)
-def clamp_min_all(grads: Sequence[Tensor], bound: float) -> None:
-    """Raises values of gradients to a bound."""
-    for grad in grads:
-        grad.clamp_(min=bound)
+def _one_by_one(
+    change: Callable[..., Tensor], tensors: Sequence[Tensor], *given: Any, **options: Any
+) -> None:
+    """Changes tensors one after the other, each with one of listed operands or with all others."""
+    for i, tensor in enumerate(tensors):
+        change(tensor, *(x[i] if isinstance(x, Sequence) else x for x in given), **options)
 
 
-@implements(torch._foreach_clamp_max_)
-def clamp_max_all(grads: Sequence[Tensor], bound: float) -> None:
-    """Lowers values of gradients to a bound."""
-    for grad in grads:
-        grad.clamp_(max=bound)
-
-
-@implements(torch._foreach_lerp_)
-def lerp_all(weights: Sequence[Tensor], others: Sequence[Tensor], weight: Any) -> None:
-    """Moves averaged weights towards others."""
-    if isinstance(weight, Sequence):
-        raise refusal(torch._foreach_lerp_, (weights, others), {}, "one factor for all")
-    for average, other in zip(weights, others, strict=True):
-        average.lerp_(other, weight)
+for _call, _change in {
+    torch._foreach_zero_: Tensor.zero_,
+    torch._foreach_copy_: Tensor.copy_,
+    torch._foreach_add_: Tensor.add_,
+    torch._foreach_sub_: Tensor.sub_,
+    torch._foreach_mul_: Tensor.mul_,
+    torch._foreach_div_: Tensor.div_,
+    torch._foreach_lerp_: Tensor.lerp_,
+    torch._foreach_clamp_min_: Tensor.clamp_min_,
+    torch._foreach_clamp_max_: Tensor.clamp_max_,
+}.items():
+    HANDLERS[_call] = partial(_one_by_one, _change)

@@ -24,6 +24,10 @@ CALLS = {
     "kaiming_uniform": lambda layer: nn.init.kaiming_uniform_(layer.weight, mode="fan_out"),
     "kaiming_normal": lambda layer: nn.init.kaiming_normal_(layer.weight, nonlinearity="relu"),
     "dirac": lambda layer: nn.init.dirac_(layer.weight),
+    "normal of data": lambda layer: nn.init.normal_(layer.weight.data, 0.0, 0.02),
+    "method of data": lambda layer: layer.weight.data.uniform_(-1, 1),
+    "some of data": lambda layer: layer.weight.data[1:5].normal_(),
+    "exponential": lambda layer: layer.weight.data.exponential_(),
 }
 
 

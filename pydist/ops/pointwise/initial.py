@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pydist.exchange.own_slice import is_sharded_weight
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal
 
 
@@ -17,7 +16,7 @@ def _initialize(
     func: Callable[..., Tensor], tensor: ShardedTensor, *args: Any, **kwargs: Any
 ) -> ShardedTensor:
     """Draws the whole weight from torch's generator, as all ranks do, and keeps the slice."""
-    if not is_sharded_weight(tensor):
+    if not tensor._origin.sizes.of_weight:  # as the weight, `weight.data` and their parts are
         why = "it is no weight; torch.rand_like and torch.randn_like draw for all ranks"
         raise refusal(func, (tensor,), {}, why)
     own = local_of(tensor)
@@ -36,5 +35,10 @@ for _call in (
     nn.init.kaiming_normal_,
     Tensor.uniform_,  # as the others of nn.init draw
     Tensor.normal_,
+    Tensor.bernoulli_,
+    Tensor.exponential_,
+    Tensor.log_normal_,
+    Tensor.cauchy_,
+    Tensor.random_,
 ):
     HANDLERS[_call] = partial(_initialize, _call)

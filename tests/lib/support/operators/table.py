@@ -54,9 +54,11 @@ ASKED = frozenset(
     "is_neg is_signed is_tensor data requires_grad cpu cuda type imag "
     "register_post_accumulate_grad_hook "
     "has_compatible_shallow_copy_type amp_foreach_non_finite_check_and_unscale foreach_zero "
-    "foreach_mul foreach_norm foreach_clamp_min foreach_clamp_max foreach_lerp "
+    "foreach_add foreach_sub foreach_mul foreach_div foreach_copy foreach_norm foreach_clamp_min "
+    "foreach_clamp_max foreach_lerp "
     "nested_tensor_from_mask_left_aligned neighborhood_attention_generic "
-    "constant kaiming_normal kaiming_uniform normal uniform".split()
+    "constant kaiming_normal kaiming_uniform normal uniform exponential log_normal cauchy "
+    "random".split()
 )
 """Functions that return no tensor or have their own tests."""
 
