@@ -20,6 +20,7 @@ from pydist.watchdog import MODULE_PATH
 _INSIDE = (
     f"{Path(__file__).parents[1]}/",
     f"{Path(torch.__file__).parent}/",
+    f"{Path(torch.__file__).parents[1]}/typing_extensions.py",  # of what torch deprecates
     threading.__file__,
 )
 
@@ -33,6 +34,9 @@ compute it on whole tensors, x.full_tensor() in place of x, or register a handle
         return {name}(*map(whole, args), **{{k: whole(x) for k, x in kwargs.items()}})"""
 _IN_PLACE = "compute a new tensor from x.full_tensor(), whose own changes would be lost"
 _IN_PLACE_OF_PLAIN = "give it whole tensors, x.full_tensor() in place of x"
+_NN_UTILS = f"{Path(torch.__file__).parent}/nn/utils/"
+_REPARAMETRIZES = {"register_parametrization", "weight_norm", "spectral_norm", "orthogonal"}
+_REGISTER = "register parametrizations of sharded weights before pydist.parallelize"
 _INITIALIZE = "initialize the weights before parallelize, or load them: model.load_state_dict(...)"
 
 
@@ -82,6 +86,11 @@ def _advice(name: str, changes_plain: bool) -> str:
             "all ranks of a sample group hold the same batch: sum with pydist.sum_over_groups,"
             " gather with pydist.gather_over_groups (torchmetrics takes it as dist_sync_fn)"
         )
+    if any(
+        frame.f_code.co_name in _REPARAMETRIZES and frame.f_code.co_filename.startswith(_NN_UTILS)
+        for frame in _frames()
+    ):
+        return _REGISTER
     if "::" in name or name == "torch._make_dual":
         return (
             "subclasses of Tensor (as MONAI's transforms and MetaTensor make), torch.tensor(x), "

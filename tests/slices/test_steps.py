@@ -290,6 +290,22 @@ def test_clipping(foreach, norm_type):
         assert_same(found, expected)
 
 
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.utils.parametrizations.weight_norm,
+        lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh()),
+    ],
+)
+def test_parametrizations_come_before_parallelize(register):
+    def body(mesh):
+        model = parallel(mesh)
+        with pytest.raises(NotSupported, match=r"test_steps.*before pydist\.parallelize"):
+            register(model[0])
+
+    on_channels(body)
+
+
 def test_what_can_not_be_stepped_is_refused():
     def body(mesh):
         model = parallel(mesh)
