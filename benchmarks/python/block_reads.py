@@ -7,7 +7,7 @@ into a given buffer, from the page cache:
 - pread: the runs of the block, by `os.preadv` into the same buffer, without any library;
 - MPI-IO: pydist with `MpiIo()`, if h5py is built with MPI.
 
-The goal is .9 of pread. `read over file` is what all ranks have asked the kernel for (rchar of
+The goal is .9 of pread. `read / file` is what all ranks have asked the kernel for (rchar of
 /proc/self/io) over the bytes of the sample: 1.00 if no byte is read twice.
 
     python benchmarks/python/block_reads.py
@@ -39,28 +39,30 @@ CUTS = {"depth 2": (2, 1, 1), "depth 4": (4, 1, 1), "depth 2 × height 2": (2, 2
 
 def main() -> None:
     parser = common.parser(__doc__, rounds=25)
-    parser.add_argument("--width", type=int, default=128, help="edge of the cube (128)")
+    parser.add_argument("--widths", type=int, nargs="+", default=[128, 256], help="edges of cubes")
     options = parser.parse_args()
     if options.quick:
-        options.width, options.rounds = 16, 3
+        options.widths, options.rounds = [16], 3
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        whole = {"width": options.width, "box_width": options.width}
-        generate_universes(root, UniverseOptions(count=1, validation=0, **whole))
-        rows = [measured(root, cut, parts, options) for cut, parts in CUTS.items()]
+    rows: list[dict[str, Any]] = []
+    for width in options.widths:
+        with tempfile.TemporaryDirectory() as folder:
+            root, whole = Path(folder), {"width": width, "box_width": width}
+            generate_universes(root, UniverseOptions(count=1, validation=0, **whole))
+            for cut, parts in CUTS.items():
+                rows.append({"width": width, **measured(root, cut, parts, options)})
     common.show(
-        ("cut", "MB", "pydist, ms", "pread, ms", "of pread", "read over file", "MPI-IO, ms"),
+        ("width", "cut", "MB", "pydist, ms", "pread, ms", "of pread", "read / file", "MPI-IO, ms"),
         [
             (
-                r["cut"], r["bytes"] / 1e6, r["pydist"]["median"] * 1e3,
+                r["width"], r["cut"], r["bytes"] / 1e6, r["pydist"]["median"] * 1e3,
                 r["pread"]["median"] * 1e3, r["of_pread"], r["read_over_file"]["pydist"],
                 r["mpi_io"]["median"] * 1e3 if "mpi_io" in r else "-",
             )
             for r in rows
         ],
     )  # fmt: skip
-    result = {"machine": common.machine(), "width": options.width, "rows": rows}
+    result = {"machine": common.machine(), "rows": rows}
     common.write(result, "block_reads", options)
 
 
