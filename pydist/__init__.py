@@ -5,7 +5,8 @@
     mesh = pydist.init(data=2, spatial=(2, 1, 1))
     model = pydist.parallelize(network, mesh)
 
-See the README for a tutorial, and `docs/architecture.md` for how pydist works.
+See the README for a start, `docs/library.md` for loops of your own, and `docs/architecture.md` for
+how pydist works.
 """
 
 from __future__ import annotations

@@ -46,13 +46,13 @@ def sum_over_groups(x: Tensor, mesh: Mesh) -> Tensor:
         UsageError: the groups' tensors have different shapes.
         NotSupported: the tensor is of a network in stages.
     """
+    if mesh.data_size == 1:
+        return x
     if isinstance(x, StageTensor):
         raise NotSupported(
             "sum_over_groups in the criterion of a network in stages: sum what divides the loss, "
             "such as the labels' weights, before pipe.step (docs/stages.md, Means over all groups)"
         )
-    if mesh.data_size == 1:
-        return x
     shapes = mesh.data.all_gather_bytes(repr(tuple(x.shape)).encode())
     if len(set(shapes)) > 1:
         given = ", ".join(shape.decode() for shape in shapes)

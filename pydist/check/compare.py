@@ -152,7 +152,7 @@ class WholeRun:
     def staged_differences(self, model: nn.Module, x: Tensor, stages: Stages) -> StagedRun:
         """Computes the differences of a run in stages, of what this rank's stage has. Collective.
 
-        The input's gradient is not compared.
+        The input's gradient is compared where nothing else has one.
 
         Args:
             model: the network; it is copied.
@@ -161,12 +161,12 @@ class WholeRun:
         """
         net, found = copy.deepcopy(model), Differences()
         made = pipeline(net, stages, x, micro_batches=self._micro_batches)
-        cut: Tensor = _sharded(x, stages.mesh)
-        if self._grads.keys() - {INPUT}:  # else only the sample has a gradient, which a step needs
-            cut = cut.detach()
+        leaf = x.detach().clone().requires_grad_()
+        trains = bool(self._grads.keys() - {INPUT})  # else a step needs the sample's gradient
+        given: Tensor = _sharded(x, stages.mesh).detach() if trains else leaf
         with _watching(net, partial(self._compare, found)):
-            made.step(cut, None, lambda outputs, _: loss_of(outputs))
-        grads = _gradients(net)
+            made.step(given, None, lambda outputs, _: loss_of(outputs))
+        grads = _gradients(net, leaf)
         for name in grads:
             found.gradients[name] = difference(grads[name], self._grads[name])
         made.gather()

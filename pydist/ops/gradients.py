@@ -33,15 +33,32 @@ def norm_all(grads: Sequence[Tensor], ord: float = 2.0) -> list[Tensor]:
     return [torch.linalg.vector_norm(grad, ord) for grad in grads]
 
 
+_OPERANDS = {"scalar": "other", "scalars": "other", "tensors1": "end"}
+"""Names of operands in functions of lists, and in those of a tensor."""
+
+
 def _one_by_one(
     change: Callable[..., Tensor], tensors: Sequence[Tensor], *given: Any, **options: Any
 ) -> None:
-    """Changes tensors one after the other, each with one of listed operands or with all others."""
+    """Changes tensors one after the other, each with one of listed operands or with all others.
+
+    Raises:
+        RuntimeError: a list of operands has another length, as of torch.
+    """
+    options = {_OPERANDS.get(name, name): x for name, x in options.items()}
+    for x in (*given, *options.values()):
+        if isinstance(x, Sequence) and len(x) != len(tensors):
+            raise RuntimeError(f"lists of {len(tensors)} and {len(x)} tensors or numbers")
+
+    def of(i: int, x: Any) -> Any:
+        return x[i] if isinstance(x, Sequence) else x
+
     for i, tensor in enumerate(tensors):
-        change(tensor, *(x[i] if isinstance(x, Sequence) else x for x in given), **options)
+        named = {name: of(i, x) for name, x in options.items()}
+        change(tensor, *(of(i, x) for x in given), **named)
 
 
-for _call, _change in {
+_CHANGES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch._foreach_zero_: Tensor.zero_,
     torch._foreach_copy_: Tensor.copy_,
     torch._foreach_add_: Tensor.add_,
@@ -51,5 +68,6 @@ for _call, _change in {
     torch._foreach_lerp_: Tensor.lerp_,
     torch._foreach_clamp_min_: Tensor.clamp_min_,
     torch._foreach_clamp_max_: Tensor.clamp_max_,
-}.items():
+}
+for _call, _change in _CHANGES.items():
     HANDLERS[_call] = partial(_one_by_one, _change)

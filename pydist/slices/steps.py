@@ -52,6 +52,8 @@ class NeedsNorms(Protocol):
 
 
 _RUNNING = "_pydist_step_on_slices"
+_HOOKED = Optimizer.profile_hook_step(lambda: None).__code__
+"""Code of the function in which torch wraps the step of a class, to call hooks."""
 _lock = threading.Lock()
 _installed: list[object] = []
 
@@ -168,6 +170,7 @@ def _prepare(optimizer: Optimizer, *_: Any) -> None:
     after: Any = optimizer._optimizer_step_post_hooks
     if _begin_step not in before.values():
         optimizer.register_step_pre_hook(_begin_step)
+    if _after_step not in after.values():
         optimizer.register_step_post_hook(_after_step)
     before.move_to_end(next(key for key, hook in before.items() if hook is _begin_step))
     after.move_to_end(next(key for key, hook in after.items() if hook is _after_step), last=False)
@@ -180,15 +183,22 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Steps an optimizer whose groups hold parts, which hooks of all optimizers would see."""
-    hooked = type(optimizer).step
+    """Steps an optimizer whose groups hold parts, which hooks of all optimizers would see.
+
+    A step that a user has replaced runs as it is, with these hooks.
+    """
+    hooked: Any = type(optimizer).step
+    replaced = optimizer.__dict__.get("step")
+    if replaced is not None and getattr(replaced, "_wrapped_by_lr_sched", False):
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # which the schedule asks for
+        replaced = None if replaced.__wrapped__ is hooked else replaced
+    if replaced is not None or hooked.__code__ is not _HOOKED:
+        optimizer.step()
+        return
     if _has_sharded_weights(optimizer):
         _begin_step(optimizer, (), {})
     try:
-        # That of `Optimizer`, which calls hooks; schedules that know the optimizer ask whether it
-        # has stepped.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        getattr(hooked, "__wrapped__", hooked)(optimizer)
+        hooked.__wrapped__(optimizer)
     finally:
         end_step(optimizer)
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 import warnings
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
+from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from pydist.errors import NotSupported
 from pydist.exchange.own_slice import own_slice
-from pydist.gradients.partitioned import PartitionedGradient
+from pydist.gradients.partitioned import PartitionedGradient, StepsParts
+from pydist.slices.steps import NeedsNorms
 from pydist.stages.ranks import Stages
 from pydist.stages.sources import version_of
-from pydist.stages.trial_steps import combines_gradients
 from pydist.tensor import ShardedTensor, local_of
 
 _watches: WeakSet[GradientWatch] = WeakSet()
@@ -38,7 +39,7 @@ class GradientWatch:
         self._model = model
         self._known: dict[int, tuple[int, int]] = {}
         self._has_warned = False
-        self._tried: WeakSet[Optimizer] = WeakSet()
+        self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         if len(stages.meshes) == 1:
             return  # it has all gradients
         with _lock:
@@ -60,9 +61,11 @@ class GradientWatch:
         Raises:
             NotSupported: the optimizer computes with all gradients at once.
         """
-        if optimizer not in self._tried and self._has_parameters_of(optimizer):
-            self._tried.add(optimizer)
-            _require_own_gradients(optimizer)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._checked.get(optimizer) != count:
+            if self._has_parameters_of(optimizer):
+                _require_own_gradients(optimizer)
+            self._checked[optimizer] = count
         if self._has_warned or not self._known:
             return
         for group in optimizer.param_groups:
@@ -86,20 +89,21 @@ class GradientWatch:
 
 
 def _require_own_gradients(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that computes with several parameters at once, and warns if it may."""
-    name, combines = type(optimizer).__name__, combines_gradients(optimizer)
-    if combines:
+    """Refuses LBFGS, which computes with all gradients, and warns of classes that may do so."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
         raise NotSupported(
             f"{name} of a network in stages: its steps depend on all gradients, and a rank has "
             "those of its own stages alone; possible are optimizers that change each parameter by "
             "its own gradient, such as SGD and AdamW"
         )
-    if combines is None:
+    is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
+    steps_parts = isinstance(optimizer, NeedsNorms | StepsParts)
+    if not (is_torchs or steps_parts or getattr(optimizer, "elementwise", False)):
         warnings.warn(
-            f"{name} of a network in stages: pydist could not try a step of it on two small "
-            "parameters, to see whether it changes each by its own gradient alone; if it combines "
-            "several gradients, as SAM does, its steps are wrong, as a rank has those of its own "
-            "stages alone",
+            f"{name} of a network in stages: if it changes each parameter by its own gradient "
+            "alone, ignore this; if it combines the gradients of several parameters, as Prodigy "
+            "and SAM do, its steps are wrong, as a rank has those of its own stages alone",
             stacklevel=4,
         )
 

@@ -16,7 +16,7 @@ from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
 from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.gradients.rows import in_memory_order_of, shaped_like
 from pydist.slices.state import gathered, layout_of_slices, own_part
-from pydist.stages.parameters import StagedParameters
+from pydist.stages.parameters import StagedParameters, is_of_criterion
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.sources import ValueRead, version_of
 from pydist.stages.uses import Uses
@@ -45,7 +45,9 @@ class StagedGradients:
 
     def owner(self, name: str) -> int | None:
         """Returns the first mesh that trains a parameter or else uses it, if any."""
-        used = self._holders.get(name) or self._uses.meshes_of(name)
+        used = self._holders.get(name) or (
+            () if is_of_criterion(name) else self._uses.meshes_of(name)
+        )
         return min(used, default=None)
 
     @torch.no_grad()
@@ -133,7 +135,8 @@ class StagedGradients:
         """Returns the whole gradients that several meshes have had, by parameter."""
         named = list(self._parameters.named())
         self._versions = {id(p): version_of(own_slice(p)) for _, p in named}
-        shared = (p for name, p in named if len(self._holders.get(name, ())) > 1)
+        # Before the first step no holders are known, and each rank may have had the same gradient.
+        shared = (p for name, p in named if len(self._holders.get(name, (0, 1))) > 1)
         return {id(p): self._whole(p) for p in shared if p.grad is not None}
 
     @torch.no_grad()
@@ -168,7 +171,10 @@ class StagedGradients:
                     "in a hook is not possible, as stages share gradients after that pass; call "
                     "optimizer.step() after pipe.step()"
                 )
-            if found:  # and meshes that use it without a gradient, or they would keep old values
+            # And meshes that use it without a gradient, or they would keep old values.
+            if found and is_of_criterion(name):  # whose calls are on the last stage anyhow
+                found |= self._holders.get(name, set())
+            elif found:
                 found |= self._uses.meshes_of(name)
                 self._uses.note_gradient(name)
             self._holders.setdefault(name, set()).update(found)
@@ -184,6 +190,25 @@ class StagedGradients:
             if p.grad is not None or (stages.index in found and p.requires_grad):
                 total = message.view(p.shape).to(own_slice(p).device)
                 self._assign(p, total if old is None else old + total)
+
+    @torch.no_grad()
+    def reduce_inputs(self, inputs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Adds the gradients of inputs over all meshes, which compute with them; for each group.
+
+        Args:
+            inputs: plain leaves with their gradients before the step.
+        """
+        stages = self._stages
+        mesh = stages.mesh
+        for x, old in inputs:
+            message = torch.zeros(mesh.data_size, x.numel(), dtype=x.dtype)
+            if x.grad is not None and mesh.sample_index == 0:  # other ranks have the same
+                message[mesh.data_index] += x.grad.flatten().cpu()
+                if old is not None:
+                    message[mesh.data_index] -= old.flatten().cpu()
+            stages.world.all_reduce(message)
+            total = message[mesh.data_index].view(x.shape).to(x.device)
+            x.grad = total if old is None else old + total
 
     @property
     def _is_first(self) -> bool:

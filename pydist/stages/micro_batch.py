@@ -93,6 +93,8 @@ class MicroBatch(Calls):
         """Collects the statistics of norms, which change running ones after the batch."""
         self.samples: range | None = None
         """Indices of its samples in the global batch, in a step."""
+        self.is_shared = False
+        """Whether micro-batches of the batch pass through the last stage on different meshes."""
         self.of_groups = 1.0
         """Its samples, divided by the samples of all groups' micro-batches."""
         self._lent = set[int]()  # memory that others need unchanged, by `memory_id`
@@ -154,6 +156,8 @@ class MicroBatch(Calls):
         self._mark = self._mark.after(str(call))
         assert self.sources is not None
         operands = [name for x in call.operands for name in self.sources.of(x)]
+        if self.is_shared:
+            self._require_names(call)
         stage = self._stage = self._stage_of(call, operands)
         if stage > self.own:
             self._let_go()
@@ -192,6 +196,20 @@ class MicroBatch(Calls):
             if stage != self.own:
                 x.value = None
         return result
+
+    def _require_names(self, call: Call) -> None:
+        """Refuses a trained tensor that meshes do not know, and so would each train by itself."""
+        assert self.sources is not None
+        for x in call.operands:
+            if isinstance(x, ShardedTensor) or not x.requires_grad or self.sources.of(x):
+                continue
+            for leaf in _trained_leaves(x):
+                if not self.sources.of(leaf):
+                    raise NotSupported(
+                        f"{call} trains a tensor of shape {list(leaf.shape)} that is no parameter "
+                        "of the network or of a criterion that is a module: schedule='gems' would "
+                        "train it on each mesh by other micro-batches"
+                    )
 
     def _stage_of(self, call: Call, operands: Sequence[str]) -> int:
         """Returns the stage that a call belongs to: the next one begins, or the last one goes on.
@@ -410,6 +428,22 @@ class MicroBatch(Calls):
         if self.left:
             with without_autocast(self.device):
                 self.of_batch(root_of(self.left)).backward()
+
+
+def _trained_leaves(x: Tensor) -> list[Tensor]:
+    """Returns the leaves of a plain tensor's graph."""
+    if x.grad_fn is None:
+        return [x]
+    nodes, seen, leaves = [x.grad_fn], set[Any](), list[Tensor]()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        nodes += [each for each, _ in node.next_functions if each is not None]
+    return leaves
 
 
 def _is_factor(x: Tensor) -> bool:

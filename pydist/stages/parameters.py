@@ -1,44 +1,46 @@
-"""The parameters that passes of a network in stages train: its own, and those of its criterion."""
+"""The parameters that a step of a network in stages trains: its own, and its criterion's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
-from pydist.exchange.link import Link
+_CRITERION = "the criterion's "
 
 
 class StagedParameters:
-    """Parameters with names: the network's, and others that its passes compute with.
-
-    Others are those of a criterion, or that a network keeps outside of its modules. Passes note
-    them; all ranks run all calls, so they have the same order on all.
+    """Parameters with names, the same on all ranks.
 
     Args:
         model: the network.
+
+    Attributes:
+        criterion: the module that computed the loss of the latest step, if it was one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._others: list[tuple[str, Link]] = []
-        self._place: dict[int, int] = {}  # in `_others`, by ids
-
-    def note(self, x: Tensor) -> str | None:
-        """Returns the name of a parameter that is not the network's; `None` of another tensor."""
-        if type(x) is not nn.Parameter or not x.requires_grad:
-            return None
-        place = self._place.get(id(x))
-        if place is None or not self._others[place][1].leads_to(x):
-            place = self._place[id(x)] = len(self._others)
-            name = f"parameter {place} of shape {list(x.shape)} that is not the network's"
-            self._others.append((name, Link(x)))
-        return self._others[place][0]
+        self.criterion: nn.Module | None = None
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all parameters with their names."""
-        yield from self._model.named_parameters()
-        for name, link in self._others:
-            x = link()
-            # One that was freed keeps its place, as another rank may still have it.
-            yield name, nn.Parameter(requires_grad=False) if x is None else x
+        own = dict(self._model.named_parameters())
+        yield from own.items()
+        if self.criterion is not None:
+            ids = {id(p) for p in own.values()}
+            for name, p in self.criterion.named_parameters():
+                if id(p) not in ids:
+                    yield f"{_CRITERION}{name}", p
+
+
+def is_of_criterion(name: str) -> bool:
+    """Returns whether a name is that of a parameter which the criterion alone has."""
+    return name.startswith(_CRITERION)
+
+
+def module_of(criterion: Callable[..., Any]) -> nn.Module | None:
+    """Returns the module that a criterion is, or whose method it is; `None` of a function."""
+    owner = getattr(criterion, "__self__", criterion)
+    return owner if isinstance(owner, nn.Module) else None

@@ -12,6 +12,7 @@ from pydist.entry_hook import entry_hook_of
 from pydist.stages.attributes import Attributes
 from pydist.stages.generators import Generators
 from pydist.stages.micro_batch import MicroBatch
+from pydist.stages.parameters import module_of
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.record import copied_buffers
 
@@ -57,8 +58,8 @@ class PassState:
         micro-batch. Running statistics change in the pass of their stage.
         """
         modules = list(self._model.modules())
-        if isinstance(criterion, nn.Module):
-            modules += criterion.modules()
+        owner = None if criterion is None else module_of(criterion)
+        modules += [] if owner is None else owner.modules()
         first, device = self._first.get(running.index), device_of(self._stages.mesh)
         entry_hook_of(self._model).continues = bool(self._first)
         try:

@@ -20,7 +20,7 @@ from pydist.stages.gradient_watch import GradientWatch
 from pydist.stages.gradients import StagedGradients
 from pydist.stages.messages import PassMark, Route, StageStopped
 from pydist.stages.micro_batch import NO_STAGE, MicroBatch
-from pydist.stages.parameters import StagedParameters
+from pydist.stages.parameters import StagedParameters, module_of
 from pydist.stages.parts import BatchPart, batch_checksum, check_count, is_count, split_batch
 from pydist.stages.pass_state import PassState
 from pydist.stages.plan import StagePlan
@@ -111,10 +111,12 @@ class Pipeline:
             UsageError: the number of micro-batches is no count >= 1, gradients are off, there are
                 fewer samples than micro-batches, or ranks have different batches or make different
                 calls.
-            NotSupported: the inputs or the target require a gradient.
+            NotSupported: inputs that require a gradient are sharded, or results of other calls.
         """
         entry = entry_hook_of(self.model)
         count = self._micro_batches if micro_batches is None else micro_batches
+        self._parameters.criterion = module_of(criterion)
+        trained = self._trained_inputs((inputs, target))
         before = self._gradients.of_shared()
         with self._over((inputs, target), count if is_count(count) else self._micro_batches):
             check_count(count)
@@ -122,7 +124,6 @@ class Pipeline:
                 raise UsageError(
                     "a step without gradients (torch.no_grad): call the pipeline for its output"
                 )
-            self._refuse_gradients_of((inputs, target))
             found = split_batch(
                 inputs, target, count, self.stages.mesh, entry.dims, weighs=entry.batches.weighs
             )
@@ -138,6 +139,7 @@ class Pipeline:
                 raise
         self._gradients.compare_values(factors, reads)
         self._gradients.reduce_shared(before)
+        self._gradients.reduce_inputs(trained)
         self._watch.note()
         if self._statistics is not None:
             self._statistics.update()
@@ -185,15 +187,18 @@ class Pipeline:
             entry_hook_of(self.model).reduce()
         return losses, factors, [each for m in sorted(reads) for each in reads[m]]
 
-    def _refuse_gradients_of(self, batch: Any) -> None:
+    def _trained_inputs(self, batch: Any) -> list[tuple[Tensor, Tensor | None]]:
+        """Returns the inputs that require a gradient, with the one that they have."""
         if len(self.stages.meshes) == 1:
-            return
-        if any(isinstance(x, Tensor) and x.requires_grad for x in leaves((batch,))):
+            return []
+        found = [x for x in leaves((batch,)) if isinstance(x, Tensor) and x.requires_grad]
+        if any(isinstance(x, ShardedTensor) or not x.is_leaf for x in found):
             raise NotSupported(
-                "a step with inputs or a target that require a gradient: each mesh would have the "
-                "part of its own stages; give x.detach(), and take gradients of inputs of the "
-                "network on one mesh, after pipe.gather()"
+                "a step with inputs that require a gradient and are sharded, or were computed by "
+                "other calls, whose backward would run on each mesh for its own stages: give plain "
+                "leaves, or x.detach()"
             )
+        return [(x, None if x.grad is None else x.grad.clone()) for x in found]
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs a forward pass without gradients on the whole batch.
@@ -220,7 +225,7 @@ class Pipeline:
         """Makes the parameters and buffers of the network up to date on all ranks. Collective.
 
         Each is sent from a stage that uses it. Then `model.state_dict()` is that of the network.
-        Parameters of a criterion are sent, too.
+        So are parameters of the latest step's criterion, if it is a module.
         """
         self._state.gather()
         self._uses.is_gathered = True
@@ -273,7 +278,7 @@ class Pipeline:
         self._batch = batch_checksum(batch)
         self._state_of.begin_batch()
         self._made.clear()
-        self._named = names_of(self.model)
+        self._named = names_of(self.model, self._parameters)
         self._transfers.forget()
         if self._statistics is not None:
             self._statistics.forget()
@@ -330,10 +335,8 @@ class Pipeline:
     def _sources(self, running: MicroBatch) -> Iterator[None]:
         """Follows the network's plain tensors to its weights in the `with` block."""
         # The buffers of a further pass over a micro-batch are copies.
-        named = names_of(self.model) if self._lends else self._named
-        sources = running.sources = Sources(
-            named, self._kept, running.note_read, self._parameters.note
-        )
+        named = names_of(self.model, self._parameters) if self._lends else self._named
+        sources = running.sources = Sources(named, self._kept, running.note_read)
         try:
             with sources:
                 yield
@@ -379,7 +382,7 @@ class Pipeline:
         made.wrapped = None if entry.statistics == "rank" else entry.of_batch
         if part is not None:
             made.statistics, made.of_groups = self._statistics, part.of_groups
-            made.samples = part.samples
+            made.samples, made.is_shared = part.samples, self._schedule.returns
         if part is not None and repeats is None:
             self._made = [*(each for each in self._made if each.boundary.owed), made]
         return made

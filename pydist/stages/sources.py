@@ -12,6 +12,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
+from pydist.stages.parameters import StagedParameters
 from pydist.stages.shapes import tensors_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
@@ -44,9 +45,10 @@ class ValueRead(NamedTuple):
     is_old: bool
 
 
-def names_of(model: nn.Module) -> list[Named]:
-    """Returns the parameters and buffers of a network with their names."""
-    found = (*model.named_parameters(), *model.named_buffers())
+def names_of(model: nn.Module, parameters: StagedParameters | None = None) -> list[Named]:
+    """Returns the network's buffers and all parameters, by default its own, with their names."""
+    parameters = parameters or StagedParameters(model)
+    found = (*parameters.named(), *model.named_buffers())
     return [(frozenset([name]), x) for name, x in found]
 
 
@@ -56,11 +58,10 @@ class Sources(TorchFunctionMode):
     As of weights that are normalized, scaled, cut or transposed, also in evaluation and detached.
 
     Args:
-        named: the network's parameters and buffers; see `names_of`.
+        named: parameters and buffers; see `names_of`.
         kept: what earlier passes have computed and the network has kept; see `kept`.
         on_read: called with the names from which a value comes that a function reads, with the
             function and the value.
-        name_of: returns the name of a parameter that is not the network's.
     """
 
     def __init__(
@@ -68,7 +69,6 @@ class Sources(TorchFunctionMode):
         named: Sequence[Named],
         kept: Sequence[Followed] = (),
         on_read: Callable[[frozenset[str], Any, Any], None] | None = None,
-        name_of: Callable[[Tensor], str | None] | None = None,
     ) -> None:
         super().__init__()
         # Names by the identity of a tensor, and of its memory: another tensor may share it without
@@ -76,7 +76,7 @@ class Sources(TorchFunctionMode):
         self._of: dict[int, frozenset[str]] = {}
         self._alive: list[object] = [x for _, x in named]  # so that nothing else is identified so
         self._made: list[Tensor] = []
-        self._on_read, self._name_of = on_read, name_of
+        self._on_read = on_read
         self.written: dict[str, frozenset[str]] = {}
         """By name of what was changed in place: the names of what it was computed with."""
         users = Counter(memory._cdata for _, x in named if (memory := _memory_of(x)) is not None)
@@ -91,12 +91,7 @@ class Sources(TorchFunctionMode):
 
     def of(self, x: Tensor) -> frozenset[str]:
         """Returns the names of the parameters and buffers."""
-        names = self._found(self._of, x)
-        if not names and self._name_of is not None and (name := self._name_of(x)) is not None:
-            names = frozenset([name])
-            self._alive.append(x)
-            self._name(x, names)
-        return names
+        return self._found(self._of, x)
 
     def kept(self) -> list[Followed]:
         """Returns which tensors with names outlive the pass, which has ended."""

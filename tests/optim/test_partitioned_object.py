@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -94,6 +95,43 @@ def test_hooks_see_the_whole():
         optimizer.zero_grad()
 
     check(loop=loop, make=lambda p: SGD(p, 0.5))
+
+
+class Halved(Adam):
+    """Steps by half of the gradients; says that it is Adam's step, as decorators do."""
+
+    elementwise = True
+
+    @functools.wraps(Adam.step)
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.grad.mul_(0.5).clamp_(-1e-3, 1e-3)
+        return super().step(closure)
+
+
+def replaced(parameters):
+    optimizer = SGD(parameters, 0.1)
+    step = optimizer.step
+
+    def clamped(closure=None):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.grad.clamp_(-1e-3, 1e-3)
+        return step(closure)
+
+    optimizer.step = clamped
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [lambda p: Halved(p, 0.1), replaced])
+def test_steps_of_users_are_called(make):
+    def loop(model, optimizer, mesh, step):
+        loss_of(model, mesh, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    check(make, loop)
 
 
 def test_hooks_of_all_optimizers_see_the_whole_once():

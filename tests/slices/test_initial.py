@@ -26,7 +26,10 @@ CALLS = {
     "dirac": lambda layer: nn.init.dirac_(layer.weight),
     "normal of data": lambda layer: nn.init.normal_(layer.weight.data, 0.0, 0.02),
     "method of data": lambda layer: layer.weight.data.uniform_(-1, 1),
-    "some of data": lambda layer: layer.weight.data[1:5].normal_(),
+    "rows of data": lambda layer: layer.weight.data.flatten(1).normal_(),
+    "channels last": lambda layer: (
+        layer.to(memory_format=torch.channels_last_3d) and nn.init.normal_(layer.weight)
+    ),
     "exponential": lambda layer: layer.weight.data.exponential_(),
 }
 
@@ -50,6 +53,18 @@ def test_slices_are_those_of_the_whole_weight(call, shares):
 
     given = {} if shares is None else {"shares": {"channel": shares}}
     on_ranks((1, 1, 1), body, axes={"channel": 2}, **given)
+
+
+def test_parts_of_weights_are_not_drawn():
+    def body(mesh):
+        layer = pydist.parallelize(nn.Sequential(nn.Linear(6, 8)), mesh, sharded_weights=True)[0]
+        for view in (lambda w: w.T, lambda w: w[:, :2]):
+            with pytest.raises(NotSupported, match="view of a part of a weight; draw all of it"):
+                view(layer.weight.data).normal_()
+        with pytest.raises(NotSupported, match="its arguments are sharded"):
+            layer.weight.data.bernoulli_(layer.weight.data)
+
+    on_ranks((1, 1, 1), body, axes={"channel": 2})
 
 
 def test_other_tensors_are_not_drawn():

@@ -12,6 +12,8 @@ CALLS = {
     "average": lambda e, p: (torch._foreach_mul_(e, 0.9), torch._foreach_add_(e, p, alpha=0.1)),
     "average at once": lambda e, p: torch._foreach_lerp_(e, p, 0.1),
     "factors": lambda e, p: torch._foreach_mul_(e, [0.5 + i for i in range(len(e))]),
+    "named": lambda e, p: torch._foreach_add_(e, other=p, alpha=0.5),
+    "numbers": lambda e, p: torch._foreach_add_(e, scalars=[1.0] * len(e)),
     "number": lambda e, p: torch._foreach_add_(e, 2.0),
     "differences": torch._foreach_sub_,
     "quotients": torch._foreach_div_,
@@ -38,3 +40,12 @@ def test_lists_are_those_of_one_device(call):
     for found, values in on_channels(split):
         assert_same(found, expected)
         assert_same(values, weights(whole))
+
+
+def test_lists_of_different_lengths():
+    def body(mesh):
+        one = [p.detach() for p in parallel(mesh).parameters()]
+        with pytest.raises(RuntimeError, match="lists of 4 and 2 tensors"):
+            torch._foreach_add_(one, one[:2])
+
+    on_channels(body)

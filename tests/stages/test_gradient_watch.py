@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from pydist.errors import NotSupported
 from pydist.optim import LAMB, sharded
 from pydist.stages import gradient_watch, pipeline
-from pydist.stages.trial_steps import combines_gradients
 from support.staged import ONE, on_stages
 from support.staged_layers import TARGET, X, layers
 
@@ -52,86 +51,59 @@ def test_a_norm_of_one_stage_is_warned_of(change, warns, partitioned, monkeypatc
 
 
 class Signs(torch.optim.Optimizer):
-    """Steps by signs, each parameter by its own gradient."""
+    """Steps by signs."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * self.direction(p))
-
-    def direction(self, p: Any) -> Any:
-        return p.grad.sign()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.sub_(0.01 * p.grad.sign())
 
 
-class Normalized(Signs):
-    """Steps by gradients over the norm of all of them."""
-
-    def direction(self, p: Any) -> Any:
-        grads = [q.grad for g in self.param_groups for q in g["params"] if q.grad is not None]
-        return p.grad / torch.stack([g.norm() for g in grads]).norm()
-
-
-class Late(Normalized):
-    """Does so after two steps."""
-
-    def direction(self, p: Any) -> Any:
-        self.state[p]["step"] = self.state[p].get("step", 0) + 1
-        return super().direction(p) if self.state[p]["step"] > 2 else p.grad.sign()
-
-
-class Wrapped(Signs):
-    """Can't be made from parameters and defaults."""
-
-    def __init__(self, params: Any, base: type) -> None:
-        super().__init__(params)
-
-
-def step_once(optimizer_of, stages):
-    model = layers()
-    made = pipeline(model, stages, X[:1], balance="memory")
-    optimizer = optimizer_of(model.parameters())
-    for _ in range(2):
-        made.step(X, TARGET, F.mse_loss)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("kind", [Normalized, Late])
-def test_an_optimizer_that_combines_gradients_is_refused(kind):
-    def rank(stages):
-        with pytest.raises(
-            NotSupported, match=f"{kind.__name__} of a network in stages: its steps"
-        ):
-            step_once(kind, stages)
-
-    on_stages([ONE, ONE], rank)
-    on_stages([ONE], lambda stages: step_once(kind, stages))  # one mesh has all gradients
+class Momentum(torch.optim.SGD):
+    """An optimizer of torch by another name."""
 
 
 @pytest.mark.parametrize(
     ("optimizer_of", "warnings"),
-    [(Signs, 0), (torch.optim.AdamW, 0), (LAMB, 0), (lambda params: Wrapped(params, Signs), 2)],
-    ids=["own class", "torch's", "norms", "unknown"],
+    [(Signs, 2), (Momentum, 0), (torch.optim.AdamW, 0), (LAMB, 0)],
 )
-def test_an_optimizer_that_can_not_be_tried_is_warned_of(optimizer_of, warnings, monkeypatch):
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_a_class_that_may_combine_gradients_is_warned_of(
+    optimizer_of, warnings, partitioned, monkeypatch
+):
+    if partitioned and optimizer_of not in (torch.optim.AdamW, LAMB):
+        return
     said = []
     monkeypatch.setattr(
         gradient_watch, "warnings", SimpleNamespace(warn=lambda text, **_: said.append(text))
     )
-    on_stages([ONE, ONE], lambda stages: step_once(optimizer_of, stages))
-    assert ["as SAM does" in each for each in said] == [True] * warnings  # of each rank, once
+
+    def rank(stages):
+        model = layers()
+        made = pipeline(model, stages, X[:1], balance="memory")
+        other = Signs([torch.nn.Parameter(torch.ones(2))])
+        own: Any = optimizer_of(model.parameters())
+        own = sharded(own, model, "always") if partitioned else own
+        for _ in range(2):
+            made.step(X, TARGET, F.mse_loss)
+            other.step()  # of no parameter of the network
+            own.step()
+
+    on_stages([ONE, ONE], rank)
+    assert ["as Prodigy and SAM do" in each for each in said] == [True] * warnings  # once a rank
 
 
-def test_a_trial_draws_no_numbers():
-    class Noisy(Signs):
-        def direction(self, p):
-            return p.grad + torch.randn_like(p)
+def test_lbfgs_is_refused_each_time():
+    def rank(stages):
+        model = layers()
+        made = pipeline(model, stages, X[:1], balance="memory")
+        optimizer = torch.optim.LBFGS(model.parameters())
+        for _ in range(2):
+            with pytest.raises(NotSupported, match="LBFGS of a network in stages"):
+                optimizer.step(lambda: made.step(X, TARGET, F.mse_loss))
 
-    optimizer = Noisy([torch.nn.Parameter(torch.ones(3))])
-    before = torch.get_rng_state()
-    assert combines_gradients(optimizer) is False
-    assert torch.equal(torch.get_rng_state(), before)
+    on_stages([ONE, ONE], rank)

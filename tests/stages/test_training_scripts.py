@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import pydist
-from pydist.errors import NotSupported, UsageError
+from pydist.errors import NotSupported, RankFailed, UsageError
 from pydist.stages import pipeline
 from support.equivalence import assert_equal, randn
 from support.networks.small import initialized
@@ -444,13 +444,134 @@ def test_parameters_that_the_criterion_alone_has(meshes, options):
     on_stages(list(meshes), rank)
 
 
-def test_inputs_that_require_a_gradient_are_refused():
+@pytest.mark.parametrize("schedule", ["1f1b", "gems"])
+def test_criteria_of_their_own_in_each_step(schedule):
+    """A rank may keep some, or free them later; a step that fails on one rank is repeated."""
+    net, kept = initialized(Between()), []
+
     def rank(stages):
-        made = pipeline(initialized(Between()), stages, X[:1], cuts=["last"])
-        with pytest.raises(NotSupported, match="inputs or a target that require a gradient"):
-            made.step(X.clone().requires_grad_(), TARGET, F.mse_loss)
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, X[:1], cuts=["last"], micro_batches=2, schedule=schedule)
+        fails = [stages.index == 0]
+
+        def hook(*_):
+            if fails and fails.pop():
+                raise ValueError("once")
+
+        own.first.register_forward_hook(hook)
+        found = []
+        for step in range(4):
+            criterion = Weighted()
+            criterion.s.data.fill_(0.1 * step)
+            criterion.itself = lambda c=criterion: c  # freed by a garbage collection
+            try:
+                made.step(X, TARGET, criterion)
+            except (ValueError, RankFailed):
+                continue
+            made.gather()
+            found.append((criterion.s.item(), criterion.s.grad))
+            if stages.index == 1:
+                kept.append(criterion)
+        return found
+
+    for found in on_stages([ONE, ONE], rank):
+        assert [value for value, _ in found] == pytest.approx([0.1, 0.2, 0.3])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gems"])
+def test_gradients_that_were_there_before_the_first_step(schedule):
+    net = initialized(Between())
+    whole, of_whole = copy.deepcopy(net), Weighted()
+
+    def penalty(model, criterion):
+        return sum(p.square().sum() for p in model.parameters()) + (criterion.s - 1) ** 2
+
+    penalty(whole, of_whole).backward()
+    of_whole(whole(X), TARGET).backward()
+
+    def rank(stages):
+        own, criterion = copy.deepcopy(net), Weighted()
+        made = pipeline(own, stages, X[:1], cuts=["last"], micro_batches=2, schedule=schedule)
+        penalty(own, criterion).backward()
+        made.step(X, TARGET, criterion)
+        pairs = zip(
+            (*own.parameters(), *criterion.parameters()),
+            (*whole.parameters(), *of_whole.parameters()),
+            strict=True,
+        )
+        for mine, p in pairs:
+            assert torch.allclose(mine.grad, p.grad, rtol=0, atol=1e-11)
 
     on_stages([ONE, ONE], rank)
+
+
+class Logged(Weighted):
+    def forward(self, y, t):
+        self.logged = self.s.item()  # for people: ranks see their own value
+        return super().forward(y, t)
+
+
+def test_a_parameter_of_a_criterion_that_is_frozen_and_read():
+    net = initialized(Between())
+
+    def rank(stages):
+        own, criterion = copy.deepcopy(net), Logged()
+        made = pipeline(own, stages, X[:1], cuts=["last"], micro_batches=2)
+        optimizer = torch.optim.SGD([*own.parameters(), *criterion.parameters()], 0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            criterion.s.requires_grad_(step < 2)
+            made.step(X, TARGET, criterion)
+            optimizer.step()
+
+    on_stages([ONE, ONE], rank)
+
+
+@pytest.mark.parametrize("made_of", [lambda s: s, lambda s: torch.exp(-s)])
+def test_trained_tensors_that_are_no_parameters_are_refused_with_gems(made_of):
+    def rank(stages):
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        made = pipeline(
+            initialized(Between()), stages, X[:1], cuts=["last"], micro_batches=2, schedule="gems"
+        )
+        with pytest.raises(NotSupported, match="criterion that is a module: schedule='gems'"):
+            made.step(X, TARGET, lambda y, t: F.mse_loss(y, t) * made_of(scale))
+
+    on_stages([ONE, ONE], rank)
+
+
+class UsedTwice(Between):
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x))) * x
+
+
+@pytest.mark.parametrize(
+    ("meshes", "options"),
+    [
+        ((ONE, ONE), {"schedule": "1f1b"}),
+        ((DEEP, DEEP), {"schedule": "gems", "micro_batches": 4}),
+        ((DEEP, ONE), {"schedule": "zero-bubble"}),
+        ((TWO_GROUPS, TWO_GROUPS), {"schedule": "gpipe", "recompute": True}),
+    ],
+    ids=str,
+)
+def test_gradients_of_inputs(meshes, options):
+    net, data = initialized(UsedTwice()), meshes[0].get("data", 1)
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, X[:1], cuts=["last"], **{"micro_batches": 2, **options})
+        rows = slice(stages.mesh.data_index * 4 // data, (stages.mesh.data_index + 1) * 4 // data)
+        whole, x = copy.deepcopy(net), X[rows].clone().requires_grad_()
+        mine = x.detach().clone().requires_grad_()
+        for _ in range(2):
+            F.mse_loss(whole(x), TARGET[rows]).backward()
+            made.step(mine, TARGET[rows], F.mse_loss)
+        assert torch.allclose(mine.grad, x.grad, rtol=0, atol=1e-12)
+        with pytest.raises(NotSupported, match="inputs that require a gradient and are sharded"):
+            made.step(2 * mine, TARGET[rows], F.mse_loss)
+
+    on_stages(list(meshes), rank)
 
 
 def test_a_mean_over_the_labels_of_all_groups():

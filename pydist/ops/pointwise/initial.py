@@ -11,16 +11,27 @@ from torch import Tensor, nn
 
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal
 
+_FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+
 
 def _initialize(
-    func: Callable[..., Tensor], tensor: ShardedTensor, *args: Any, **kwargs: Any
+    func: Callable[..., Tensor], tensor: Any, *args: Any, **kwargs: Any
 ) -> ShardedTensor:
     """Draws the whole weight from torch's generator, as all ranks do, and keeps the slice."""
-    if not tensor._origin.sizes.of_weight:  # as the weight, `weight.data` and their parts are
+    given = (*args, *kwargs.values())
+    if not isinstance(tensor, ShardedTensor) or any(isinstance(x, ShardedTensor) for x in given):
+        raise refusal(func, (tensor, *args), kwargs, "its arguments are sharded")
+    if not tensor._origin.sizes.of_weight:  # as the weight and `weight.data` are
         why = "it is no weight; torch.rand_like and torch.randn_like draw for all ranks"
         raise refusal(func, (tensor,), {}, why)
     own = local_of(tensor)
-    whole = torch.empty(tensor.layout.shape, dtype=own.dtype, device=own.device)
+    formats = (torch.contiguous_format, *_FORMATS.get(own.dim(), ()))
+    order = next((each for each in formats if own.is_contiguous(memory_format=each)), None)
+    if order is None or own.nbytes != own.untyped_storage().nbytes():
+        # torch draws in the order of the memory, which the ranks' parts do not tell.
+        raise refusal(func, (tensor,), {}, "it is a view of a part of a weight; draw all of it")
+    shape = tensor.layout.shape
+    whole = torch.empty(shape, dtype=own.dtype, device=own.device, memory_format=order)
     func(whole, *args, **kwargs)
     with torch.no_grad():
         own.copy_(whole[tensor.layout.box.slices])
