@@ -46,7 +46,9 @@ def estimate_in_stages(model: StepModel, grid: Grid, given: InStages) -> Estimat
     micro = copy.copy(model)
     micro.training = replace(model.training, passes=given.micro_batches, partitioned=False)
     micro.kept = _kept_of_batch(model, grid)
-    step, trace = StepOnMesh(micro, grid), model.trace
+    # With GEMS a single micro-batch is in flight, so the other stages wait.
+    working = grid.size() * (1 if given.schedule == "gems" else given.stages)
+    step, trace = StepOnMesh(micro, grid, working), model.trace
     of_calls = np.asarray([*step.forward.values(), *step.backward.values()]).sum(0)
     sent, legal = _cuts(step, trace)
     if 1 + int(legal.sum()) < given.stages:

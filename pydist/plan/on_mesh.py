@@ -65,6 +65,7 @@ class StepOnMesh:
     Args:
         model: of the step.
         grid: the mesh.
+        working: number of ranks that work at a time, of this mesh and others; by default its own.
 
     Attributes:
         blocks: of the tensors on the mesh.
@@ -74,10 +75,10 @@ class StepOnMesh:
         on_channels: for each call, whether ranks split its channels over spatial axes instead.
     """
 
-    def __init__(self, model: StepModel, grid: Grid) -> None:
+    def __init__(self, model: StepModel, grid: Grid, working: int | None = None) -> None:
         self._model, self._grid = model, grid
         self._trace, self._hardware = model.trace, model.hardware
-        ranks = grid.size()
+        ranks = working or grid.size()
         self._crowded = {r: model.hardware.crowded(r, ranks) for r in ("flops", "bandwidth")}
         self._bandwidth = model.hardware.bandwidth / self._crowded["bandwidth"]
         self.messages = MessageTimes(grid, model.hardware)

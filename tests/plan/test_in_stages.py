@@ -149,3 +149,16 @@ def test_a_plan_has_gems_where_no_batch_norm_is(has_norm: bool) -> None:
         plan_meshes(model, 2, stages=(2,))
     assert ("gems" in seen) is not has_norm
     assert {"1f1b", "gpipe", "zero-bubble"} <= seen
+
+
+def test_ranks_of_other_stages_crowd_a_node(equal: StepModel) -> None:
+    """Flops take all the time, four times as long where both ranks of a node work."""
+    hardware = replace(
+        EQUAL, flops={"float32": 1e9}, call=0.0, ranks_per_node=2, crowding={"flops": 4.0}
+    )
+    model = StepModel(equal.trace, Training(batch=8), hardware)
+    alone = estimate_step(model, Grid.of({})).seconds["compute"]
+    groups = estimate_step(model, Grid.of({"data": 2})).seconds["compute"]
+    assert groups == pytest.approx(2 * alone, rel=0.05)  # half of the samples, and the optimizer
+    assert staged(model, 2, 1, "1f1b").seconds["compute"] == pytest.approx(2 * alone, rel=0.05)
+    assert staged(model, 2, 1, "gems").seconds["compute"] == pytest.approx(alone / 2, rel=0.05)
