@@ -351,6 +351,6 @@ def _splits(root: Path, paths: list[Path], validation: float) -> list[str]:
     first = len(paths) - round(len(paths) * validation)
     for i, path in enumerate(paths):
         folders = path.relative_to(root).parts[:-1]
-        named = [_SPLITS[f] for f in folders if f in _SPLITS]
+        named = [_SPLITS[f.lower()] for f in folders if f.lower() in _SPLITS]
         splits.append(named[-1] if named else "train" if i < first else "val")
     return splits

@@ -19,7 +19,7 @@ class IndexOptions:
         dataset: name of the 4-D dataset, channel first or last.
         target: name of the 1-D dataset to predict.
         validation: fraction of the files for the split "val", the last by name. Files in folders
-            called train, val, validation or test always belong to that split.
+            called train, val, validation or test (in any case) always belong to that split.
         statistics: read all data once, for normalize="mean" and "standardize".
         checksums: read all files once, for `verify_dataset`.
         class_names: names of the classes, in the order of their numbers, if the target is one

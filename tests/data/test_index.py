@@ -59,7 +59,7 @@ def test_manifest_of_a_folder_that_can_not_be_written(foreign: Path) -> None:
 
 def test_folders_name_splits(universes: Path, tmp_path: Path) -> None:
     for i, path in enumerate(sorted(universes.glob("*.hdf5"))[:6]):
-        folder = tmp_path / "set" / ("train", "val", "test")[i % 3]
+        folder = tmp_path / "set" / ("train", "Val", "TEST")[i % 3]
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, folder)
     manifest = index_folder(tmp_path, IndexOptions(statistics=False, checksums=False))
