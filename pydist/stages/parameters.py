@@ -11,7 +11,7 @@ _CRITERION = "the criterion's "
 
 
 class StagedParameters:
-    """Parameters with names, the same on all ranks.
+    """Parameters that a step trains, with names that are the same on all ranks.
 
     Args:
         model: the network.
