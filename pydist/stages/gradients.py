@@ -41,7 +41,9 @@ class StagedGradients:
         self._model, self._stages, self._uses = model, stages, uses
         self._parameters = parameters
         self._holders: dict[str, set[int]] = {}  # meshes with a gradient so far, by parameter
-        self._versions: dict[int, int] = {}  # of the parameters before a step, by their ids
+        # Before a step, by the ids of parameters: their versions, and their gradients with theirs.
+        self._versions: dict[int, int] = {}
+        self._known: dict[int, tuple[Tensor | None, int]] = {}
 
     def owner(self, name: str) -> int | None:
         """Returns the first mesh that trains a parameter or else uses it, if any."""
@@ -93,7 +95,9 @@ class StagedGradients:
         for each in found.values():
             each.fill_(float(overflows))
 
-    def compare_values(self, factors: Sequence[float], reads: Sequence[ValueRead]) -> None:
+    def compare_values(
+        self, factors: Sequence[float], reads: Sequence[ValueRead], given: str
+    ) -> None:
         """Compares the numbers with which all ranks have scaled the loss, and values of weights.
 
         A rank has old values of other stages' weights. Where what a network reads of them is the
@@ -102,18 +106,25 @@ class StagedGradients:
         Args:
             factors: of the loss.
             reads: the values that the network has read on this rank.
+            given: describes what else ranks exchange for the step.
 
         Raises:
-            UsageError: the factors differ, as after an overflow that one stage alone has noticed.
+            UsageError: the factors differ, as after an overflow that one stage alone has noticed;
+                or ranks were given another criterion or other inputs.
             NotSupported: a rank has read an old value, and not all have read the same.
         """
         stages = self._stages
         values = [(each.what, each.checksum) for each in reads]
-        said = [crc32(repr(each).encode()) for each in (list(factors), values)]
+        said = [crc32(repr(each).encode()) for each in (list(factors), values, given)]
         rows = stages.world.all_gather(torch.tensor([*said, any(r.is_old for r in reads)]))
+        if len(set(rows[:, 2].tolist())) > 1:
+            raise UsageError(
+                f"pipe.step has {given} on rank {stages.world.rank}, and others on another rank: "
+                "give all ranks the same criterion, and inputs of which the same require a gradient"
+            )
         for d in range(stages.mesh.data_size):
             ranks = [mesh.rank(d, i) for mesh in stages.meshes for i in range(mesh.sample_size)]
-            is_old = any(bool(rows[rank, 2]) for rank in ranks)
+            is_old = any(bool(rows[rank, 3]) for rank in ranks)
             if is_old and len({int(rows[rank, 1]) for rank in ranks}) > 1:
                 names = "; ".join(sorted({what for what, _ in values})) or "nothing on this rank"
                 raise NotSupported(
@@ -135,6 +146,7 @@ class StagedGradients:
         """Returns the whole gradients that several meshes have had, by parameter."""
         named = list(self._parameters.named())
         self._versions = {id(p): version_of(own_slice(p)) for _, p in named}
+        self._known = {id(p): _state_of(p) for _, p in named}
         # Before the first step no holders are known, and each rank may have had the same gradient.
         shared = (p for name, p in named if len(self._holders.get(name, (0, 1))) > 1)
         return {id(p): self._whole(p) for p in shared if p.grad is not None}
@@ -143,8 +155,9 @@ class StagedGradients:
     def reduce_shared(self, before: Mapping[int, Tensor]) -> None:
         """Adds the gradients that a parameter got on several meshes in a step, for all its users.
 
-        Which meshes these are is seen by the gradients: a parameter may reach a call through others
-        on plain tensors, as a transposed weight does, or be part of the criterion.
+        Which meshes these are is seen by the gradients that have changed: a parameter may reach a
+        call through others on plain tensors, as a transposed weight does, or be part of the
+        criterion. On other meshes a gradient may be there before, as of a penalty.
 
         Args:
             before: `of_shared` before the step.
@@ -157,10 +170,11 @@ class StagedGradients:
         mine = torch.zeros(len(parameters), dtype=torch.uint8)
         for i, (_, p) in enumerate(parameters):
             version = version_of(own_slice(p))
-            if p.grad is not None:
+            if self._is_changed(p):
                 mine[i] = _HAS_GRADIENT
-            elif p.requires_grad and self._versions.get(id(p), version) != version:
-                mine[i] = _HAS_CHANGED
+            elif p.grad is None and p.requires_grad:
+                mine[i] = _HAS_CHANGED * (self._versions.get(id(p), version) != version)
+        self._known = {}  # which keeps gradients alive
         rows = stages.world.all_gather(mine)
         for i, (name, p) in enumerate(parameters):
             seen = [int(rows[each.rank(0, 0), i]) for each in stages.meshes]
@@ -180,14 +194,16 @@ class StagedGradients:
             self._holders.setdefault(name, set()).update(found)
             if len(found) < 2:
                 continue
-            old = before.get(id(p))
-            message = torch.zeros(p.numel(), dtype=p.dtype)
-            if p.grad is not None:
+            message, old = torch.zeros(p.numel(), dtype=p.dtype), None
+            if seen[stages.index] == _HAS_GRADIENT:
+                old = before.get(id(p))
                 message += self._addend(p).flatten().cpu()
                 if old is not None and self._is_first:
                     message -= old.flatten().cpu()
+            elif p.grad is not None:
+                old = self._whole(p)
             stages.world.all_reduce(message)
-            if p.grad is not None or (stages.index in found and p.requires_grad):
+            if stages.index in found and p.requires_grad:
                 total = message.view(p.shape).to(own_slice(p).device)
                 self._assign(p, total if old is None else old + total)
 
@@ -209,6 +225,12 @@ class StagedGradients:
             stages.world.all_reduce(message)
             total = message[mesh.data_index].view(x.shape).to(x.device)
             x.grad = total if old is None else old + total
+
+    def _is_changed(self, parameter: Tensor) -> bool:
+        """Returns whether the step has changed the gradient."""
+        grad, version = _state_of(parameter)
+        before, old = self._known.get(id(parameter), (None, 0))
+        return grad is not None and (grad is not before or version != old)
 
     @property
     def _is_first(self) -> bool:
@@ -257,6 +279,14 @@ class StagedGradients:
             own.grad.gradient_set.forget_norms()
         else:
             own.grad = whole
+
+
+def _state_of(parameter: Tensor) -> tuple[Tensor | None, int]:
+    """Returns this rank's gradient of a parameter, and how often it was changed in place."""
+    grad = own_slice(parameter).grad
+    if isinstance(grad, PartitionedGradient):
+        grad = grad.piece
+    return grad, 0 if grad is None else version_of(grad)
 
 
 def _squares(grad: Tensor) -> Tensor:

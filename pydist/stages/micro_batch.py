@@ -24,6 +24,7 @@ from pydist.stages.calls import Call, Calls, Key, memory_id
 from pydist.stages.draws import draws, refuse_to_draw_again, run_drawing
 from pydist.stages.left_layers import run_leaving
 from pydist.stages.messages import PassMark, Route
+from pydist.stages.parameters import trained_leaves
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, is_differentiable, tensors_of
 from pydist.stages.sources import Sources, ValueRead
@@ -203,7 +204,7 @@ class MicroBatch(Calls):
         for x in call.operands:
             if isinstance(x, ShardedTensor) or not x.requires_grad or self.sources.of(x):
                 continue
-            for leaf in _trained_leaves(x):
+            for leaf in trained_leaves(x):
                 if not self.sources.of(leaf):
                     raise NotSupported(
                         f"{call} trains a tensor of shape {list(leaf.shape)} that is no parameter "
@@ -428,22 +429,6 @@ class MicroBatch(Calls):
         if self.left:
             with without_autocast(self.device):
                 self.of_batch(root_of(self.left)).backward()
-
-
-def _trained_leaves(x: Tensor) -> list[Tensor]:
-    """Returns the leaves of a plain tensor's graph."""
-    if x.grad_fn is None:
-        return [x]
-    nodes, seen, leaves = [x.grad_fn], set[Any](), list[Tensor]()
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        nodes += [each for each, _ in node.next_functions if each is not None]
-    return leaves
 
 
 def _is_factor(x: Tensor) -> bool:

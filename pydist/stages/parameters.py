@@ -34,6 +34,12 @@ class StagedParameters:
                 if id(p) not in ids:
                     yield f"{_CRITERION}{name}", p
 
+    def of_criterion(self) -> str:
+        """Describes the criterion's parameters."""
+        own = [(n.removeprefix(_CRITERION), p) for n, p in self.named() if is_of_criterion(n)]
+        shown = ", ".join(f"{name} {list(p.shape)}" for name, p in own)
+        return f"a criterion with {f'the parameters {shown}' if own else 'no parameters'}"
+
 
 def is_of_criterion(name: str) -> bool:
     """Returns whether a name is that of a parameter which the criterion alone has."""
@@ -44,3 +50,19 @@ def module_of(criterion: Callable[..., Any]) -> nn.Module | None:
     """Returns the module that a criterion is, or whose method it is; `None` of a function."""
     owner = getattr(criterion, "__self__", criterion)
     return owner if isinstance(owner, nn.Module) else None
+
+
+def trained_leaves(x: Tensor) -> list[Tensor]:
+    """Returns the leaves of a plain tensor's graph."""
+    if x.grad_fn is None:
+        return [x]
+    nodes, seen, leaves = [x.grad_fn], set[Any](), list[Tensor]()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        nodes += [each for each, _ in node.next_functions if each is not None]
+    return leaves

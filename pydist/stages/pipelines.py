@@ -137,7 +137,8 @@ class Pipeline:
                     if not self._state_of.has_begun(part.number):
                         self._forward_of(part, NO_STAGE, criterion)
                 raise
-        self._gradients.compare_values(factors, reads)
+        given = f"{self._parameters.of_criterion()} and {len(trained)} inputs with a gradient"
+        self._gradients.compare_values(factors, reads, given)
         self._gradients.reduce_shared(before)
         self._gradients.reduce_inputs(trained)
         self._watch.note()
@@ -242,7 +243,8 @@ class Pipeline:
         result on one device, and on any number of stages.
 
         Args:
-            optimizer: of parameters of the network, the same on all ranks.
+            optimizer: of parameters of the network and of the latest step's criterion, if that is a
+                module; the same on all ranks.
         """
         return self._state.optimizer_state(optimizer)
 

@@ -68,15 +68,19 @@ class Momentum(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("optimizer_of", "warnings"),
-    [(Signs, 2), (Momentum, 0), (torch.optim.AdamW, 0), (LAMB, 0)],
+    ("optimizer_of", "partitioned", "warnings"),
+    [
+        (Signs, False, 2),
+        (Momentum, False, 0),
+        (torch.optim.AdamW, False, 0),
+        (torch.optim.AdamW, True, 0),
+        (LAMB, False, 0),
+        (LAMB, True, 0),
+    ],
 )
-@pytest.mark.parametrize("partitioned", [False, True])
 def test_a_class_that_may_combine_gradients_is_warned_of(
-    optimizer_of, warnings, partitioned, monkeypatch
+    optimizer_of, partitioned, warnings, monkeypatch
 ):
-    if partitioned and optimizer_of not in (torch.optim.AdamW, LAMB):
-        return
     said = []
     monkeypatch.setattr(
         gradient_watch, "warnings", SimpleNamespace(warn=lambda text, **_: said.append(text))
