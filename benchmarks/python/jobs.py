@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 _VARIABLE = "PYDIST_BENCHMARK_SOCKET"
-_PATIENCE = 300.0
-"""Seconds that ranks may take to start or to answer."""
+_PATIENCE = 1200.0
+"""Seconds that ranks may take to start or to answer: 25 steps of a large network on a slow CPU."""
 
 
 class Job:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+_PRESET = "--data.augment.preset"
 _ARGUMENT = re.compile(r"--model\.args\.(\w+)(?:=(.*))?", re.DOTALL)
 _VALUE_OF_SWITCH = re.compile("Unrecognized options: (true|false|yes|no|on|off|0|1)", re.IGNORECASE)
 
@@ -72,6 +73,7 @@ def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
     from pydist.train.config import Config
 
     config, lists = _without_lists_of_tables(_with_chosen(config, arguments))
+    config, arguments = _with_preset(config, arguments)
     chosen, rest = _with_new_arguments(config, arguments)
     tables = config_io.to_dict(parse(Config, rest, prog, chosen))
     if lists:
@@ -121,6 +123,31 @@ def _with_chosen(config: Config, arguments: Sequence[str]) -> Config:
         kept |= dict.fromkeys(needed - kept.keys(), tyro.MISSING)
         config = replace(config, **{table: kind(**kept)})
     return config
+
+
+def _with_preset(config: Config, arguments: Sequence[str]) -> tuple[Config, Sequence[str]]:
+    """Completes the augmentation by a preset that is named; returns the other options as well.
+
+    As in a file, settings that are not the defaults are changes of the preset.
+    """
+    from pydist.data.augment.options import AugmentOptions
+
+    words = [part for word in arguments for part in _parts(word, _PRESET)]
+    if _PRESET not in words:
+        return config, arguments
+    place = words.index(_PRESET)
+    if len(words) == place + 1 or _PRESET in words[place + 1 :]:
+        raise UsageError(f"{_PRESET}: one name is expected")
+    default, before = AugmentOptions(), config.data.augment
+    changes = {name: value for name, value in vars(before).items() if value != vars(default)[name]}
+    augment = AugmentOptions.preset(words[place + 1], **changes)
+    config = replace(config, data=replace(config.data, augment=augment))
+    return config, words[:place] + words[place + 2 :]
+
+
+def _parts(word: str, option: str) -> list[str]:
+    """Returns an option and its value if the word is option=value, else the word alone."""
+    return word.split("=", 1) if word.startswith(f"{option}=") else [word]
 
 
 def _with_new_arguments(config: Config, arguments: Sequence[str]) -> tuple[Config, Sequence[str]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pydist.cli import main as cli
 from pydist.cli.options import override
+from pydist.data.augment.options import AugmentOptions
 from pydist.errors import UsageError
 from pydist.train.config import Config
 
@@ -167,6 +169,22 @@ def test_options_override_the_file():
     assert config.model == Config().model
     with pytest.raises(UsageError, match="invalid choice '33'"):
         override(Config(), ["--model.width", "33"], "pydist")
+
+
+def test_an_option_names_a_preset_of_augmentation():
+    preset = AugmentOptions.preset
+    option = ["--data.augment.preset", "nnunet"]
+    config = override(Config(), [*option, "--data.augment.noise", "0.5"], "pydist")
+    assert config.data.augment == preset("nnunet", noise=0.5)
+    # What a file changes is kept, also of another preset.
+    own = preset("nnunet", crop=(8, 8, 8), probabilities={"blur": 0.0})
+    before = replace(Config(), data=replace(Config().data, augment=own))
+    assert override(before, ["=".join(option)], "pydist").data.augment == own
+    with pytest.raises(UsageError, match="preset = 'nnu': possible are nnunet"):
+        override(Config(), ["--data.augment.preset=nnu"], "pydist")
+    for wrong in (option[:1], [*option, *option]):
+        with pytest.raises(UsageError, match=r"--data\.augment\.preset: one name is expected"):
+            override(Config(), wrong, "pydist")
 
 
 def test_options_add_a_factory_and_its_arguments():

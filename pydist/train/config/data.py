@@ -73,7 +73,7 @@ class DataConfig(Table):
         default_factory=AugmentOptions
     )
     """Random changes of the training samples, differently in each epoch; "nnunet", or a table with
-    preset = "nnunet" and changes of it, is nnU-Net's default."""
+    preset = "nnunet" and changes of it (`--data.augment.preset nnunet`), is nnU-Net's default."""
 
     @property
     def store_options(self) -> StoreOptions:
