@@ -254,6 +254,11 @@ class EntryHook:
         finally:
             self._pauses -= 1
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether this is a `no_sync` block."""
+        return self._pauses > 0
+
     def reduce(self) -> None:
         """Reduces the gradients accumulated under `no_sync` now. Collective."""
         if self.mesh.session.accumulates is self:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from zlib import crc32
 
 import torch
@@ -12,6 +13,7 @@ from torch.amp import GradScaler
 from pydist.entry_hook import entry_hook_of
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.own_slice import own_slice
+from pydist.gradients.leaf import leaf_of
 from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
 from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.gradients.rows import in_memory_order_of, shaped_like
@@ -33,17 +35,21 @@ class StagedGradients:
         stages: the stages.
         uses: which meshes use each parameter and buffer.
         parameters: all that the passes train.
+        ends: the meshes that may run the last stage, and the criterion.
     """
 
     def __init__(
-        self, model: nn.Module, stages: Stages, uses: Uses, parameters: StagedParameters
+        self,
+        model: nn.Module,
+        stages: Stages,
+        uses: Uses,
+        parameters: StagedParameters,
+        ends: set[int],
     ) -> None:
         self._model, self._stages, self._uses = model, stages, uses
-        self._parameters = parameters
+        self._parameters, self._ends = parameters, ends
         self._holders: dict[str, set[int]] = {}  # meshes with a gradient so far, by parameter
-        # Before a step, by the ids of parameters: their versions, and their gradients with theirs.
-        self._versions: dict[int, int] = {}
-        self._known: dict[int, tuple[Tensor | None, int]] = {}
+        self._versions: dict[int, int] = {}  # of parameters before a step, by their ids
 
     def owner(self, name: str) -> int | None:
         """Returns the first mesh that trains a parameter or else uses it, if any."""
@@ -141,40 +147,62 @@ class StagedGradients:
                     "as often as a rank passes over a micro-batch"
                 )
 
-    @torch.no_grad()
-    def of_shared(self) -> dict[int, Tensor]:
-        """Returns the whole gradients that several meshes have had, by parameter."""
-        named = list(self._parameters.named())
-        self._versions = {id(p): version_of(own_slice(p)) for _, p in named}
-        self._known = {id(p): _state_of(p) for _, p in named}
-        # Before the first step no holders are known, and each rank may have had the same gradient.
-        shared = (p for name, p in named if len(self._holders.get(name, (0, 1))) > 1)
-        return {id(p): self._whole(p) for p in shared if p.grad is not None}
+    def unreduced(self) -> str | None:
+        """Returns the name of a parameter, if there is one, to which `no_sync` has added."""
+        if len(self._stages.meshes) == 1:
+            return None
+        return next((name for name, p in self._parameters.named() if _has_part(own_slice(p))), None)
 
-    @torch.no_grad()
-    def reduce_shared(self, before: Mapping[int, Tensor]) -> None:
-        """Adds the gradients that a parameter got on several meshes in a step, for all its users.
+    @contextmanager
+    def of_step(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Sets all gradients aside, so that in the `with` block they are those of one step.
 
-        Which meshes these are is seen by the gradients that have changed: a parameter may reach a
-        call through others on plain tensors, as a transposed weight does, or be part of the
-        criterion. On other meshes a gradient may be there before, as of a penalty.
+        Then earlier ones are added, or restored if the step raises. So a mesh has contributed to a
+        parameter if there is a gradient, whatever was there before, such as that of a penalty.
 
         Args:
-            before: `of_shared` before the step.
+            inputs: leaves among the batch that require a gradient.
+        """
+        if len(self._stages.meshes) == 1:
+            yield
+            return
+        parameters = [p for _, p in self._parameters.named()]
+        self._versions = {id(p): version_of(own_slice(p)) for p in parameters}
+        leaves = [*map(own_slice, parameters), *inputs]
+        before = [(x, x.grad) for x in leaves]
+        for x in leaves:
+            x.grad = None
+        try:
+            yield
+        except BaseException:
+            for x, old in before:
+                x.grad = old
+            raise
+        for x, old in before:
+            if old is not None:
+                x.grad = old if x.grad is None else self._sum(x, old, x.grad)
+
+    @torch.no_grad()
+    def reduce_shared(self) -> None:
+        """Adds the gradients of a parameter on several meshes, for all its users.
+
+        Which meshes these are is seen by the gradients: a parameter may reach a call through others
+        on plain tensors, as a transposed weight does, or be part of the criterion.
 
         Raises:
             NotSupported: the backward pass has changed a parameter and dropped its gradient.
         """
         stages = self._stages
+        if len(stages.meshes) == 1:
+            return
         parameters = list(self._parameters.named())  # also frozen, as ranks may differ in it
         mine = torch.zeros(len(parameters), dtype=torch.uint8)
         for i, (_, p) in enumerate(parameters):
-            version = version_of(own_slice(p))
-            if self._is_changed(p):
+            if own_slice(p).grad is not None:
                 mine[i] = _HAS_GRADIENT
-            elif p.grad is None and p.requires_grad:
+            elif p.requires_grad:
+                version = version_of(own_slice(p))
                 mine[i] = _HAS_CHANGED * (self._versions.get(id(p), version) != version)
-        self._known = {}  # which keeps gradients alive
         rows = stages.world.all_gather(mine)
         for i, (name, p) in enumerate(parameters):
             seen = [int(rows[each.rank(0, 0), i]) for each in stages.meshes]
@@ -186,51 +214,39 @@ class StagedGradients:
                     "optimizer.step() after pipe.step()"
                 )
             # And meshes that use it without a gradient, or they would keep old values.
-            if found and is_of_criterion(name):  # whose calls are on the last stage anyhow
-                found |= self._holders.get(name, set())
+            if found and is_of_criterion(name):
+                found |= self._ends | self._holders.get(name, set())
             elif found:
                 found |= self._uses.meshes_of(name)
                 self._uses.note_gradient(name)
             self._holders.setdefault(name, set()).update(found)
             if len(found) < 2:
                 continue
-            message, old = torch.zeros(p.numel(), dtype=p.dtype), None
-            if seen[stages.index] == _HAS_GRADIENT:
-                old = before.get(id(p))
+            message = torch.zeros(p.numel(), dtype=p.dtype)
+            if own_slice(p).grad is not None:
                 message += self._addend(p).flatten().cpu()
-                if old is not None and self._is_first:
-                    message -= old.flatten().cpu()
-            elif p.grad is not None:
-                old = self._whole(p)
             stages.world.all_reduce(message)
             if stages.index in found and p.requires_grad:
-                total = message.view(p.shape).to(own_slice(p).device)
-                self._assign(p, total if old is None else old + total)
+                self._assign(p, message.view(p.shape).to(own_slice(p).device))
 
     @torch.no_grad()
-    def reduce_inputs(self, inputs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    def reduce_inputs(self, inputs: Sequence[Tensor]) -> None:
         """Adds the gradients of inputs over all meshes, which compute with them; for each group.
 
         Args:
-            inputs: plain leaves with their gradients before the step.
+            inputs: plain leaves.
         """
         stages = self._stages
         mesh = stages.mesh
-        for x, old in inputs:
-            message = torch.zeros(mesh.data_size, x.numel(), dtype=x.dtype)
+        for x in inputs:
+            sizes = stages.world.all_gather(torch.tensor([x.numel()]))  # groups may differ
+            ranks = [stages.meshes[0].rank(d, 0) for d in range(mesh.data_size)]
+            rows = torch.zeros(int(sizes[ranks].sum()), dtype=x.dtype)
+            own = rows.split(sizes[ranks].flatten().tolist())[mesh.data_index]
             if x.grad is not None and mesh.sample_index == 0:  # other ranks have the same
-                message[mesh.data_index] += x.grad.flatten().cpu()
-                if old is not None:
-                    message[mesh.data_index] -= old.flatten().cpu()
-            stages.world.all_reduce(message)
-            total = message[mesh.data_index].view(x.shape).to(x.device)
-            x.grad = total if old is None else old + total
-
-    def _is_changed(self, parameter: Tensor) -> bool:
-        """Returns whether the step has changed the gradient."""
-        grad, version = _state_of(parameter)
-        before, old = self._known.get(id(parameter), (None, 0))
-        return grad is not None and (grad is not before or version != old)
+                own += x.grad.flatten().cpu()
+            stages.world.all_reduce(rows)
+            x.grad = own.clone().view(x.shape).to(x.device)
 
     @property
     def _is_first(self) -> bool:
@@ -258,15 +274,21 @@ class StagedGradients:
         place.copy_(shaped_like(row, own))
         return whole
 
-    def _whole(self, parameter: Tensor) -> Tensor:
-        """Returns a copy of the whole gradient; collective over the mesh."""
-        if isinstance(parameter.grad, PartitionedGradient):
-            found = self._addend(parameter)
-            self._stages.mesh.world.all_reduce(found)
-            return found
-        grad = parameter.grad
-        assert grad is not None
-        return gathered(grad) if isinstance(grad, ShardedTensor) else grad.detach().clone()
+    @torch.no_grad()
+    def _sum(self, own: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        """Returns the sum of two gradients of this rank's slice; where possible in `old`."""
+        is_partitioned = isinstance(old, PartitionedGradient), isinstance(new, PartitionedGradient)
+        if not any(is_partitioned):
+            return old + new if old.requires_grad else old.add_(new)
+        total, other = (new, old) if is_partitioned[1] else (old, new)
+        assert isinstance(total, PartitionedGradient)
+        if isinstance(other, PartitionedGradient):
+            total.piece += other.piece
+        else:
+            part = self._part(own)
+            total.piece += in_memory_order_of(own, other)[part.start : part.stop]
+        total.gradient_set.forget_norms()
+        return total
 
     def _assign(self, parameter: Tensor, whole: Tensor) -> None:
         """Makes this rank's part of a whole gradient the parameter's, in the form that it has."""
@@ -281,12 +303,14 @@ class StagedGradients:
             own.grad = whole
 
 
-def _state_of(parameter: Tensor) -> tuple[Tensor | None, int]:
-    """Returns this rank's gradient of a parameter, and how often it was changed in place."""
-    grad = own_slice(parameter).grad
-    if isinstance(grad, PartitionedGradient):
-        grad = grad.piece
-    return grad, 0 if grad is None else version_of(grad)
+def _has_part(own: Tensor) -> bool:
+    """Returns whether a gradient has a part that the ranks of the mesh have not averaged yet."""
+    if own.grad is None:
+        return False
+    if isinstance(own.grad, PartitionedGradient):
+        return own.grad.pending is not None or own.grad.arriving
+    leaf = leaf_of(own)
+    return leaf is not None and leaf.has_part(own)
 
 
 def _squares(grad: Tensor) -> Tensor:

@@ -98,8 +98,10 @@ class MicroBatch(Calls):
         """Whether micro-batches of the batch pass through the last stage on different meshes."""
         self.of_groups = 1.0
         """Its samples, divided by the samples of all groups' micro-batches."""
-        self._lent = set[int]()  # memory that others need unchanged, by `memory_id`
-        self._entered = set[int]()  # memory of arguments, which a program may change after the pass
+        # By `memory_id`, with a tensor each that keeps it from being another memory's: memory that
+        # others need unchanged, and that of arguments, which a program may change after the pass.
+        self._lent: dict[int, Tensor] = {}
+        self._entered: dict[int, Tensor] = {}
         self._brought = dict[int, weakref.ref[StageTensor]]()  # received for this stage, by ids
         self._stage, self.index = 0, index
         self._ended = False  # the network; what follows is the criterion
@@ -145,9 +147,9 @@ class MicroBatch(Calls):
                 return value
             x = self.enter(value)
             x.stages = set(range(self._stages.count))
-            self._entered.add(memory_id(x.meta))
+            self._entered[memory_id(x.meta)] = x.meta
             if self._lends:
-                self._lent.add(memory_id(x.meta))
+                self._lent[memory_id(x.meta)] = x.meta
             return x
 
         return mapped(entered, values)
@@ -325,7 +327,7 @@ class MicroBatch(Calls):
                 "need as it is (recompute=True, or several stages on a mesh): change a copy"
             )
         assert x.value is not None
-        self._lent.remove(memory)
+        del self._lent[memory]
         with torch.enable_grad():
             x.value = x.value.clone()
 
@@ -378,7 +380,7 @@ class MicroBatch(Calls):
                 x.value = self.boundary.receive(route, call, self._mark, x.meta, self._origin)
                 self._brought[id(x)] = weakref.ref(x)
                 if route.is_local or self._lends:
-                    self._lent.add(memory_id(x.meta))
+                    self._lent[memory_id(x.meta)] = x.meta
             x.stages.add(target)
 
     def _let_go(self) -> None:

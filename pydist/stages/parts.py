@@ -88,8 +88,8 @@ def split_batch(
         if weighs:
             # Weights of groups make up for their different shares of this micro-batch.
             weight = of_groups / sum(sizes.counts)
-        cut = _Cut(mesh, dims, samples, a, b, begins + a)
-        found = mapped(cut.sharded, arguments), mapped(cut, target)
+        cut = _Cut(mesh, dims, samples, a, b, begins + a, share / weight)
+        found = tuple(map(cut.argument, arguments)), mapped(cut, target)
         numbers = range(begins + a, begins + b)
         yield BatchPart(i, numbers, share, (b - a) / of_groups, weight, *found)
 
@@ -104,13 +104,15 @@ class _Cut:
         start: the first sample.
         stop: index after the last sample.
         first: index in the global batch of the first sample.
+        scale: of gradients of inputs, which are the group's own: the loss has weights by which
+            gradients of parameters become means over groups.
     """
 
     def __init__(
-        self, mesh: Mesh, dims: int, samples: int, start: int, stop: int, first: int
+        self, mesh: Mesh, dims: int, samples: int, start: int, stop: int, first: int, scale: float
     ) -> None:
         self._mesh, self._dims, self._samples = mesh, dims, samples
-        self._start, self._stop, self._first = start, stop, first
+        self._start, self._stop, self._first, self._scale = start, stop, first, scale
 
     def __call__(self, x: Any) -> Any:
         """Returns the samples of a tensor; anything else unchanged."""
@@ -122,14 +124,29 @@ class _Cut:
         local = local_of(x)[self._start : self._stop]
         return ShardedTensor.from_local(local, layout, self._first, x._origin.statistics)
 
-    def sharded(self, x: Any) -> Any:
+    def argument(self, x: Any) -> Any:
         """Returns the samples of an argument of the network, cut over the stage."""
-        part = self(x)
+        if not isinstance(x, Tensor):
+            return mapped(self._nested, x)
         if not self._is_batch(x):
             return x
-        if len(part) < self._samples and not isinstance(part, ShardedTensor):
+        return on_mesh(self._own(x), self._mesh, self._dims, self._first)
+
+    def _nested(self, x: Any) -> Any:
+        # Kernels are passed in containers, too, and the network's entry cuts none either.
+        if self._is_batch(x) and x.requires_grad:
+            return self._own(x)
+        return self.argument(x) if isinstance(x, Tensor) else x
+
+    def _own(self, x: Tensor) -> Tensor:
+        part: Tensor = self(x)
+        if isinstance(part, ShardedTensor):
+            return part
+        if len(part) < self._samples:
             part = part.clone()  # or micro-batches would notice each other's changes in place
-        return on_mesh(part, self._mesh, self._dims, self._first)
+        if part.requires_grad and self._scale != 1:
+            part.register_hook(lambda grad: grad * self._scale)
+        return part
 
     def _is_batch(self, x: Any) -> bool:
         return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == self._samples
@@ -144,7 +161,7 @@ def on_mesh(x: Tensor, mesh: Mesh, dims: int, first_sample: int | None = None) -
         dims: number of dims of plain tensors that are cut over the mesh; see `Grid.batch_dims`.
         first_sample: index of the first one in the global batch, in a step.
     """
-    if isinstance(x, ShardedTensor) or x.dim() < 3 or x.requires_grad:
+    if isinstance(x, ShardedTensor) or x.dim() < 3:
         return x
     return distribute_tensor(x, mesh, None if x.dim() == dims else {}, first_sample=first_sample)
 

@@ -66,7 +66,8 @@ class Pipeline:
         self._transfers, self._shapes = Transfers(stages, dims_of_network(model), routes), Shapes()
         self._uses = uses
         self._parameters = StagedParameters(model)
-        self._gradients = StagedGradients(model, stages, uses, self._parameters)
+        ends = schedule.meshes(stages.count - 1)
+        self._gradients = StagedGradients(model, stages, uses, self._parameters, ends)
         self._watch = GradientWatch(model, stages)
         self._state = StagedState(model, stages, self._gradients.owner, self._parameters)
         self._statistics = BatchStatistics(stages) if collects else None
@@ -74,7 +75,7 @@ class Pipeline:
         """The micro-batch whose forward pass runs."""
         self._own = [s for s, mesh in enumerate(stages.order) if mesh == stages.index]
         self._lends = recompute or len(self._own) > 1  # there are several passes over a micro-batch
-        self._number = self._next = 0  # of micro-batches before this batch, and with it
+        self._number = self._next = 0  # of the stages' micro-batches before this batch, and with it
         self._batch = 0  # checksum
         self._left_weights = stages.mesh.session.service(LeftWeights, LeftWeights)
         self._state_of = PassState(model, stages, lends=self._lends, collects=collects)
@@ -111,36 +112,44 @@ class Pipeline:
             UsageError: the number of micro-batches is no count >= 1, gradients are off, there are
                 fewer samples than micro-batches, or ranks have different batches or make different
                 calls.
-            NotSupported: inputs that require a gradient are sharded, or results of other calls.
+            NotSupported: inputs that require a gradient are sharded, or results of other calls; or
+                gradients are accumulated under `no_sync`.
         """
         entry = entry_hook_of(self.model)
         count = self._micro_batches if micro_batches is None else micro_batches
         self._parameters.criterion = module_of(criterion)
         trained = self._trained_inputs((inputs, target))
-        before = self._gradients.of_shared()
-        with self._over((inputs, target), count if is_count(count) else self._micro_batches):
-            check_count(count)
-            if not torch.is_grad_enabled():
-                raise UsageError(
-                    "a step without gradients (torch.no_grad): call the pipeline for its output"
+        unreduced = self._gradients.unreduced()
+        with self._gradients.of_step(trained):
+            with self._over((inputs, target), count if is_count(count) else self._micro_batches):
+                check_count(count)
+                if not torch.is_grad_enabled():
+                    raise UsageError(
+                        "a step without gradients (torch.no_grad): call the pipeline for its output"
+                    )
+                if unreduced is not None or entry.accumulates:
+                    raise NotSupported(
+                        "a step of stages under no_sync, or after a backward pass under it"
+                        f"{'' if unreduced is None else f', which has added to {unreduced}'}: each "
+                        "step reduces gradients, and adds to those that are there"
+                    )
+                found = split_batch(
+                    inputs, target, count, self.stages.mesh, entry.dims, weighs=entry.batches.weighs
                 )
-            found = split_batch(
-                inputs, target, count, self.stages.mesh, entry.dims, weighs=entry.batches.weighs
-            )
-            parts = list(found)
-            passes = self._schedule.passes(count)[self.stages.index]
-            try:
-                losses, factors, reads = self._run(passes, parts, criterion)
-            except StageStopped:
-                # A criterion that raises for a micro-batch raises on all ranks; let it, here, too.
-                for part in parts:
-                    if not self._state_of.has_begun(part.number):
-                        self._forward_of(part, NO_STAGE, criterion)
-                raise
-        given = f"{self._parameters.of_criterion()} and {len(trained)} inputs with a gradient"
-        self._gradients.compare_values(factors, reads, given)
-        self._gradients.reduce_shared(before)
-        self._gradients.reduce_inputs(trained)
+                parts = list(found)
+                passes = self._schedule.passes(count)[self.stages.index]
+                try:
+                    losses, factors, reads = self._run(passes, parts, criterion)
+                except StageStopped:
+                    # A criterion that raises for a micro-batch raises on all ranks; let it, here.
+                    for part in parts:
+                        if not self._state_of.has_begun(part.number):
+                            self._forward_of(part, NO_STAGE, criterion)
+                    raise
+            given = f"{self._parameters.of_criterion()} and {len(trained)} inputs with a gradient"
+            self._gradients.compare_values(factors, reads, given)
+            self._gradients.reduce_shared()
+            self._gradients.reduce_inputs(trained)
         self._watch.note()
         if self._statistics is not None:
             self._statistics.update()
@@ -188,18 +197,19 @@ class Pipeline:
             entry_hook_of(self.model).reduce()
         return losses, factors, [each for m in sorted(reads) for each in reads[m]]
 
-    def _trained_inputs(self, batch: Any) -> list[tuple[Tensor, Tensor | None]]:
-        """Returns the inputs that require a gradient, with the one that they have."""
+    def _trained_inputs(self, batch: Any) -> list[Tensor]:
+        """Returns the inputs that require a gradient, each once."""
         if len(self.stages.meshes) == 1:
             return []
-        found = [x for x in leaves((batch,)) if isinstance(x, Tensor) and x.requires_grad]
+        given = {id(x): x for x in leaves((batch,)) if isinstance(x, Tensor)}
+        found = [x for x in given.values() if x.requires_grad]
         if any(isinstance(x, ShardedTensor) or not x.is_leaf for x in found):
             raise NotSupported(
                 "a step with inputs that require a gradient and are sharded, or were computed by "
                 "other calls, whose backward would run on each mesh for its own stages: give plain "
                 "leaves, or x.detach()"
             )
-        return [(x, None if x.grad is None else x.grad.clone()) for x in found]
+        return found
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs a forward pass without gradients on the whole batch.
@@ -276,7 +286,8 @@ class Pipeline:
     @contextmanager
     def _over(self, batch: Any, micro_batches: int) -> Iterator[None]:
         """Runs the passes over a batch in the `with` block."""
-        self._number, self._next = self._next, self._next + micro_batches
+        self._number = self.stages.passes
+        self._next = self.stages.passes = self._number + micro_batches
         self._batch = batch_checksum(batch)
         self._state_of.begin_batch()
         self._made.clear()
@@ -323,6 +334,7 @@ class Pipeline:
             # The criterion may change its target in place.
             target = mapped(_copied, part.target) if self._lends else part.target
             loss = criterion(out, target)
+        self._refuse_two_updaters(running)
         if not isinstance(loss, StageTensor) or loss.meta.numel() != 1:
             raise UsageError("criterion: expected a scalar computed from the output")
         loss.refuse_foreign_graph()
@@ -354,6 +366,11 @@ class Pipeline:
         finally:
             self.running = None
         running.end_of_network()
+        self._refuse_two_updaters(running)
+        return out
+
+    def _refuse_two_updaters(self, running: MicroBatch) -> None:
+        """Refuses running statistics that two meshes would update, of a network or a criterion."""
         if self._schedule.returns and running.updaters and running.statistics is None:
             possible = 'running_statistics="batch", gpipe and 1f1b'
             if not torch.is_grad_enabled():
@@ -362,7 +379,6 @@ class Pipeline:
                 "schedule='gems' of a network with running statistics (batch norm in training), "
                 f"which two meshes would update; possible: {possible}"
             )
-        return out
 
     def _micro_batch(
         self, stage: int, part: BatchPart | None = None, repeats: MicroBatch | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -96,6 +97,11 @@ class Stages:
         index: this rank's mesh among them.
         mesh: the mesh itself. Data that it loads is its sample group's.
         order: the mesh of each stage.
+        passes: number of micro-batches that all networks in these stages have begun, by which
+            messages are told apart.
+        dropped: numbers of those that have raised, whose tensors may still come.
+        owed: gradients that may still come for them, by the tag of the messages; see
+            `Transfers.drop`.
 
     Raises:
         UsageError: the meshes do not fit the world, or have different numbers of sample groups, or
@@ -138,6 +144,9 @@ class Stages:
             MeshRanks(end - size, grid, _shares(given))
             for end, size, grid, given in zip(ends, sizes, grids, meshes, strict=True)
         ]
+        self.passes = 0
+        self.dropped = set[int]()
+        self.owed: defaultdict[int, deque[Any]] = defaultdict(deque)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stages:
         return self  # as meshes

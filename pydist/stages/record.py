@@ -159,7 +159,7 @@ class _PassRecorder(Calls):
         """Returns arguments with stage tensors in the places of tensors."""
 
         def entered(value: Any) -> Any:
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or value.requires_grad:
                 return value
             # Every stage has it: it is never sent.
             return self.enter(on_mesh(value, self._mesh, self._mesh.grid.batch_dims(3)))

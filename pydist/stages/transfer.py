@@ -42,15 +42,14 @@ class StageTransfer:
         route: the stage that has the tensor and the one that needs it.
         spec: of the tensor.
         kept: tensors and gradients on their way between stages of this mesh.
-        owed: gradients of passes that raised, which may still come; see `Transfers.drop`.
         dims: number of spatial dims of the network.
     """
 
     def __init__(
-        self, stages: Stages, route: Route, spec: TensorSpec, kept: Queues, owed: Queues, dims: int
+        self, stages: Stages, route: Route, spec: TensorSpec, kept: Queues, dims: int
     ) -> None:
         self._stages, self.route, self.spec = stages, route, spec
-        self._owed = owed[route.tag(BACKWARD)]
+        self._owed = stages.owed[route.tag(BACKWARD)]
         self._kept = [kept[route.tag(direction)] for direction in (FORWARD, BACKWARD)]
         self.splits = spec.splits
         if route.is_local:

@@ -42,8 +42,6 @@ class Transfers:
         self._known: dict[tuple[Route, TensorSpec], StageTransfer] = {}
         self._kept: Queues = defaultdict(deque)
         self._headers: Queues = defaultdict(deque)
-        self._owed: Queues = defaultdict(deque)
-        self._dropped = set[int]()
         self._planned = dict.fromkeys(routes, True)  # until passes have shown them all
         self._seen: dict[Route, bool] = {}  # whether a gradient takes it back
 
@@ -119,7 +117,7 @@ class Transfers:
                         raise StageStopped(route.sender, message[MARK_BYTES + len(STOP) :])
                     continue
                 spec = TensorSpec.from_bytes(message[MARK_BYTES:])
-                if theirs.number not in self._dropped:
+                if theirs.number not in self._stages.dropped:
                     break
                 self._find(route, spec).receive()
         here, there = f"stage {route.target}", f"stage {route.source}"
@@ -169,9 +167,9 @@ class Transfers:
             last: the last.
             owed: the number and the transfer of each gradient that other stages may have sent.
         """
-        self._dropped.update(range(first, last + 1))
+        self._stages.dropped.update(range(first, last + 1))
         for number, transfer in owed:
-            self._owed[transfer.route.tag(BACKWARD)].append((number, transfer))
+            self._stages.owed[transfer.route.tag(BACKWARD)].append((number, transfer))
 
     def has_seen_all(self) -> None:
         """Notes that a batch was complete: its passes have taken all routes, and back."""
@@ -214,7 +212,7 @@ class Transfers:
     def _find(self, route: Route, spec: TensorSpec) -> StageTransfer:
         found = self._known.get((route, spec))
         if found is None:
-            found = StageTransfer(self._stages, route, spec, self._kept, self._owed, self._dims)
+            found = StageTransfer(self._stages, route, spec, self._kept, self._dims)
             self._known[route, spec] = found
         return found
 

@@ -1,9 +1,10 @@
-"""Tests of what a step in stages is given: criteria with parameters, inputs, earlier gradients."""
+"""Tests of steps in stages with criteria that have parameters, and with earlier gradients."""
 
 from __future__ import annotations
 
 import copy
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -176,6 +177,8 @@ def check_trained(rounds, meshes, *, partitioned=False, **options):
 
 LAYOUTS = [
     ((ONE, ONE), {"schedule": "1f1b"}),
+    ((ONE, DEEP), {"schedule": "1f1b"}),
+    ((ONE, DEEP), {"schedule": "zero-bubble"}),
     ((ONE, ONE), {"schedule": "gems"}),
     ((DEEP, ONE), {"schedule": "zero-bubble"}),
     ((DEEP, ONE), {"schedule": "1f1b", "partitioned": True}),
@@ -198,6 +201,132 @@ def test_gradients_that_are_there_before_a_step(meshes, options, first):
             optimizer.step()
 
     check_trained(rounds, meshes, **options)
+
+
+def test_gradients_of_a_penalty_make_no_mesh_an_owner():
+    """The last stage is on the first mesh, and only the first steps have the penalty."""
+    net = initialized(Between())
+
+    def train(model, criterion, step, clip):
+        optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.05)
+        norms = []
+        for i in range(4):
+            optimizer.zero_grad()
+            if i < 2:
+                (0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+            step(criterion)
+            norms.append(float(clip(1e9)))
+            optimizer.step()
+        return norms
+
+    whole = copy.deepcopy(net)
+    expected = train(
+        whole,
+        Weighted(),
+        lambda criterion: criterion(whole(X), TARGET).backward(),
+        lambda most: nn.utils.clip_grad_norm_(whole.parameters(), most),
+    )
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, X[:1], cuts=["last"], micro_batches=2)
+        found = train(own, Weighted(), lambda c: made.step(X, TARGET, c), made.clip_grad_norm_)
+        assert found == pytest.approx(expected, rel=1e-6)
+        made.gather()
+        for mine, value in zip(own.parameters(), whole.parameters(), strict=True):
+            assert torch.allclose(mine, value, rtol=0, atol=1e-11)
+
+    on_stages([DEEP, ONE], rank, order=[1, 0])
+
+
+@pytest.mark.parametrize("penalized", [False, True])
+def test_a_first_step_of_one_micro_batch_with_gems(penalized):
+    """The criterion is on one mesh at first, and on two then."""
+
+    def run(model, step):
+        criterion, found = Weighted(), []
+        optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.2)
+        for i, count in enumerate((1, 2, 2)):
+            optimizer.zero_grad()
+            if penalized and i:
+                (0.3 * (criterion.s - 1) ** 2).backward()
+            step(criterion, count)
+            optimizer.step()
+            found.append(criterion.s.item())
+        return found
+
+    net = initialized(Between())
+    whole = copy.deepcopy(net)
+    expected = run(whole, lambda criterion, _: criterion(whole(X), TARGET).backward())
+
+    def rank(stages):
+        made = pipeline(
+            copy.deepcopy(net), stages, X[:1], cuts=["last"], micro_batches=2, schedule="gems"
+        )
+        return run(made.model, lambda c, count: made.step(X, TARGET, c, micro_batches=count))
+
+    for found in on_stages([ONE, ONE], rank):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_norm_in_a_criterion_is_refused_with_gems():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm3d(2).double()
+
+        def forward(self, y, t):
+            return F.mse_loss(self.norm(y), t)
+
+    def rank(stages):
+        made = pipeline(
+            initialized(Between()), stages, X[:1], cuts=["last"], micro_batches=2, schedule="gems"
+        )
+        with pytest.raises(NotSupported, match=r"gems.*which two meshes would update"):
+            made.step(X, TARGET, Normed())
+
+    on_stages([ONE, ONE], rank)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_gradients_are_accumulated_in_their_own_memory(raises):
+    """As torch accumulates. A step that raises leaves them as they were."""
+
+    def loss_of(y, t):
+        if raises:
+            raise ValueError("on all ranks")
+        return F.mse_loss(y, t)
+
+    def rank(stages):
+        made = pipeline(initialized(Between()), stages, X[:1], cuts=["last"], micro_batches=2)
+        made.step(X, TARGET, F.mse_loss)
+        before = [p.grad for p in made.model.parameters()]
+        values = [None if grad is None else grad.clone() for grad in before]
+        with pytest.raises(ValueError, match="on all ranks") if raises else nullcontext():
+            made.step(X, TARGET, loss_of)
+        for p, grad, value in zip(made.model.parameters(), before, values, strict=True):
+            assert p.grad is grad
+            assert grad is None or torch.allclose(grad, value if raises else 2 * value, rtol=1e-12)
+
+    on_stages([DEEP, ONE], rank)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_steps_under_no_sync_are_refused(inside):
+    def rank(stages):
+        made = pipeline(initialized(Between()), stages, X[:1], cuts=["last"])
+        with made.model.no_sync():
+            if not inside:
+                made.model.first.weight.square().sum().backward()
+            with pytest.raises(NotSupported, match="a step of stages under no_sync"):
+                made.step(X, TARGET, F.mse_loss)
+        if not inside:
+            with pytest.raises(
+                (NotSupported, RankFailed), match=r"no_sync.* added to first\.weight"
+            ):
+                made.step(X, TARGET, F.mse_loss)
+
+    on_stages([DEEP, DEEP], rank)
 
 
 class Logged(Weighted):
@@ -247,40 +376,6 @@ def test_trained_tensors_that_are_no_parameters_are_refused_with_gems(made_of):
             made.step(X, TARGET, lambda y, t: F.mse_loss(y, t) * made_of(scale))
 
     on_stages([ONE, ONE], rank)
-
-
-class UsedTwice(Between):
-    def forward(self, x):
-        return self.last(torch.tanh(self.first(x))) * x
-
-
-@pytest.mark.parametrize(
-    ("meshes", "options"),
-    [
-        ((ONE, ONE), {"schedule": "1f1b"}),
-        ((DEEP, DEEP), {"schedule": "gems", "micro_batches": 4}),
-        ((DEEP, ONE), {"schedule": "zero-bubble"}),
-        ((TWO_GROUPS, TWO_GROUPS), {"schedule": "gpipe", "recompute": True}),
-    ],
-    ids=str,
-)
-def test_gradients_of_inputs(meshes, options):
-    net, data = initialized(UsedTwice()), meshes[0].get("data", 1)
-
-    def rank(stages):
-        own = copy.deepcopy(net)
-        made = pipeline(own, stages, X[:1], cuts=["last"], **{"micro_batches": 2, **options})
-        rows = slice(stages.mesh.data_index * 4 // data, (stages.mesh.data_index + 1) * 4 // data)
-        whole, x = copy.deepcopy(net), X[rows].clone().requires_grad_()
-        mine = x.detach().clone().requires_grad_()
-        for _ in range(2):
-            F.mse_loss(whole(x), TARGET[rows]).backward()
-            made.step(mine, TARGET[rows], F.mse_loss)
-        assert torch.allclose(mine.grad, x.grad, rtol=0, atol=1e-12)
-        with pytest.raises(NotSupported, match="inputs that require a gradient and are sharded"):
-            made.step(2 * mine, TARGET[rows], F.mse_loss)
-
-    on_stages(list(meshes), rank)
 
 
 def test_a_mean_over_the_labels_of_all_groups():

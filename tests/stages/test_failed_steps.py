@@ -161,3 +161,30 @@ def test_a_number_of_micro_batches_that_is_none_on_one_mesh_ends_the_step_on_all
         made.step(X, TARGET, F.mse_loss)
 
     on_stages(IN_LINE, rank)
+
+
+def test_a_failed_step_leaves_nothing_to_another_network():
+    """On the same meshes, with the same calls and batch, as of an ensemble."""
+    networks = [layers(nn.Tanh()), layers(nn.Tanh())]
+    with torch.no_grad():
+        for p in networks[1].parameters():
+            p.mul_(-1.5).add_(0.1)
+    expected = F.mse_loss(networks[1](X), TARGET).item()
+
+    def rank(stages):
+        first, second = (
+            pipeline(copy.deepcopy(net), stages, X[:2], micro_batches=2) for net in networks
+        )
+        fails = [stages.index == 1]
+
+        def raise_once(*_):
+            if fails and fails.pop():
+                raise ValueError("before it receives")
+
+        first.model[-1].register_forward_pre_hook(raise_once)
+        with pytest.raises((ValueError, RankFailed)):
+            first.step(X, TARGET, F.mse_loss)
+        found = [float(second.step(X, TARGET, F.mse_loss)) for _ in range(2)]
+        assert found == pytest.approx([expected] * 2, rel=1e-12)
+
+    on_stages(IN_LINE, rank)

@@ -1,0 +1,90 @@
+"""Tests of steps in stages whose inputs require a gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pydist.errors import NotSupported
+from pydist.stages import pipeline
+from support.equivalence import randn
+from support.networks.small import initialized
+from support.staged import DEEP, ONE, TWO_GROUPS, Between, on_stages
+
+X, TARGET = randn(8, 1, 6, 4, 4, seed=1), randn(8, 2, 6, 4, 4, seed=2)
+
+
+class UsedTwice(Between):
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x))) * x
+
+
+@pytest.mark.parametrize(
+    ("meshes", "options", "bounds"),
+    [
+        ((ONE, ONE), {"schedule": "1f1b"}, [0, 4]),
+        ((DEEP, DEEP), {"schedule": "gems", "micro_batches": 4}, [0, 4]),
+        ((DEEP, ONE), {"schedule": "zero-bubble"}, [0, 4]),
+        ((TWO_GROUPS, TWO_GROUPS), {"schedule": "gpipe", "recompute": True}, [0, 2, 4]),
+        ((TWO_GROUPS, TWO_GROUPS), {"micro_batches": 1}, [0, 1, 4]),
+        ((TWO_GROUPS, TWO_GROUPS), {"schedule": "1f1b"}, [0, 5, 8]),
+    ],
+    ids=str,
+)
+def test_gradients_of_inputs(meshes, options, bounds):
+    """They are those of the group's loss, also with groups of unequal size."""
+    net = initialized(UsedTwice())
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, X[:1], cuts=["last"], **{"micro_batches": 2, **options})
+        rows = slice(*bounds[stages.mesh.data_index :][:2])
+        target = TARGET[rows]
+        whole, x = copy.deepcopy(net), X[rows].clone().requires_grad_()
+        mine = x.detach().clone().requires_grad_()
+        for _ in range(2):
+            F.mse_loss(whole(x), target).backward()
+            made.step(mine, target, F.mse_loss)
+        assert torch.allclose(mine.grad, x.grad, rtol=0, atol=1e-12)
+        with pytest.raises(NotSupported, match="inputs that require a gradient and are sharded"):
+            made.step(2 * mine, target, F.mse_loss)
+
+    on_stages(list(meshes), rank)
+
+
+def test_an_input_that_is_given_twice():
+    net, x = initialized(Between()), X.repeat(1, 2, 1, 1, 1).requires_grad_()
+    net.first = initialized(nn.Conv3d(2, 2, 3, padding=1))
+    F.mse_loss(net(x), x).backward()
+
+    def rank(stages):
+        own, mine = copy.deepcopy(net), x.detach().clone().requires_grad_()
+        made = pipeline(own, stages, mine[:1].detach(), cuts=["last"], micro_batches=2)
+        made.step(mine, mine, F.mse_loss)
+        assert torch.allclose(mine.grad, x.grad, rtol=0, atol=1e-12)
+
+    on_stages([ONE, ONE], rank)
+
+
+@pytest.mark.parametrize("meshes", [[ONE], [DEEP, ONE], [TWO_GROUPS] * 2], ids=str)
+def test_masks_do_not_depend_on_gradients_of_inputs(meshes):
+    layers = nn.Conv3d(1, 4, 1), nn.Dropout(0.5), nn.Conv3d(4, 2, 1)
+    net = initialized(nn.Sequential(*layers))
+
+    def rank(stages, trains, count):
+        cuts = ["2"][: len(meshes) - 1]
+        made = pipeline(copy.deepcopy(net), stages, X[:1], cuts=cuts, micro_batches=count)
+        x, target = (t.chunk(stages.mesh.data_size)[stages.mesh.data_index] for t in (X, TARGET))
+        return float(made.step(x.clone().requires_grad_(trains), target, F.mse_loss))
+
+    first, *others = (
+        on_stages(meshes, lambda stages: rank(stages, trains, count))  # noqa: B023
+        for trains in (False, True)
+        for count in (1, 2)
+    )
+    for found in others:
+        assert found == pytest.approx(first, rel=1e-12)
