@@ -66,12 +66,19 @@ class Bucket:
         assert self._work is not None
         self._work.wait()
 
-    def finish(self, gradient_set: GradientSet, exists: Callable[[Leaf], bool]) -> None:
+    def finish(
+        self,
+        gradient_set: GradientSet,
+        exists: Callable[[Leaf], bool],
+        is_new: Callable[[Leaf], bool],
+    ) -> None:
         """Stores the means in the gradients.
 
         Args:
             gradient_set: collects gradients that stay partitioned.
             exists: returns whether any rank has a gradient for the parameter.
+            is_new: returns whether any rank has added to it. An older one is a mean already, and
+                is left alone: stages see by a change that the mesh has contributed.
         """
         assert self._row is not None
         self._form.complete(self._row)
@@ -84,7 +91,7 @@ class Bucket:
             if grad is None:
                 if exists(leaf) and leaf.describes(parameter):
                     parameter.grad = piece.clone()
-            elif fits(leaf, grad) and grad.data_ptr() != piece.data_ptr():
+            elif is_new(leaf) and fits(leaf, grad) and grad.data_ptr() != piece.data_ptr():
                 # A gradient with a graph (create_graph) keeps it. If it was fully reduced before,
                 # it is its own mean; but a pass without a graph may have added a part.
                 grads.append(grad)

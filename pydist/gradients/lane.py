@@ -165,13 +165,13 @@ class Lane:
         while self._next < len(self.buckets):
             self._start_next()
 
-    def finish(self, exists: Callable[[Leaf], bool]) -> None:
-        """Waits for the means and stores them in the gradients."""
+    def finish(self, exists: Callable[[Leaf], bool], is_new: Callable[[Leaf], bool]) -> None:
+        """Waits for the means and stores them in the gradients; see `Bucket.finish`."""
         for bucket in self.buckets:
             bucket.wait()
         gradient_set = GradientSet(self.holders)
         for bucket in self.buckets:
-            bucket.finish(gradient_set, exists)
+            bucket.finish(gradient_set, exists, is_new)
         self.form.conclude(exists)
         self.pending = False
         for leaf in self.leaves:

@@ -253,7 +253,7 @@ class Members:
             known = found.leaves
             self.plan(found, arrived)  # alone at first: the others were already sent
             found.start_rest()
-            found.finish(lambda leaf: leaf not in unused)
+            found.finish(lambda leaf: leaf not in unused, lambda leaf: leaf not in unused)
             for leaf in arrived:
                 if leaf in unused:
                     unused[leaf] = mean_ranks(unused[leaf], self.mesh, axes, "gradients")

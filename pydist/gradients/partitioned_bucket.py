@@ -108,7 +108,12 @@ class PartitionedBucket(Bucket):
         """Returns whether this rank has or had the gradient; see `Bucket.has_gradient`."""
         return leaf.key in self._released or super().has_gradient(leaf)
 
-    def finish(self, gradient_set: GradientSet, exists: Callable[[Leaf], bool]) -> None:
+    def finish(
+        self,
+        gradient_set: GradientSet,
+        exists: Callable[[Leaf], bool],
+        is_new: Callable[[Leaf], bool],
+    ) -> None:
         """Replaces the gradients by placeholders for the mean."""
         assert self._own is not None
         for leaf, part in self.parts():
@@ -124,8 +129,10 @@ class PartitionedBucket(Bucket):
             if earlier is None and not exists(leaf):
                 continue
             piece = self._own[self._place(part)]
-            if earlier is not None:
+            if earlier is not None and is_new(leaf):
                 piece += earlier.piece
+            elif earlier is not None:
+                piece = earlier.piece
             parameter.grad = PartitionedGradient(parameter, piece, gradient_set)
         self._forget()
 

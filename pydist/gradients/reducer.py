@@ -291,7 +291,9 @@ class Reducer:
                 lane.start_rest()
             checks.sum_parameters(mesh, held)
             for lane in agreed.used:
-                lane.finish(lambda leaf: agreed.flags[leaf] > 0)
+                lane.finish(
+                    lambda leaf: agreed.flags[leaf] > 0, lambda leaf: agreed.flags[leaf] == NEW
+                )
             unused, self._unused = self._unused, {}
             show_unused(mesh, agreed, unused)
             self._queued = False

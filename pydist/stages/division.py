@@ -108,6 +108,7 @@ def pipeline(
             f"this {type(model).__name__}, or a part of it, is parallelized already: give "
             "pipeline() the network itself"
         )
+    _refuse_shared(model, stages)
     kept = 1 if recompute else micro_batches
     recorded, plan = _plan_together(model, stages, sample, orders, kept, balance, state, cuts)
     uses = plan.uses(recorded, model, orders)
@@ -121,6 +122,7 @@ def pipeline(
         recompute=recompute, collects=collects,
     )  # fmt: skip
     model.register_forward_pre_hook(_PipelineHook(made), with_kwargs=True)
+    stages.networks.add(model)
     return made
 
 
@@ -144,6 +146,19 @@ def _check_network(model: nn.Module, stages: Stages, form: Gradients) -> None:
             f"pipeline({type(model).__name__}, {type(stages).__name__}); possible are a "
             "torch.nn.Module and stages, from pydist.init_stages()"
         )
+
+
+def _refuse_shared(model: nn.Module, stages: Stages) -> None:
+    """Refuses parameters of another network in the same stages, whose users it does not know."""
+    for other in stages.networks:
+        known = {id(p) for p in other.parameters()}
+        for name, p in model.named_parameters():
+            if id(p) in known:
+                raise UsageError(
+                    f"the parameter {name} is also one of another network in these stages, "
+                    f"{type(other).__name__}: each would train copies of its own; put both "
+                    "networks into one module, and that into pipeline()"
+                )
 
 
 def _check_settings(

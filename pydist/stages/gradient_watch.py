@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
@@ -38,7 +40,8 @@ class GradientWatch:
     def __init__(self, model: nn.Module, stages: Stages) -> None:
         self._model = model
         self._known: dict[int, tuple[int, int]] = {}
-        self._has_warned = False
+        self._partial: dict[int, tuple[Tensor, int]] = {}  # after a step that raised; with versions
+        self._has_warned = self._is_within = False
         self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         if len(stages.meshes) == 1:
             return  # it has all gradients
@@ -46,6 +49,40 @@ class GradientWatch:
             if not _installed:
                 _installed.append(register_optimizer_step_pre_hook(_before_step))
             _watches.add(self)
+
+    @contextmanager
+    def within_step(self) -> Iterator[None]:
+        """Refuses optimizers in the `with` block, in which a step of the pipeline runs."""
+        self._is_within = True
+        try:
+            yield
+        finally:
+            self._is_within = False
+
+    def note_failed(self, parameters: Iterable[Tensor]) -> None:
+        """Notes the gradients to which a step has added before it raised."""
+        grads = {id(p): own_slice(p).grad for p in parameters}
+        self._partial = {
+            key: _with_version(grad) for key, grad in grads.items() if grad is not None
+        }
+
+    def refuse_partial(self, parameters: Iterable[Tensor]) -> None:
+        """Refuses gradients of a step that raised: on another mesh they have other parts of it.
+
+        Raises:
+            NotSupported: one is still there.
+        """
+        for p in parameters:
+            grad = own_slice(p).grad
+            noted, version = self._partial.get(id(p), (None, 0))
+            if grad is None or noted is None:
+                continue
+            now, changes = _with_version(grad)
+            if now is noted and changes == version:
+                raise NotSupported(
+                    "a gradient to which a step of the pipeline has added before it raised, on "
+                    "each mesh another part: call zero_grad() before the next step"
+                )
 
     def note(self) -> None:
         """Notes the gradients, after what all stages have done together."""
@@ -59,13 +96,22 @@ class GradientWatch:
         """Warns if the gradients of an optimizer were changed since.
 
         Raises:
-            NotSupported: the optimizer computes with all gradients at once.
+            NotSupported: the optimizer computes with all gradients at once, steps within the
+                backward pass, or with gradients of a step that raised.
         """
+        if self._is_within and self._has_parameters_of(optimizer):
+            raise NotSupported(
+                f"{type(optimizer).__name__} within the backward pass of a network in stages, as "
+                "in a hook: stages share gradients after that pass; call optimizer.step() after "
+                "pipe.step()"
+            )
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._checked.get(optimizer) != count:
             if self._has_parameters_of(optimizer):
                 _require_own_gradients(optimizer)
             self._checked[optimizer] = count
+        if self._partial:
+            self.refuse_partial(p for group in optimizer.param_groups for p in group["params"])
         if self._has_warned or not self._known:
             return
         for group in optimizer.param_groups:
@@ -117,8 +163,14 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 def _version_of(grad: Tensor) -> tuple[int, int]:
     """Returns which tensor a gradient is, and how often it was changed."""
+    found, version = _with_version(grad)
+    return id(found), version
+
+
+def _with_version(grad: Tensor) -> tuple[Tensor, int]:
+    """Returns this rank's part of a gradient, and how often it was changed."""
     if isinstance(grad, PartitionedGradient):
         grad = grad.piece
     elif isinstance(grad, ShardedTensor):
         grad = local_of(grad)
-    return id(grad), version_of(grad)
+    return grad, version_of(grad)

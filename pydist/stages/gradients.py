@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -24,7 +25,10 @@ from pydist.stages.sources import ValueRead, version_of
 from pydist.stages.uses import Uses
 from pydist.tensor import ShardedTensor
 
-_HAS_GRADIENT, _HAS_CHANGED = 1, 2
+_HAS_GRADIENT, _HAS_CHANGED, _IS_UNKNOWN, _HAS_HOOKS = 1, 2, 4, 8
+"""What a mesh knows of a parameter after a step: the step has added to the gradient; it has changed
+the parameter and dropped the gradient; the gradient was there before, which was not kept; and
+users' hooks have seen the mesh's part of the gradient."""
 
 
 class StagedGradients:
@@ -48,8 +52,11 @@ class StagedGradients:
     ) -> None:
         self._model, self._stages, self._uses = model, stages, uses
         self._parameters, self._ends = parameters, ends
+        self._warned = set[str]()
         self._holders: dict[str, set[int]] = {}  # meshes with a gradient so far, by parameter
-        self._versions: dict[int, int] = {}  # of parameters before a step, by their ids
+        # Before a step, by the ids of parameters: their versions, and their gradients with theirs.
+        self._versions: dict[int, int] = {}
+        self._known: dict[int, tuple[Tensor | None, int]] = {}
 
     def owner(self, name: str) -> int | None:
         """Returns the first mesh that trains a parameter or else uses it, if any."""
@@ -147,66 +154,59 @@ class StagedGradients:
                     "as often as a rank passes over a micro-batch"
                 )
 
-    def unreduced(self) -> str | None:
-        """Returns the name of a parameter, if there is one, to which `no_sync` has added."""
-        if len(self._stages.meshes) == 1:
-            return None
-        return next((name for name, p in self._parameters.named() if _has_part(own_slice(p))), None)
-
-    @contextmanager
-    def of_step(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Sets all gradients aside, so that in the `with` block they are those of one step.
-
-        Then earlier ones are added, or restored if the step raises. So a mesh has contributed to a
-        parameter if there is a gradient, whatever was there before, such as that of a penalty.
-
-        Args:
-            inputs: leaves among the batch that require a gradient.
-        """
-        if len(self._stages.meshes) == 1:
-            yield
-            return
-        parameters = [p for _, p in self._parameters.named()]
-        self._versions = {id(p): version_of(own_slice(p)) for p in parameters}
-        leaves = [*map(own_slice, parameters), *inputs]
-        before = [(x, x.grad) for x in leaves]
-        for x in leaves:
-            x.grad = None
-        try:
-            yield
-        except BaseException:
-            for x, old in before:
-                x.grad = old
-            raise
-        for x, old in before:
-            if old is not None:
-                x.grad = old if x.grad is None else self._sum(x, old, x.grad)
-
     @torch.no_grad()
-    def reduce_shared(self) -> None:
-        """Adds the gradients of a parameter on several meshes, for all its users.
-
-        Which meshes these are is seen by the gradients: a parameter may reach a call through others
-        on plain tensors, as a transposed weight does, or be part of the criterion.
+    def of_shared(self) -> dict[int, Tensor]:
+        """Returns the whole gradients that several meshes may add to, by parameter.
 
         Raises:
-            NotSupported: the backward pass has changed a parameter and dropped its gradient.
+            NotSupported: the ranks of a mesh have not averaged one of them.
+        """
+        named = list(self._parameters.named())
+        self._versions = {id(p): version_of(own_slice(p)) for _, p in named}
+        self._known = {id(p): _state_of(p) for _, p in named}
+        found = {}
+        for name, p in named:
+            if p.grad is not None and self._may_be_shared(name):
+                leaf = leaf_of(own_slice(p))
+                if leaf is not None and leaf.has_part(own_slice(p)):
+                    raise NotSupported(
+                        f"a step of stages after a backward pass under no_sync, or one that "
+                        f"raised, which has added to {name}, a parameter of several meshes: end "
+                        "that accumulation before; after an error call zero_grad()"
+                    )
+                found[id(p)] = self._whole(p)
+        return found
+
+    def changed(self) -> list[Tensor]:
+        """Returns the parameters to whose gradients a step has added, before `reduce_shared`."""
+        found = (p for _, p in self._parameters.named() if id(p) in self._known)
+        return [p for p in found if self._knowledge(p, {}) & _HAS_GRADIENT]
+
+    @torch.no_grad()
+    def reduce_shared(self, before: Mapping[int, Tensor]) -> None:
+        """Adds the gradients that a parameter got on several meshes in a step, for all its users.
+
+        Which meshes these are is seen by the gradients that have changed: a parameter may reach a
+        call through others on plain tensors, as a transposed weight does, or be part of the
+        criterion. On other meshes a gradient may be there before, as of a penalty.
+
+        Args:
+            before: `of_shared` before the step.
+
+        Raises:
+            NotSupported: the backward pass has changed a parameter and dropped its gradient; or
+                several meshes have added to one that no earlier step showed to be shared, and that
+                had a gradient before.
         """
         stages = self._stages
-        if len(stages.meshes) == 1:
-            return
         parameters = list(self._parameters.named())  # also frozen, as ranks may differ in it
-        mine = torch.zeros(len(parameters), dtype=torch.uint8)
-        for i, (_, p) in enumerate(parameters):
-            if own_slice(p).grad is not None:
-                mine[i] = _HAS_GRADIENT
-            elif p.requires_grad:
-                version = version_of(own_slice(p))
-                mine[i] = _HAS_CHANGED * (self._versions.get(id(p), version) != version)
-        rows = stages.world.all_gather(mine)
+        rows = stages.world.all_gather(
+            torch.tensor([self._knowledge(p, before) for _, p in parameters], dtype=torch.uint8)
+        )
+        self._known = {}  # which keeps gradients alive
         for i, (name, p) in enumerate(parameters):
             seen = [int(rows[each.rank(0, 0), i]) for each in stages.meshes]
-            found = {s for s, each in enumerate(seen) if each == _HAS_GRADIENT}
+            found = {s for s, each in enumerate(seen) if each & _HAS_GRADIENT}
             if not found and _HAS_CHANGED in seen:
                 raise NotSupported(
                     f"{name} was changed in the backward pass, and has no gradient: an optimizer "
@@ -214,39 +214,86 @@ class StagedGradients:
                     "optimizer.step() after pipe.step()"
                 )
             # And meshes that use it without a gradient, or they would keep old values.
-            if found and is_of_criterion(name):
-                found |= self._ends | self._holders.get(name, set())
-            elif found:
-                found |= self._uses.meshes_of(name)
+            if found:
+                found |= self._users(name)
+            if found and not is_of_criterion(name):
                 self._uses.note_gradient(name)
             self._holders.setdefault(name, set()).update(found)
             if len(found) < 2:
                 continue
-            message = torch.zeros(p.numel(), dtype=p.dtype)
-            if own_slice(p).grad is not None:
+            if any(each & _IS_UNKNOWN for each in seen):
+                raise NotSupported(
+                    f"{name} was used on one mesh of the stages before, and is on several now; it "
+                    "has an earlier gradient, from which theirs can't be told: call zero_grad() "
+                    "before this step"
+                )
+            if any(each & _HAS_HOOKS for each in seen):
+                self._warn_of_hooks(name)
+            message, old = torch.zeros(p.numel(), dtype=p.dtype), None
+            if seen[stages.index] & _HAS_GRADIENT:
+                old = before.get(id(p))
                 message += self._addend(p).flatten().cpu()
+                if old is not None and self._is_first:
+                    message -= old.flatten().cpu()
+            elif p.grad is not None:
+                old = self._whole(p)
             stages.world.all_reduce(message)
             if stages.index in found and p.requires_grad:
-                self._assign(p, message.view(p.shape).to(own_slice(p).device))
+                total = message.view(p.shape).to(own_slice(p).device)
+                self._assign(p, total if old is None else old + total)
 
     @torch.no_grad()
-    def reduce_inputs(self, inputs: Sequence[Tensor]) -> None:
+    def reduce_inputs(self, inputs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         """Adds the gradients of inputs over all meshes, which compute with them; for each group.
 
         Args:
-            inputs: plain leaves.
+            inputs: plain leaves with their gradients before the step.
         """
         stages = self._stages
         mesh = stages.mesh
-        for x in inputs:
+        for x, old in inputs:
             sizes = stages.world.all_gather(torch.tensor([x.numel()]))  # groups may differ
             ranks = [stages.meshes[0].rank(d, 0) for d in range(mesh.data_size)]
             rows = torch.zeros(int(sizes[ranks].sum()), dtype=x.dtype)
             own = rows.split(sizes[ranks].flatten().tolist())[mesh.data_index]
             if x.grad is not None and mesh.sample_index == 0:  # other ranks have the same
                 own += x.grad.flatten().cpu()
+                if old is not None:
+                    own -= old.flatten().cpu()
             stages.world.all_reduce(rows)
-            x.grad = own.clone().view(x.shape).to(x.device)
+            total = own.clone().view(x.shape).to(x.device)
+            x.grad = total if old is None else old + total
+
+    def _users(self, name: str) -> set[int]:
+        """Returns the meshes that compute with a parameter, or have had a gradient of it."""
+        held = self._holders.get(name, set())
+        return held | (self._ends if is_of_criterion(name) else self._uses.meshes_of(name))
+
+    def _may_be_shared(self, name: str) -> bool:
+        """Returns whether several meshes may add to a gradient, as far as earlier steps tell."""
+        return name not in self._holders or len(self._users(name)) > 1
+
+    def _warn_of_hooks(self, name: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(
+                f"hooks of {name}, a parameter of several meshes: each has seen the gradient of "
+                "its own mesh, and the sum is formed after the step. What is not linear, such as "
+                "clamping, gives another number: do it after pipe.step()",
+                stacklevel=2,
+            )
+
+    def _knowledge(self, parameter: Tensor, before: Mapping[int, Tensor]) -> int:
+        """Returns what this rank knows of a parameter after a step."""
+        grad, version = _state_of(parameter)
+        earlier, old = self._known.get(id(parameter), (None, 0))
+        if grad is not None and (grad is not earlier or version != old):
+            is_unknown = earlier is not None and id(parameter) not in before
+            hooks = _HAS_HOOKS * _has_hooks(own_slice(parameter))
+            return _HAS_GRADIENT | _IS_UNKNOWN * is_unknown | hooks
+        value = version_of(own_slice(parameter))
+        has_changed = self._versions.get(id(parameter), value) != value
+        return _HAS_CHANGED * (grad is None and parameter.requires_grad and has_changed)
 
     @property
     def _is_first(self) -> bool:
@@ -274,21 +321,15 @@ class StagedGradients:
         place.copy_(shaped_like(row, own))
         return whole
 
-    @torch.no_grad()
-    def _sum(self, own: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        """Returns the sum of two gradients of this rank's slice; where possible in `old`."""
-        is_partitioned = isinstance(old, PartitionedGradient), isinstance(new, PartitionedGradient)
-        if not any(is_partitioned):
-            return old + new if old.requires_grad else old.add_(new)
-        total, other = (new, old) if is_partitioned[1] else (old, new)
-        assert isinstance(total, PartitionedGradient)
-        if isinstance(other, PartitionedGradient):
-            total.piece += other.piece
-        else:
-            part = self._part(own)
-            total.piece += in_memory_order_of(own, other)[part.start : part.stop]
-        total.gradient_set.forget_norms()
-        return total
+    def _whole(self, parameter: Tensor) -> Tensor:
+        """Returns a copy of the whole gradient; collective over the mesh."""
+        if isinstance(parameter.grad, PartitionedGradient):
+            found = self._addend(parameter)
+            self._stages.mesh.world.all_reduce(found)
+            return found
+        grad = parameter.grad
+        assert grad is not None
+        return gathered(grad) if isinstance(grad, ShardedTensor) else grad.detach().clone()
 
     def _assign(self, parameter: Tensor, whole: Tensor) -> None:
         """Makes this rank's part of a whole gradient the parameter's, in the form that it has."""
@@ -303,14 +344,20 @@ class StagedGradients:
             own.grad = whole
 
 
-def _has_part(own: Tensor) -> bool:
-    """Returns whether a gradient has a part that the ranks of the mesh have not averaged yet."""
-    if own.grad is None:
-        return False
-    if isinstance(own.grad, PartitionedGradient):
-        return own.grad.pending is not None or own.grad.arriving
-    leaf = leaf_of(own)
-    return leaf is not None and leaf.has_part(own)
+def _state_of(parameter: Tensor) -> tuple[Tensor | None, int]:
+    """Returns this rank's gradient of a parameter, and how often it was changed in place."""
+    grad = own_slice(parameter).grad
+    if isinstance(grad, PartitionedGradient):
+        grad = grad.piece
+    return grad, 0 if grad is None else version_of(grad)
+
+
+def _has_hooks(own: Tensor) -> bool:
+    """Returns whether users have registered hooks on a parameter."""
+    leaf, tensor = leaf_of(own), cast("Any", own)
+    if leaf is not None:
+        return leaf.has_hooks
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def _squares(grad: Tensor) -> Tensor:

@@ -74,6 +74,9 @@ class PassMark(NamedTuple):
 MARK_BYTES = 24
 STOP = b"stop "
 """What a message has in the place of a tensor's spec if its sender has stopped the batch."""
+END = 1
+"""Tag of the messages by which meshes say that they have made all passes of a batch, or stopped: no
+route begins and ends at stage 0, whose gradients would have it."""
 STOPPED = -1
 """Says the same in the place of whether a gradient exists."""
 
@@ -103,6 +106,7 @@ class TensorSpec(NamedTuple):
         splits: of its layout on the sending stage; `None` if it is plain.
         needs_grad: whether its gradient is sent back.
         channels_last: whether it is sent, and received, in this format.
+        dims: number of spatial dims of the network.
     """
 
     call: str
@@ -111,21 +115,20 @@ class TensorSpec(NamedTuple):
     splits: tuple[Split | None, ...] | None
     needs_grad: bool
     channels_last: bool
+    dims: int
 
     def to_bytes(self) -> bytes:
         """Returns the spec as a message."""
         splits = self.splits and [s and [s.axes, list(s.partition.points)] for s in self.splits]
         dtype = str(self.dtype).removeprefix("torch.")
-        rest = self.needs_grad, self.channels_last
+        rest = self.needs_grad, self.channels_last, self.dims
         return json.dumps([self.call, self.shape, dtype, splits, *rest]).encode()
 
     @staticmethod
     def from_bytes(message: bytes) -> TensorSpec:
         """Returns the spec that a message describes."""
-        call, shape, dtype, splits, needs_grad, channels_last = json.loads(message)
+        call, shape, dtype, splits, *rest = json.loads(message)
         found = None
         if splits is not None:
             found = tuple(s and Split(tuple(s[0]), Partition(s[1])) for s in splits)
-        return TensorSpec(
-            call, tuple(shape), getattr(torch, dtype), found, needs_grad, channels_last
-        )
+        return TensorSpec(call, tuple(shape), getattr(torch, dtype), found, *rest)

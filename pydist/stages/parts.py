@@ -29,6 +29,7 @@ class BatchPart(NamedTuple):
         of_groups: its samples, divided by the samples of all groups' parts with this number.
         weight: of its gradient.
         inputs: the network's arguments.
+        cut_later: the indices of those that each pass cuts over the stage, as their graphs differ.
         target: the criterion's.
     """
 
@@ -38,7 +39,21 @@ class BatchPart(NamedTuple):
     of_groups: float
     weight: float
     inputs: tuple[Any, ...]
+    cut_later: frozenset[int]
     target: Any
+
+    def entered(self, mesh: Mesh, dims: int) -> tuple[Any, ...]:
+        """Returns the arguments of a pass, cut over a stage.
+
+        Args:
+            mesh: of the stage.
+            dims: number of dims of plain arguments that are cut over the mesh.
+        """
+        first = self.samples.start
+        return tuple(
+            on_mesh(x, mesh, dims, first) if i in self.cut_later else x
+            for i, x in enumerate(self.inputs)
+        )
 
 
 def is_count(micro_batches: Any) -> bool:
@@ -81,6 +96,12 @@ def split_batch(
     if min(sizes.counts) < count:
         raise UsageError(f"{min(sizes.counts)} samples in {count} micro-batches")
     begins = sizes.first_sample
+    # Kernels are passed in containers, too, and the network's entry cuts none of them either.
+    later = frozenset(
+        i
+        for i, x in enumerate(arguments)
+        if isinstance(x, Tensor) and x.requires_grad and x.dim() and x.shape[0] == samples
+    )
     cuts = [[n * i // count for i in range(count + 1)] for n in sizes.counts]
     for i, (a, b) in enumerate(pairwise(cuts[mesh.data_index])):
         share = weight = (b - a) / samples
@@ -89,7 +110,7 @@ def split_batch(
             # Weights of groups make up for their different shares of this micro-batch.
             weight = of_groups / sum(sizes.counts)
         cut = _Cut(mesh, dims, samples, a, b, begins + a, share / weight)
-        found = tuple(map(cut.argument, arguments)), mapped(cut, target)
+        found = mapped(cut.sharded, arguments), later, mapped(cut.own, target)
         numbers = range(begins + a, begins + b)
         yield BatchPart(i, numbers, share, (b - a) / of_groups, weight, *found)
 
@@ -124,29 +145,22 @@ class _Cut:
         local = local_of(x)[self._start : self._stop]
         return ShardedTensor.from_local(local, layout, self._first, x._origin.statistics)
 
-    def argument(self, x: Any) -> Any:
-        """Returns the samples of an argument of the network, cut over the stage."""
-        if not isinstance(x, Tensor):
-            return mapped(self._nested, x)
-        if not self._is_batch(x):
-            return x
-        return on_mesh(self._own(x), self._mesh, self._dims, self._first)
+    def own(self, x: Any) -> Any:
+        """Returns the samples of a tensor, with gradients of the group's own loss."""
+        part = self(x)
+        is_new = self._is_batch(x) and not isinstance(part, ShardedTensor)
+        if is_new and part.requires_grad and self._scale != 1:
+            part.register_hook(lambda grad: grad * self._scale)
+        return part
 
-    def _nested(self, x: Any) -> Any:
-        # Kernels are passed in containers, too, and the network's entry cuts none either.
-        if self._is_batch(x) and x.requires_grad:
-            return self._own(x)
-        return self.argument(x) if isinstance(x, Tensor) else x
-
-    def _own(self, x: Tensor) -> Tensor:
-        part: Tensor = self(x)
-        if isinstance(part, ShardedTensor):
+    def sharded(self, x: Any) -> Any:
+        """Returns the samples of an argument of the network, if it has no gradient cut over it."""
+        part = self.own(x)
+        if not self._is_batch(x) or isinstance(part, ShardedTensor):
             return part
         if len(part) < self._samples:
             part = part.clone()  # or micro-batches would notice each other's changes in place
-        if part.requires_grad and self._scale != 1:
-            part.register_hook(lambda grad: grad * self._scale)
-        return part
+        return part if x.requires_grad else on_mesh(part, self._mesh, self._dims, self._first)
 
     def _is_batch(self, x: Any) -> bool:
         return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == self._samples

@@ -113,43 +113,45 @@ class Pipeline:
                 fewer samples than micro-batches, or ranks have different batches or make different
                 calls.
             NotSupported: inputs that require a gradient are sharded, or results of other calls; or
-                gradients are accumulated under `no_sync`.
+                gradients were accumulated under `no_sync`, or in a step that raised.
         """
         entry = entry_hook_of(self.model)
         count = self._micro_batches if micro_batches is None else micro_batches
         self._parameters.criterion = module_of(criterion)
-        trained = self._trained_inputs((inputs, target))
-        unreduced = self._gradients.unreduced()
-        with self._gradients.of_step(trained):
-            with self._over((inputs, target), count if is_count(count) else self._micro_batches):
-                check_count(count)
-                if not torch.is_grad_enabled():
-                    raise UsageError(
-                        "a step without gradients (torch.no_grad): call the pipeline for its output"
-                    )
-                if unreduced is not None or entry.accumulates:
-                    raise NotSupported(
-                        "a step of stages under no_sync, or after a backward pass under it"
-                        f"{'' if unreduced is None else f', which has added to {unreduced}'}: each "
-                        "step reduces gradients, and adds to those that are there"
-                    )
-                found = split_batch(
-                    inputs, target, count, self.stages.mesh, entry.dims, weighs=entry.batches.weighs
+        number = count if is_count(count) else self._micro_batches
+        with self._over((inputs, target), number, is_step=True), self._watch.within_step():
+            check_count(count)
+            if not torch.is_grad_enabled():
+                raise UsageError(
+                    "a step without gradients (torch.no_grad): call the pipeline for its output"
                 )
-                parts = list(found)
-                passes = self._schedule.passes(count)[self.stages.index]
-                try:
-                    losses, factors, reads = self._run(passes, parts, criterion)
-                except StageStopped:
-                    # A criterion that raises for a micro-batch raises on all ranks; let it, here.
-                    for part in parts:
-                        if not self._state_of.has_begun(part.number):
-                            self._forward_of(part, NO_STAGE, criterion)
-                    raise
-            given = f"{self._parameters.of_criterion()} and {len(trained)} inputs with a gradient"
-            self._gradients.compare_values(factors, reads, given)
-            self._gradients.reduce_shared()
-            self._gradients.reduce_inputs(trained)
+            if entry.accumulates:
+                raise NotSupported(
+                    "a step of stages under no_sync: each step reduces its gradients, and adds to "
+                    "those that are there"
+                )
+            self._watch.refuse_partial(self.model.parameters())
+            trained = self._trained_inputs((inputs, target))
+            before = self._gradients.of_shared()
+            found = split_batch(
+                inputs, target, count, self.stages.mesh, entry.dims, weighs=entry.batches.weighs
+            )
+            parts = list(found)
+            passes = self._schedule.passes(count)[self.stages.index]
+            try:
+                losses, factors, reads = self._run(passes, parts, criterion)
+            except StageStopped:
+                # A criterion that raises for a micro-batch raises on all ranks; let it, here, too.
+                for part in parts:
+                    if not self._state_of.has_begun(part.number):
+                        self._forward_of(part, NO_STAGE, criterion)
+                raise
+            self._transfers.end(self._next)
+            self._transfers.await_ends(self._next)
+        given = f"{self._parameters.of_criterion()} and {len(trained)} inputs with a gradient"
+        self._gradients.compare_values(factors, reads, given)
+        self._gradients.reduce_shared(before)
+        self._gradients.reduce_inputs(trained)
         self._watch.note()
         if self._statistics is not None:
             self._statistics.update()
@@ -197,11 +199,12 @@ class Pipeline:
             entry_hook_of(self.model).reduce()
         return losses, factors, [each for m in sorted(reads) for each in reads[m]]
 
-    def _trained_inputs(self, batch: Any) -> list[Tensor]:
-        """Returns the inputs that require a gradient, each once."""
+    def _trained_inputs(self, batch: Any) -> list[tuple[Tensor, Tensor | None]]:
+        """Returns the inputs that require a gradient, each once, with the one that they have."""
         if len(self.stages.meshes) == 1:
             return []
-        given = {id(x): x for x in leaves((batch,)) if isinstance(x, Tensor)}
+        own = {id(p) for _, p in self._parameters.named()}
+        given = {id(x): x for x in leaves((batch,)) if isinstance(x, Tensor) and id(x) not in own}
         found = [x for x in given.values() if x.requires_grad]
         if any(isinstance(x, ShardedTensor) or not x.is_leaf for x in found):
             raise NotSupported(
@@ -209,7 +212,7 @@ class Pipeline:
                 "other calls, whose backward would run on each mesh for its own stages: give plain "
                 "leaves, or x.detach()"
             )
-        return found
+        return [(x, None if x.grad is None else x.grad.clone()) for x in found]
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs a forward pass without gradients on the whole batch.
@@ -220,7 +223,7 @@ class Pipeline:
         found = None
         if self._versions() != self._gathered:
             self._uses.is_gathered = False
-        with torch.no_grad(), self._over(inputs, 1):
+        with torch.no_grad(), self._over(inputs, 1, is_step=False):
             for stage in self._own:
                 running = self._micro_batch(stage)
                 with self._state_of.begun(running), self._sources(running):
@@ -284,8 +287,8 @@ class Pipeline:
         self._watch.note()
 
     @contextmanager
-    def _over(self, batch: Any, micro_batches: int) -> Iterator[None]:
-        """Runs the passes over a batch in the `with` block."""
+    def _over(self, batch: Any, micro_batches: int, *, is_step: bool) -> Iterator[None]:
+        """Runs the passes over a batch in the `with` block, of a step or an evaluation."""
         self._number = self.stages.passes
         self._next = self.stages.passes = self._number + micro_batches
         self._batch = batch_checksum(batch)
@@ -308,7 +311,12 @@ class Pipeline:
             # Another mesh may be about to need passes that come after this one here.
             lost = isinstance(error, RankFailed | RankLost) and not isinstance(error, StageStopped)
             if isinstance(error, Exception) and not lost:
-                self._transfers.stop(self._next, f"{type(error).__name__}: {error}")
+                reason = f"{type(error).__name__}: {error}"
+                self._transfers.stop(self._next, reason)
+                if is_step:
+                    self._transfers.end(self._next, reason)
+            if is_step and len(self.stages.meshes) > 1:
+                self._watch.note_failed(self._gradients.changed())
             raise
         finally:
             self._uses.end_batch(completed=completed)
@@ -330,7 +338,8 @@ class Pipeline:
             self._left_weights.leaving(running.left),
             self._sources(running),
         ):
-            out = self._forward(running, part.inputs)
+            dims = entry_hook_of(self.model).dims
+            out = self._forward(running, part.entered(self.stages.mesh, dims))
             # The criterion may change its target in place.
             target = mapped(_copied, part.target) if self._lends else part.target
             loss = criterion(out, target)

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from pydist.comm import Transport
 from pydist.errors import UsageError
@@ -100,8 +102,9 @@ class Stages:
         passes: number of micro-batches that all networks in these stages have begun, by which
             messages are told apart.
         dropped: numbers of those that have raised, whose tensors may still come.
-        owed: gradients that may still come for them, by the tag of the messages; see
-            `Transfers.drop`.
+        owed: gradients that may still come for them, by the mesh that has them and the tag of the
+            messages; see `Transfers.drop`.
+        networks: the networks in these stages.
 
     Raises:
         UsageError: the meshes do not fit the world, or have different numbers of sample groups, or
@@ -146,7 +149,8 @@ class Stages:
         ]
         self.passes = 0
         self.dropped = set[int]()
-        self.owed: defaultdict[int, deque[Any]] = defaultdict(deque)
+        self.owed: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)
+        self.networks: WeakSet[nn.Module] = WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stages:
         return self  # as meshes

@@ -42,14 +42,11 @@ class StageTransfer:
         route: the stage that has the tensor and the one that needs it.
         spec: of the tensor.
         kept: tensors and gradients on their way between stages of this mesh.
-        dims: number of spatial dims of the network.
     """
 
-    def __init__(
-        self, stages: Stages, route: Route, spec: TensorSpec, kept: Queues, dims: int
-    ) -> None:
+    def __init__(self, stages: Stages, route: Route, spec: TensorSpec, kept: Queues) -> None:
         self._stages, self.route, self.spec = stages, route, spec
-        self._owed = stages.owed[route.tag(BACKWARD)]
+        self._owed = stages.owed[route.receiver, route.tag(BACKWARD)]
         self._kept = [kept[route.tag(direction)] for direction in (FORWARD, BACKWARD)]
         self.splits = spec.splits
         if route.is_local:
@@ -62,7 +59,7 @@ class StageTransfer:
             whole = Box([0], [math.prod(spec.shape)])
             self._boxes = [whole] * sender.sample_size, [whole] * receiver.sample_size
         else:
-            self.splits = receiver.splits_like(sender, spec.shape, spec.splits, dims)
+            self.splits = receiver.splits_like(sender, spec.shape, spec.splits, spec.dims)
             self._boxes = (
                 sender.boxes(spec.shape, spec.splits),
                 receiver.boxes(spec.shape, self.splits),

@@ -14,6 +14,7 @@ from pydist.exchange.memory_formats import is_channels_last
 from pydist.layout import Layout
 from pydist.stages.messages import (
     BACKWARD,
+    END,
     FORWARD,
     MARK_BYTES,
     STOP,
@@ -69,7 +70,9 @@ class Transfers:
         needs_grad = local.requires_grad
         sender, receiver = self._stages.own, self._stages.meshes[route.receiver]
         in_format = keeps_format(sender, receiver, splits) and is_channels_last(local)
-        spec = TensorSpec(call, tuple(value.shape), value.dtype, splits, needs_grad, in_format)
+        spec = TensorSpec(
+            call, tuple(value.shape), value.dtype, splits, needs_grad, in_format, self._dims
+        )
         transfer = self._find(route, spec)
         tag = route.tag(FORWARD)
         if route.is_local:
@@ -169,11 +172,45 @@ class Transfers:
         """
         self._stages.dropped.update(range(first, last + 1))
         for number, transfer in owed:
-            self._stages.owed[transfer.route.tag(BACKWARD)].append((number, transfer))
+            route = transfer.route
+            self._stages.owed[route.receiver, route.tag(BACKWARD)].append((number, transfer))
 
     def has_seen_all(self) -> None:
         """Notes that a batch was complete: its passes have taken all routes, and back."""
         self._planned.clear()
+
+    def end(self, last: int, reason: str = "") -> None:
+        """Tells all meshes that this one has made all passes of a batch, or has stopped it.
+
+        Args:
+            last: the batch's last forward pass.
+            reason: the error of this rank.
+        """
+        stages, mine = self._stages, self._stages.mesh
+        message = PassMark(last, 0, 0).to_bytes() + reason.encode()
+        for peers in stages.meshes:
+            for index in range(0 if peers is stages.own else peers.sample_size):
+                if index % mine.sample_size == mine.sample_index:
+                    stages.send_bytes(message, peers.rank(mine.data_index, index), END)
+
+    def await_ends(self, last: int) -> None:
+        """Waits until all meshes have made all passes of a batch.
+
+        Args:
+            last: the batch's last forward pass.
+
+        Raises:
+            StageStopped: one of them has stopped it, perhaps after its last message to this one.
+        """
+        stages, mine = self._stages, self._stages.mesh
+        for mesh, sender in enumerate(stages.meshes):
+            number = 0 if mesh != stages.index else last
+            while number < last:  # of a batch that has failed
+                rank = sender.rank(mine.data_index, mine.sample_index % sender.sample_size)
+                message = stages.receive_bytes(rank, END)
+                number = PassMark.from_bytes(message).number
+                if number >= last and len(message) > MARK_BYTES:
+                    raise StageStopped(mesh, message[MARK_BYTES:])
 
     def stop(self, last: int, reason: str) -> None:
         """Tells all meshes that wait for this one that it sends no more of a batch.
@@ -212,7 +249,7 @@ class Transfers:
     def _find(self, route: Route, spec: TensorSpec) -> StageTransfer:
         found = self._known.get((route, spec))
         if found is None:
-            found = StageTransfer(self._stages, route, spec, self._kept, self._dims)
+            found = StageTransfer(self._stages, route, spec, self._kept)
             self._known[route, spec] = found
         return found
 

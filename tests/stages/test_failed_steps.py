@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pydist.errors import RankFailed, UsageError
+from pydist.errors import NotSupported, RankFailed, UsageError
 from pydist.stages import pipeline
 from support.networks.small import initialized
-from support.staged import DEEP, ONE, TWO_GROUPS, on_stages
+from support.staged import DEEP, HIGH, ONE, TWO_GROUPS, on_stages
 from support.staged_layers import ORDERS, TARGET, X, assert_gradients, in_sequence, layers
 
 IN_LINE = [ONE] * 2
@@ -188,3 +188,83 @@ def test_a_failed_step_leaves_nothing_to_another_network():
         assert found == pytest.approx([expected] * 2, rel=1e-12)
 
     on_stages(IN_LINE, rank)
+
+
+def test_a_failed_step_leaves_nothing_to_a_network_of_other_dims():
+    flat, deep = nn.Conv2d(1, 2, 3, padding=1), nn.Conv3d(1, 2, 3, padding=1)
+    networks = [nn.Sequential(first, nn.Tanh()) for first in (flat, deep)]
+    x = [torch.randn(2, 1, 8, 6), torch.randn(2, 1, 4, 8, 6)]
+
+    def rank(stages):
+        own = [copy.deepcopy(net) for net in networks]
+        pipes = [
+            pipeline(net, stages, each[:1], cuts=["1"]) for net, each in zip(own, x, strict=True)
+        ]
+        fails = [stages.index == 1]
+
+        def raise_once(*_):
+            if fails and fails.pop():
+                raise ValueError("before it receives")
+
+        own[0][1].register_forward_pre_hook(raise_once)
+        with pytest.raises((ValueError, RankFailed)):
+            pipes[0].step(x[0], torch.zeros(2, 2, 8, 6), F.mse_loss)
+        pipes[1].step(x[1], torch.zeros(2, 2, 4, 8, 6), F.mse_loss)
+
+    on_stages([ONE, HIGH], rank)
+
+
+@pytest.mark.parametrize("meshes", [IN_LINE, [ONE, DEEP]], ids=str)
+def test_an_exception_in_the_last_pass_of_a_mesh_is_named_by_the_others(meshes):
+    """They need nothing more of that mesh. What the step has added is refused until zero_grad."""
+
+    def rank(stages):
+        net = layers(nn.Tanh())
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        made = pipeline(net, stages, X[:2], micro_batches=4)
+        made.step(X, TARGET, F.mse_loss)
+        calls = []
+
+        def raise_in_the_last(grad):
+            calls.append(grad)
+            if stages.index == 0 and len(calls) == 4:
+                raise ValueError("mine alone")
+
+        net[0].weight.register_hook(raise_in_the_last)
+        with pytest.raises((ValueError, RankFailed), match="mine alone"):
+            made.step(X, TARGET, F.mse_loss)
+        for use in (optimizer.step, lambda: made.step(X, TARGET, F.mse_loss)):
+            with pytest.raises(NotSupported, match=r"raised.*zero_grad\(\)"):
+                use()
+        optimizer.zero_grad()
+        made.step(X, TARGET, F.mse_loss)
+        optimizer.step()
+
+    on_stages(meshes, rank)
+
+
+def test_gradients_owed_by_two_meshes_after_a_failed_step():
+    """With GEMS the middle mesh waits for both neighbors by the same tag."""
+    net, x, target = layers(nn.Tanh(), nn.Linear(6, 6)), X[:6], TARGET[:6]
+    whole = copy.deepcopy(net)
+    F.mse_loss(whole(x), target).backward()
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, x, micro_batches=3, schedule="gems")
+        calls = []
+
+        def loss_of(y, t):
+            calls.append(0)
+            if stages.index == 1 and len(calls) == 2:
+                raise ValueError("once")
+            return F.mse_loss(y, t)
+
+        with pytest.raises((ValueError, RankFailed)):
+            made.step(x, target, loss_of)
+        own.zero_grad()
+        made.step(x, target, F.mse_loss)
+        for p, q in zip(own.parameters(), whole.parameters(), strict=True):
+            assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=0, atol=1e-12)
+
+    on_stages([ONE] * 3, rank)

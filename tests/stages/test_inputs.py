@@ -56,6 +56,36 @@ def test_gradients_of_inputs(meshes, options, bounds):
     on_stages(list(meshes), rank)
 
 
+def test_an_input_that_two_stages_of_a_split_mesh_use():
+    net = initialized(UsedTwice())
+
+    def rank(stages):
+        own, whole = copy.deepcopy(net), copy.deepcopy(net)
+        x = X.clone().requires_grad_()
+        mine = X.clone().requires_grad_()
+        made = pipeline(own, stages, X[:1], cuts=["last", "UsedTwice"], micro_batches=2)
+        made.step(mine, TARGET, F.mse_loss)
+        F.mse_loss(whole(x), TARGET).backward()
+        assert torch.allclose(mine.grad, x.grad, rtol=0, atol=1e-12)
+
+    on_stages([DEEP, ONE], rank, order=[0, 1, 0])
+
+
+def test_gradients_of_targets_in_uneven_groups():
+    net = initialized(Between())
+
+    def rank(stages):
+        rows = slice(*[0, 5, 8][stages.mesh.data_index :][:2])
+        target = TARGET[rows].clone().requires_grad_()
+        mine = TARGET[rows].clone().requires_grad_()
+        made = pipeline(copy.deepcopy(net), stages, X[:1], cuts=["last"], micro_batches=2)
+        made.step(X[rows], mine, F.mse_loss)
+        F.mse_loss(copy.deepcopy(net)(X[rows]), target).backward()
+        assert torch.allclose(mine.grad, target.grad, rtol=0, atol=1e-12)
+
+    on_stages([TWO_GROUPS, TWO_GROUPS], rank)
+
+
 def test_an_input_that_is_given_twice():
     net, x = initialized(Between()), X.repeat(1, 2, 1, 1, 1).requires_grad_()
     net.first = initialized(nn.Conv3d(2, 2, 3, padding=1))
@@ -88,3 +118,27 @@ def test_masks_do_not_depend_on_gradients_of_inputs(meshes):
     )
     for found in others:
         assert found == pytest.approx(first, rel=1e-12)
+
+
+def test_a_parameter_that_is_an_input():
+    """It is counted once, also with an earlier gradient."""
+
+    class Added(Between):
+        def __init__(self):
+            super().__init__()
+            self.template = nn.Parameter(torch.ones(1, 1, 6, 4, 4))
+
+        def forward(self, x, template):
+            return self.last(torch.tanh(self.first(x + template))) + template
+
+    net = initialized(Added())
+
+    def rank(stages):
+        own, whole = copy.deepcopy(net), copy.deepcopy(net)
+        made = pipeline(own, stages, (X[:1], own.template), cuts=["last"], micro_batches=2)
+        for _ in range(2):
+            made.step((X, own.template), TARGET, F.mse_loss)
+            F.mse_loss(whole(X, whole.template), TARGET).backward()
+        assert torch.allclose(own.template.grad, whole.template.grad, rtol=0, atol=1e-12)
+
+    on_stages([ONE, ONE], rank)
