@@ -12,6 +12,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -47,8 +48,16 @@ struct Job {
   index_t count;
   std::atomic<index_t> next{0};
 
+  std::atomic_flag failed{};
+  std::exception_ptr error{};  // of the task that failed first
+
   void work() {
-    for (index_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) task(context, i);
+    try {
+      for (index_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) task(context, i);
+    } catch (...) {
+      if (!failed.test_and_set()) error = std::current_exception();
+      next.store(count);
+    }
   }
 };
 
@@ -137,6 +146,7 @@ void run_tasks(index_t count, int threads, Task task, void* context) {
   Job job{task, context, count};
   const int helpers = static_cast<int>(std::min<index_t>(threads, count)) - 1;
   if (helpers < 1 || !pool().try_run(job, helpers)) job.work();
+  if (job.error) std::rethrow_exception(job.error);
 }
 
 }  // namespace pydist::launch

@@ -15,9 +15,10 @@ void set_num_threads(int threads);  // >= 1
 using Task = void (*)(void* context, index_t index);
 
 // Calls task(context, i) for 0 <= i < count on up to `threads` threads and returns when all are
-// done. Tasks must not throw. May be called from several threads concurrently: the pool serves one
-// caller at a time, the others run their tasks themselves. Threads are made on first use, and again
-// in a forked child.
+// done. If a task throws, such as for want of memory, no others begin, and the caller gets the
+// first exception. May be called from several threads concurrently: the pool serves one caller at a
+// time, the others run their tasks themselves. Threads are made on first use, and again in a forked
+// child.
 void run_tasks(index_t count, int threads, Task task, void* context);
 
 // Calls body(i) for 0 <= i < count. `grain`: the least number of calls worth waking a thread for.

@@ -129,7 +129,8 @@ OpenDescriptor identify(int descriptor) {
 
 OpenDescriptor identify(int descriptor, const struct stat& status) {
   const bool file = S_ISREG(status.st_mode) && (status.st_nlink == 0 || is_cached(status.st_mode));
-  const bool folder = S_ISDIR(status.st_mode) && (status.st_mode & 07777) == kFolderMode;
+  // A umask may have removed bits, and a folder above given its own group.
+  const bool folder = S_ISDIR(status.st_mode) && (status.st_mode & 0777 & ~kFolderMode) == 0;
   return file || folder ? identify(descriptor) : OpenDescriptor{};
 }
 

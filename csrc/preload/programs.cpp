@@ -3,11 +3,13 @@
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -123,6 +125,29 @@ Words collect(const char* first, va_list rest) {
 
 bool has_slash(const char* path) { return path != nullptr && std::strchr(path, '/') != nullptr; }
 
+// Whether the first program of that name in the folders of PATH is packed; `found` is its path. The
+// C library searches by calls of its own, which see no pack.
+bool find_packed(const char* name, char (&found)[kPathSize]) {
+  const char* folders = std::getenv("PATH");
+  if (name == nullptr || *name == '\0' || has_slash(name)) return false;
+  while (folders != nullptr) {
+    const char* const end = strchrnul(folders, ':');
+    const int size = static_cast<int>(end - folders);  // 0: the current directory
+    const int length =
+        std::snprintf(found, sizeof found, "%.*s%s%s", size, folders, size > 0 ? "/" : "", name);
+    struct stat status;
+    if (length < static_cast<int>(sizeof found) && status_of(AT_FDCWD, found, &status, 0) == 0 &&
+        S_ISREG(status.st_mode)) {
+      const bool packed = Target(AT_FDCWD, found).in_pack();
+      if (packed ? permits(status.st_mode, kExecute)
+                 : syscall(SYS_faccessat, AT_FDCWD, found, X_OK) == 0)
+        return packed;
+    }
+    folders = *end == '\0' ? nullptr : end + 1;
+  }
+  return false;
+}
+
 }  // namespace
 
 PYDIST_HOOK(int, execve, const char* path, char* const* arguments, char* const* environment) {
@@ -138,6 +163,8 @@ PYDIST_HOOK(int, execv, const char* path, char* const* arguments) {
 }
 
 PYDIST_HOOK(int, execvpe, const char* file, char* const* arguments, char* const* environment) {
+  char found[kPathSize];
+  if (find_packed(file, found)) file = found;
   if (!has_slash(file)) return real_execvpe(file, arguments, environment);
   const Program program(file);
   if (program.path() == nullptr) return -1;
@@ -188,6 +215,8 @@ PYDIST_HOOK(int, posix_spawn, pid_t* child, const char* path,
 PYDIST_HOOK(int, posix_spawnp, pid_t* child, const char* file,
             const posix_spawn_file_actions_t* actions, const posix_spawnattr_t* attributes,
             char* const* arguments, char* const* environment) {
+  char found[kPathSize];
+  if (find_packed(file, found)) file = found;
   if (!has_slash(file))
     return real_posix_spawnp(child, file, actions, attributes, arguments, environment);
   return hook_posix_spawn(child, file, actions, attributes, arguments, environment);

@@ -165,6 +165,15 @@ TEST(Ipc, LongMessagesGetBlocksOfTheirOwnAndShortOnesShareThem) {
   rank.memory->release();
 }
 
+TEST(Ipc, ShortMessagesShareNoBlockWithALongOneThatWasFirst) {
+  const Rank rank(0, 2);
+  const IpcAllocation large = rank.memory->take_buffer(3 * kBlock, rank.group->stream());
+  const IpcAllocation small = rank.memory->take_buffer(100, rank.group->stream());
+  EXPECT_NE(small.place.block, large.place.block);
+  EXPECT_EQ(rank.memory->take_buffer(100, rank.group->stream()).address, small.address + 256);
+  rank.memory->release();
+}
+
 TEST(Ipc, WhoComesSecondSeesThatTheFirstStartedAnother) {
   IpcOrder one(1, 3), two(2, 3);
   one.meet(2, two.place());

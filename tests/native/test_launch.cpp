@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -139,6 +140,21 @@ TEST_F(ThreadPool, ServesSeveralCallersAtOnce) {
   }
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(total.load(), 4 * 50 * 4950);
+}
+
+TEST_F(ThreadPool, ThrowsWhatATaskThrows) {
+  for (const index_t bad : {0, 50, 99}) {
+    std::atomic<index_t> runs{0};
+    const auto body = [&](index_t i) {
+      ++runs;
+      if (i >= bad) throw std::bad_alloc();
+    };
+    EXPECT_THROW(parallel_for(100, 1, body), std::bad_alloc);
+    EXPECT_LE(runs.load(), bad + 4);  // threads that had begun another task
+  }
+  std::atomic<index_t> sum{0};
+  parallel_for(100, 1, [&](index_t i) { sum += i; });
+  EXPECT_EQ(sum.load(), 4950);
 }
 
 TEST_F(ThreadPool, WorksInAForkedChild) {

@@ -45,6 +45,13 @@ COMMANDS = {
     "script": "./script one; bash script two; sh ./script three; . ./script four",
     "script by other ways": "PATH=.:$PATH; script x 'a b'; find . -name script -exec {} y \\; ; "
     'python3 -c \'import os; os.spawnlp(os.P_WAIT, "./script", "name", "z")\'',
+    "programs on the path": "PATH=$ROOT:$PATH; env script a; nice script b; echo | xargs script; "
+    "timeout 20 script c; env nothing; cd class; PATH=..:/bin env script d; PATH=:/bin env script",
+    "programs on the path, by calls": """PATH=$ROOT:$PATH exec python3 -c '
+import os
+child = os.posix_spawnp("script", ["name", "a"], os.environ)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os.execvp("script", ["name", "b"])'""",
     "awk": "awk 'END { print NR }' lines; sed -n 5p lines; cut -d' ' -f2 lines | cksum",
     "folders as files": "md5sum class; sort class; grep x class; wc class; fold class",
     "errors": "cat nothing; ls nothing/x; cat class; cd lines; cat lines/; ls lines/.",
@@ -58,6 +65,19 @@ COMMANDS = {
 def test_a_shell_command_prints_the_same(case: Case, name: str, large: str | None) -> None:
     command = ["bash", "-c", COMMANDS[name]]
     assert case.packed(*command, large=large) == case.loose(*command)
+
+
+@pytest.mark.parametrize("mask", ["027", "077"])
+def test_open_folders_are_the_same_with_another_umask(case: Case, mask: str) -> None:
+    walk = """
+import os
+for folder, folders, files, descriptor in os.fwalk("."):
+    found, other = os.fstat(descriptor), os.stat(folder)
+    print(folder, sorted(folders), sorted(files), oct(found.st_mode))
+    assert os.path.samestat(found, other)
+"""
+    command = ["sh", "-c", f'umask {mask}; exec "$@" | sort', "sh", sys.executable, "-c", walk]
+    assert case.packed(*command) == case.loose(*command)
 
 
 PARENTS = """

@@ -30,6 +30,7 @@ IpcAllocation IpcArena::take(std::size_t bytes, void* stream, bool capturing) {
   }
   if (bytes > block_bytes_) {
     blocks_.push_front(new_block(bytes, stream));
+    if (blocks_.size() == 1) used_ = bytes;  // or it would be the last one, with room
     return blocks_.front();
   }
   if (blocks_.empty() || used_ + bytes > blocks_.back().bytes) {
