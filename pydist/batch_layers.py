@@ -8,6 +8,7 @@ sample groups, as for volumes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,12 +42,16 @@ class BatchLayers:
         """Adds the hooks to the layers of a model."""
         for layer in model.modules():
             if isinstance(layer, self._kinds):
-                layer.register_forward_pre_hook(self.enter)
+                layer.register_forward_pre_hook(self.enter, with_kwargs=True)
                 layer.register_forward_hook(self.leave, prepend=True, always_call=True)
 
-    def enter(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def enter(
+        self, layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Wraps the input as a sharded tensor; a forward pre-hook."""
-        x = inputs[0] if inputs else None
+        # `norm(input=x)` is the same call as `norm(x)`.
+        name = "" if inputs else next(iter(signature(layer.forward).parameters), "")
+        x = inputs[0] if inputs else kwargs.get(name)
         mixes = layer.training or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
         if (
             not isinstance(x, Tensor)
@@ -57,7 +62,9 @@ class BatchLayers:
             self._taken.append(False)
             return None
         self._taken.append(True)
-        return (self._wrapper(x), *inputs[1:])
+        if inputs:
+            return (self._wrapper(x), *inputs[1:]), kwargs
+        return (), {**kwargs, name: self._wrapper(x)}
 
     def leave(self, layer: nn.Module, inputs: Any, output: Any) -> Any:
         """Returns a plain result; a forward hook, also called when the layer raises."""

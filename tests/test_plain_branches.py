@@ -31,6 +31,20 @@ class Branches(nn.Module):
         return self.head(torch.cat([pooled, self.table(table)], 1))
 
 
+class ByName(nn.Module):
+    """Calls a layer with its input as a keyword."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(input=x)
+
+
+called = pytest.mark.parametrize("called", [lambda layer: layer, ByName], ids=["plain", "by name"])
+
+
 def check(model, loss, inputs, rows, parallel=True):
     """Compares gradients and buffers of two sample groups of two ranks with one device."""
     model = model.double()
@@ -57,14 +71,16 @@ VOLUMES = randn(4, 1, 4, 3, 2)
 
 
 @groups
-def test_batch_norm_of_a_table_spans_the_groups(rows):
-    check(Branches(nn.BatchNorm1d(4)), mean_square, (VOLUMES, randn(4, 3, seed=1)), rows)
+@called
+def test_batch_norm_of_a_table_spans_the_groups(called, rows):
+    check(Branches(called(nn.BatchNorm1d(4))), mean_square, (VOLUMES, randn(4, 3, seed=1)), rows)
 
 
 @pytest.mark.parametrize("data", [1, 2])
-def test_dropout_of_a_table_has_the_masks_of_the_whole_batch(data):
+@called
+def test_dropout_of_a_table_has_the_masks_of_the_whole_batch(called, data):
     def body(mesh, size):
-        model = parallelize(Branches(nn.Dropout(0.5)).double(), mesh)
+        model = parallelize(Branches(called(nn.Dropout(0.5))).double(), mesh)
         rows = GROUPS["unequal"][mesh.data_index] if size > 1 else slice(None)
         seen = []
         model.table[1].register_forward_hook(lambda m, i, y: seen.append(y != 0))
