@@ -250,7 +250,8 @@ class _MeanRanks(ExchangeFunction):
     ) -> Tensor:
         ctx.mesh, ctx.args = mesh, (mesh, axes, part, weight)
         group = mesh.group(axes)
-        total = _copy(x) if weight else torch.zeros_like(in_memory(x))
+        # The mean loss of an empty batch is NaN, which a weight of 0 would keep.
+        total = _copy(x) if weight else _copy(x).zero_()
         if weight != 1:
             total.mul_(weight)
         group.all_reduce(total)

@@ -234,6 +234,29 @@ def test_autograd_grad_on_the_input_reduces_no_parameters():
     on_ranks((2, 1, 1), body)
 
 
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_a_group_without_samples_and_a_gradient_with_other_strides(with_graph):
+    def use(weight, x):
+        loss = whole_of(x.square().mean((2, 3, 4)) @ weight).square().mean()
+        (grad,) = torch.autograd.grad(loss, [weight], create_graph=with_graph)
+        return [grad, *(torch.autograd.grad(grad.square().sum(), [weight]) if with_graph else ())]
+
+    def made():
+        return nn.Parameter(randn(3, 2, seed=1).t())  # as its gradient, not contiguous
+
+    x = randn(3, 2, 4, 4, 4)
+    expected = use(made(), x)
+    assert not expected[0].is_contiguous()
+
+    def body(mesh):
+        rows = slice(0, 3) if mesh.data_index == 0 else slice(3, 3)
+        return use(made(), distribute_tensor(x[rows], mesh))
+
+    for found in on_ranks((1, 1, 1), body, data=2):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
 def test_second_order_of_a_block_without_samples():
     """torch's own convolution gives no second derivative there."""
     x, weight = randn(4, 2, 8), randn(3, 2, 3, seed=1)
