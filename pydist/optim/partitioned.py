@@ -153,14 +153,24 @@ class ShardedOptimizer(Optimizer):
         raise NotSupported("copying or pickling a partitioned optimizer: use state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, on all ranks, and partitions its gradients; see `torch.optim.Optimizer`."""
+        """Adds a group, on all ranks, and partitions its gradients; see `torch.optim.Optimizer`.
+
+        Raises:
+            NotSupported: a parameter has hooks, or gradients of another form than "dense".
+        """
         if self._source is None:  # the base class adds the optimizer's groups
             super().add_param_group(param_group)
             return
         before = len(self.param_groups)
-        self._inner.add_param_group(param_group)  # to the same list; it may divide the group
-        added = self.param_groups[before:]
-        self._reducer.partition([p for group in added for p in group["params"]])
+        try:
+            self._inner.add_param_group(param_group)  # to the same list; it may divide the group
+            added = [p for group in self.param_groups[before:] for p in group["params"]]
+            self._reducer.partition(added)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+        for parameter in added:
+            self._parts.setdefault(parameter, parameter)  # whole, until the reducer assigns parts
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters. Collective.

@@ -84,6 +84,70 @@ def test_a_group_added_between_backward_and_step():
     check(make, loop)
 
 
+def test_a_group_of_parameters_outside_of_the_model():
+    def steps(optimizer, outside):
+        for _ in range(3):
+            (outside - 3).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return outside.detach(), optimizer.state_dict()["state"]
+
+    def made():
+        return nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def body(mesh):
+        model, outside = parallelize(small(), mesh), made()
+        optimizer = sharded(adam(model.parameters()), model, "always")
+        optimizer.add_param_group({"params": [outside]})
+        return steps(optimizer, outside)
+
+    outside = made()
+    expected, state = steps(adam([outside]), outside)
+    for found, states in on_ranks((2, 1, 1), body):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(list(states.values()), list(state.values()))
+
+
+def test_a_group_of_a_layer_that_was_frozen_and_gets_its_gradients_by_hand():
+    def body(mesh, use):
+        model = small()
+        model[0].requires_grad_(False)
+        model = parallelize(model, mesh)
+        optimizer = sharded(adam(list(model.parameters())[2:]), model, use)
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        for step in range(3):
+            parameters = list(model.parameters())
+            found = torch.autograd.grad(loss_of(model, mesh, step), parameters)
+            for parameter, grad in zip(parameters, found, strict=True):
+                parameter.grad = grad
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    expected, *_ = on_ranks((2, 1, 1), lambda mesh: body(mesh, "never"))
+    for found in on_ranks((2, 1, 1), lambda mesh: body(mesh, "always")):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_a_refused_group_is_not_added():
+    def body(mesh):
+        model = parallelize(small(), mesh)
+        *rest, last = model.parameters()
+        optimizer = sharded(adam(rest), model, "always")
+        handle = last.register_hook(lambda grad: grad)
+        with pytest.raises(NotSupported, match="hooks on the parameter"):
+            optimizer.add_param_group({"params": [last]})
+        assert len(optimizer.param_groups) == 1
+        handle.remove()
+        optimizer.add_param_group({"params": [last]})
+        loss_of(model, mesh, 0).backward()
+        before = last.detach().clone()
+        optimizer.step()
+        assert not torch.equal(last, before)
+
+    on_ranks((2, 1, 1), body)
+
+
 def test_hooks_see_the_whole():
     def loop(model, optimizer, mesh, step):
         if step == 0:
