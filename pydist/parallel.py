@@ -107,12 +107,15 @@ def parallelize(
         )
     try:
         require_same(mesh.world, {**given, **facts_of(model, devices=not mesh.world.mixes)})
+        for path, module in model.named_modules():
+            module.__dict__[MODULE_PATH] = path or type(model).__name__
+        entry.adopt(model, sharded_weights=sharded_weights, gradients=form)
     except BaseException:
+        # A refused model can be changed and given again.
+        for module in model.modules():
+            module.__dict__.pop(MODULE_PATH, None)
         del model.__dict__[ENTRY]
         raise
-    for path, module in model.named_modules():
-        module.__dict__[MODULE_PATH] = path or type(model).__name__
-    entry.adopt(model, sharded_weights=sharded_weights, gradients=form)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     if mesh.data_size > 1:
         # First, so that other hooks get its result; also called when the forward pass raises.

@@ -109,9 +109,9 @@ class Members:
             known = leaf_of(parameter)
             if parameter.requires_grad and (known is None or known.reducer() is not reducer):
                 leaf = Leaf(parameter, repr(name), reducer)
+                self.newcomers[leaf] = None  # as which it stays if the form is refused
             elif known is not None and known in self.newcomers:
                 leaf = known
-                del self.newcomers[leaf]
                 leaf.name = repr(name)  # a call before `parallelize` knew its shape only
             else:
                 continue
@@ -121,6 +121,8 @@ class Members:
             lanes.append(make_lane(self.mesh, axes, leaves, gradients))
             self.lanes.append(lanes[-1])
             self.plan(lanes[-1], leaves)
+            for leaf in leaves:
+                del self.newcomers[leaf]
         return lanes
 
     def release(self, lane: Lane, parameters: Iterable[Tensor]) -> None:

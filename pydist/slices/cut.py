@@ -44,10 +44,11 @@ def shard_weights(model: nn.Module, mesh: Mesh, statistics: str) -> None:
         return
     mesh.group((CHANNEL_AXIS,))
     chosen = _chosen(model, mesh)
-    for name, weight, _ in chosen:
+    for name, weight, _ in chosen:  # before the first change
         _refuse_hooks(name, weight)
-    for name, weight, layout in chosen:
-        _replace(name, weight, layout, statistics)
+        _refuse_held(name, weight)
+    for _, weight, layout in chosen:
+        _replace(weight, layout, statistics)
     for module in model.modules() if chosen else ():  # all: they may share the weights later
         state.install(module)
     steps.install()
@@ -100,7 +101,20 @@ def _refuse_hooks(name: str, weight: Any) -> None:
         )
 
 
-def _replace(name: str, weight: nn.Parameter, layout: Layout, statistics: str) -> None:
+def _refuse_held(name: str, weight: nn.Parameter) -> None:
+    """Refuses a weight that torch can't swap, by a swap that is undone."""
+    other = nn.Parameter(weight.detach().new_empty(0))
+    try:
+        torch.utils.swap_tensors(weight, other)
+    except RuntimeError as error:
+        raise NotSupported(
+            f"{name!r} can't become a sharded weight, as something else holds it ({error}): "
+            "parallelize the model before it is used"
+        ) from error
+    torch.utils.swap_tensors(weight, other)
+
+
+def _replace(weight: nn.Parameter, layout: Layout, statistics: str) -> None:
     """Makes the object `weight` the sharded weight, so that whatever holds it holds the slices."""
     mesh = layout.mesh
     own = nn.Parameter(own_part(weight.detach(), layout), weight.requires_grad)
@@ -111,10 +125,4 @@ def _replace(name: str, weight: nn.Parameter, layout: Layout, statistics: str) -
     sharded = ShardedTensor(own, layout, Origin(mesh.session.forwards, sizes, statistics))
     sharded.as_parameter()
     sharded.__dict__.update(weight.__dict__)  # attributes that a program has set
-    try:
-        torch.utils.swap_tensors(weight, sharded)
-    except RuntimeError as error:
-        raise NotSupported(
-            f"{name!r} can't become a sharded weight, as something else holds it ({error}): "
-            "parallelize the model before it is used"
-        ) from error
+    torch.utils.swap_tensors(weight, sharded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import partial
 
 import pytest
@@ -289,6 +290,25 @@ def test_a_parameter_that_is_computed_from_a_weight_is_refused():
         with torch.no_grad():
             model[0].weight *= 0.5
         assert error(weights(model)[0], 0.5 * network()[0].weight.detach()) == 0
+
+    on_channels(body)
+
+
+def test_a_refused_model_is_as_before():
+    def body(mesh):
+        model = network()
+        last = model[2].weight
+        handle = last.register_hook(lambda grad: grad)
+        with pytest.raises(NotSupported, match=r"hooks on '2\.weight'"):
+            parallel(mesh, model)
+        handle.remove()
+        held = weakref.ref(last)
+        with pytest.raises(NotSupported, match=r"'2\.weight' can't become .* something else holds"):
+            parallel(mesh, model)
+        assert held() is last
+        assert not any(isinstance(p, ShardedTensor) for p in model.parameters())
+        del held
+        assert_same(parallel(mesh, model)(batch(mesh)), NETWORK(batch()))
 
     on_channels(body)
 

@@ -15,7 +15,7 @@ from pydist import parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.gradients import Hierarchical, Narrow, Torus, buckets
 from pydist.gradients.forms.topology import rows_of
-from support.equivalence import assert_same, error, on_ranks, randn
+from support.equivalence import assert_same, error, on_ranks, randn, whole_of
 from support.networks.small import check_use, gradients_of, loss_of, small
 from support.training.forms import (
     SHAPES,
@@ -317,6 +317,31 @@ def test_ranks_with_different_forms():
             parallelize(small(), mesh, gradients="fp16" if mesh.rank else "bf16")
 
     on_ranks((1, 1, 1), body, data=2)
+
+
+def test_a_model_that_one_form_refuses_has_another():
+    def made():
+        model = nn.Conv3d(2, 3, 3).double()
+        nn.init.constant_(model.weight, 0.1)
+        nn.init.zeros_(model.bias)
+        model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+        return model
+
+    def gradients(model, x):
+        pooled = whole_of(model(x).mean((2, 3, 4)))
+        (pooled * model.phase).abs().square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    def body(mesh):
+        model, first = made(), 2 * mesh.data_index
+        with pytest.raises(NotSupported, match=r"'phase', of torch\.complex128"):
+            parallelize(model, mesh, gradients="fp16")
+        return gradients(parallelize(model, mesh), x[first : first + 2])
+
+    x = randn(4, 2, 4, 4, 4)
+    expected = gradients(made(), x)
+    for found in on_ranks((2, 1, 1), body, data=2):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_partitioned_optimizer():
