@@ -2,13 +2,16 @@
 
 A state consists of dicts (keys: strings, numbers, booleans), lists, tuples, tensors, strings,
 numbers, booleans and None, as returned by `state_dict()` of torch's optimizers, schedulers and
-scalers. A dict with one key that starts with "$" represents a value that JSON lacks.
+scalers. Dicts may be those of `collections`: a schedule with milestones has a Counter, and calls
+its methods. Any other subclass of dict, list or tuple is restored as a plain one. A dict with one
+key that starts with "$" represents a value that JSON lacks.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any, TypeAlias
 
 import safetensors.torch
@@ -20,6 +23,11 @@ from pydist.errors import CheckpointError
 from pydist.parsing import require_shallow
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
+
+# Closed lists: a checkpoint names no other type.
+_DICTS: dict[str, type[dict[Any, Any]]] = {"$Counter": Counter, "$OrderedDict": OrderedDict}
+_FACTORIES = {each.__name__: each for each in (bool, dict, float, int, list, set, str, tuple)}
+"""What a `defaultdict` may make."""
 
 
 def flatten_state(state: object) -> tuple[Json, dict[str, Tensor]]:
@@ -67,11 +75,24 @@ def _unflatten_special(kind: str, content: Any, tensors: dict[str, Tensor]) -> A
         return {
             unflatten_state(key, tensors): unflatten_state(value, tensors) for key, value in content
         }
+    if kind in _DICTS:
+        return _DICTS[kind](_unflatten_dict(content, tensors))
+    if kind == "$defaultdict":
+        name, plain = content
+        factory = None if name is None else _FACTORIES[name]
+        return defaultdict(factory, _unflatten_dict(plain, tensors))
     if kind == "$float":
         return float(content)
     if kind == "$tensor":
         raise CheckpointError(f"the checkpoint has no tensor {content!r}")
     raise CheckpointError(f"the checkpoint has a value of the unknown kind {kind!r}")
+
+
+def _unflatten_dict(content: Any, tensors: dict[str, Tensor]) -> dict[Any, Any]:
+    found = unflatten_state(content, tensors)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"the checkpoint has a {type(found).__name__} in place of a dict")
+    return found
 
 
 def _flatten(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Json:
@@ -96,6 +117,21 @@ def _flatten(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) -
 
 
 def _flatten_dict(value: dict[Any, Any], path: tuple[str, ...], tensors: dict[str, Tensor]) -> Json:
+    plain = _flatten_plain_dict(value, path, tensors)
+    kind = f"${type(value).__name__}"
+    if type(value) is _DICTS.get(kind):
+        return {kind: plain}
+    if type(value) is defaultdict:
+        factory = value.default_factory
+        name = None if factory is None else getattr(factory, "__name__", "")
+        if factory is _FACTORIES.get(name or ""):
+            return {kind: [name, plain]}
+    return plain
+
+
+def _flatten_plain_dict(
+    value: dict[Any, Any], path: tuple[str, ...], tensors: dict[str, Tensor]
+) -> Json:
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
         for key in value:
             _require_text(key, path)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter, OrderedDict, defaultdict
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
 from pydist.errors import CheckpointError
 from pydist.train import nested_state
@@ -21,6 +24,10 @@ states = st.recursive(
         st.lists(inner)
         | st.lists(inner).map(tuple)
         | st.dictionaries(keys, inner)
+        | st.dictionaries(keys, inner).map(OrderedDict)
+        | st.dictionaries(keys, inner).map(partial(defaultdict, list))
+        | st.dictionaries(keys, inner).map(partial(defaultdict, None))
+        | st.dictionaries(keys, st.integers()).map(Counter)
         | st.dictionaries(st.sampled_from(["$tensor", "$float", "$dict"]), inner)
     ),
     max_leaves=20,
@@ -66,6 +73,41 @@ def test_adam_state_comes_back_to_the_bit():
             assert torch.equal(again["state"][index][name], value)
 
 
+def test_schedules_with_milestones_go_on():
+    def made():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0)
+        parts = [LinearLR(optimizer, 0.1, total_iters=3), MultiStepLR(optimizer, [1, 3], 0.5)]
+        return optimizer, SequentialLR(optimizer, parts, milestones=[3])
+
+    def rates(optimizer, schedule, steps):
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            schedule.step()
+            found += schedule.get_last_lr()
+        return found
+
+    pair = made()
+    rates(*pair, 2)
+    states = [through_json(each.state_dict()) for each in pair]
+    again = made()
+    for each, state in zip(again, states, strict=True):
+        each.load_state_dict(state)
+    expected = rates(*pair, 6)
+    assert rates(*again, 6) == expected
+    assert len(set(expected)) == 3
+
+
+def test_dicts_of_other_types_come_back_plain():
+    class Own(dict):
+        pass
+
+    for found in (Own(a=1), defaultdict(lambda: 1, a=1)):
+        again = through_json(found)
+        assert type(again) is dict
+        assert again == {"a": 1}
+
+
 def test_paths_that_read_alike_get_names_of_their_own():
     state = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, 1: torch.full((1,), 2.0)}
     again = through_json(state)
@@ -93,3 +135,5 @@ def test_unknown_kinds_and_missing_tensors_are_refused():
         nested_state.unflatten_state({"$object": "os.system"}, {})
     with pytest.raises(CheckpointError, match="no tensor 'weight'"):
         nested_state.unflatten_state({"$tensor": "weight"}, {})
+    with pytest.raises(CheckpointError, match="a str in place of a dict"):
+        nested_state.unflatten_state({"$Counter": "text"}, {})
