@@ -16,8 +16,16 @@ ArrayLike: TypeAlias = Any
 arrays of NumPy, CuPy, JAX and others."""
 
 
+_NO_NUMBERS = "OSUTMm"
+"""NumPy's kinds of objects, texts and dates."""
+
+
 def is_array(x: object) -> bool:
-    """Returns whether `as_tensor` accepts an object."""
+    """Returns whether an object is a tensor or an array of numbers."""
+    if isinstance(x, (np.ndarray, np.generic)) and (
+        x.dtype.kind in _NO_NUMBERS or x.dtype.names is not None
+    ):
+        return False
     return isinstance(x, Tensor) or any(
         hasattr(x, name)
         for name in ("__dlpack__", "__cuda_array_interface__", "__array_interface__")

@@ -7,6 +7,7 @@ import dataclasses
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -134,6 +135,29 @@ def test_kernels_beside_a_volume_are_not_cut():
     for found in on_ranks((2, 1, 1), body):
         whole = nn.functional.conv3d(volumes, kernel, padding=1)
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("given", [
+    np.array(["case 1", "case 2"]), np.str_("case 1"), np.array([None, {"a": 1}], dtype=object),
+    np.array("2026-01-01", dtype="datetime64[D]"), np.zeros(2, dtype=[("id", "U4"), ("age", int)]),
+    np.array([[[[["case 1"]]]]]), np.float64(3),
+], ids=repr)  # fmt: skip
+def test_arrays_without_numbers_stay_as_they_are(given):
+    class Named(nn.Module):
+        def forward(self, x, names, *, more):
+            assert names is given
+            assert more is given
+            return x * 2
+
+    volumes = randn(2, 1, 6, 4, 4)
+
+    def body(mesh):
+        found = parallelize(Named(), mesh)(volumes, given, more=given)
+        assert isinstance(found, ShardedTensor)
+        return found.full_tensor()
+
+    for found in on_ranks((2, 1, 1), body):
+        assert torch.equal(found, volumes * 2)
 
 
 def test_containers_that_hold_themselves():
