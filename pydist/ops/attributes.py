@@ -220,14 +220,22 @@ def tolist(x: ShardedTensor) -> Any:
 
 @implements(torch.Tensor.numpy)
 def numpy(x: ShardedTensor, *, force: bool = False) -> Any:
-    """Returns the full tensor as a NumPy array, which shares no memory with the tensor."""
-    return x.full_tensor().numpy(force=force)
+    """Returns the full tensor as a NumPy array that can't be written to, as JAX does.
+
+    It is a copy where the tensor is cut, so a change would be lost on some meshes only.
+    """
+    return _read_only(x.full_tensor().numpy(force=force))
 
 
 @implements(torch.Tensor.__array__)
 def as_array(x: ShardedTensor, dtype: Any = None) -> Any:
-    """Returns the full tensor for `np.asarray`."""
-    return x.full_tensor().__array__(dtype)
+    """Returns the full tensor for `np.asarray`, as `x.numpy()`."""
+    return _read_only(x.full_tensor().__array__(dtype))
+
+
+def _read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
 
 
 @implements(torch.Tensor.__format__)

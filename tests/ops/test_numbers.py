@@ -77,8 +77,8 @@ torch.histc(x, 5, -2, 9)
 x.sort(dim=2, stable=True)
 x.topk(2, 2)[0]
 x.kthvalue(3, 2)[0]
-torch.from_numpy(x.numpy())
-torch.from_numpy(np.asarray(x))
+torch.tensor(x.numpy())
+torch.tensor(np.asarray(x))
 x[x > 3]
 x.masked_select(x > 3)
 """.strip().splitlines()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from pydist import distribute_tensor
 from pydist.errors import UsageError
 from support.equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
 
@@ -93,6 +94,23 @@ def test_arrays_and_copies():
         assert torch.allclose(x, y + 1e-9)
 
     on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)])
+def test_arrays_are_read_only_however_the_tensor_is_cut(spatial):
+    def body(mesh):
+        x = distribute_tensor(randn(1, 2, 4, 3, 3), mesh)
+        arrays = x.numpy(), np.asarray(x), x.sum((2, 3, 4)).numpy()
+        for array in arrays:
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 5
+        with pytest.raises(ValueError, match="read-only"):
+            np.maximum(x.numpy(), 0, out=x.numpy())
+        own = x.numpy().copy()
+        own[...] = 5
+        assert torch.equal(x.full_tensor(), randn(1, 2, 4, 3, 3))
+
+    on_ranks(spatial, body)
 
 
 def test_a_mask_of_another_shape_is_named():
