@@ -75,7 +75,10 @@ class _Engine(_engine):  # type: ignore[misc]
         accumulates = bool(kwargs.get("accumulate_grad", False))
         create_graph = bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False))
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
-        meshes += [mesh for mesh in dict.fromkeys(_meshes_of_leaves(outputs)) if mesh not in meshes]
+        # Other groups' graphs may reach a requested parameter, or its mesh, that this one does not.
+        allow_unused = not accumulates and bool(args[4] if len(args) > 4 else False)
+        known = dict.fromkeys(_meshes_of_leaves((*outputs, *(inputs if allow_unused else ()))))
+        meshes += [mesh for mesh in known if mesh not in meshes]
         noted, _detached.mesh = _detached.mesh, None
         sizes, _detached.sizes = _detached.sizes, None
         frozen = noted() if noted is not None else None
@@ -98,7 +101,7 @@ class _Engine(_engine):  # type: ignore[misc]
             if not accumulates:
                 with torch.set_grad_enabled(create_graph):
                     for reducer in reducers:
-                        results = reducer.returned(inputs, results)
+                        results = reducer.returned(inputs, results, allow_unused=allow_unused)
         if not is_nested:  # else another call is running, with another result
             also_made_by(histories.total())
         for result in results or ():

@@ -206,9 +206,12 @@ class Reducer:
             self._unused[leaf] = grad  # torch calls hooks with it
         return None if grad is given else grad
 
-    def returned(self, inputs: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+    def returned(
+        self, inputs: Sequence[Any], results: Sequence[Any], *, allow_unused: bool
+    ) -> tuple[Any, ...]:
         """Returns results of `autograd.grad` with means; see `EngineRun.means`. Collective."""
-        return self._runs[-1].means(inputs, results)
+        register = self.members.register
+        return self._runs[-1].means(inputs, results, register, allow_unused=allow_unused)
 
     def after(self, leaf: Leaf, parameter: Tensor) -> None:
         """Handles a gradient that was accumulated."""

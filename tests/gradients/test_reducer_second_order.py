@@ -11,6 +11,7 @@ from torch import nn
 
 import pydist.gradients.buckets
 from pydist import distribute_tensor, parallelize
+from pydist.errors import NotSupported
 from support.equivalence import error, group_slice, layout_at, on_ranks, randn, shard, whole_of
 from support.networks.small import BATCH, SHAPE, check_use, gradients_of, loss_of, small
 
@@ -223,6 +224,89 @@ def test_autograd_grad_on_some_parameters_and_the_input(names):
         return [whole_of(gx), *rest]
 
     check_use(small, use)
+
+
+class Sometimes(nn.Module):
+    """Network with parameters that some forwards leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv3d(2, 3, 3, padding=1).double()
+        nn.init.constant_(self.conv.weight, 0.1)
+        nn.init.constant_(self.conv.bias, 0.2)
+        self.scale = nn.Parameter(randn(3, 1, 1, 1, seed=1))
+        self.never = nn.Parameter(randn(3, seed=2))
+
+    def forward(self, x, use):
+        y = self.conv(x).tanh()
+        return (y * self.scale if use else y).square().mean()
+
+
+@pytest.mark.parametrize("names", [["scale"], ["conv.bias", "scale", "never"]], ids=" ".join)
+@pytest.mark.parametrize("outside", [False, True])
+def test_autograd_grad_on_a_parameter_that_one_group_alone_uses(names, outside):
+    """The other group contributes zero, as in backward."""
+
+    def use(losses, model, factor):
+        chosen = [*(model.get_parameter(name) for name in names), factor]
+        return torch.autograd.grad(sum(losses) / len(losses), chosen, allow_unused=True)
+
+    def made():
+        return Sometimes(), nn.Parameter(randn(1, seed=3))  # the latter in no model
+
+    def loss_of_group(model, factor, index):
+        loss = model(randn(2, 2, 4, 4, 4, seed=index), use=index == 0)
+        return loss * factor.square().sum() if outside and index == 0 else loss
+
+    model, factor = made()
+    expected = use([loss_of_group(model, factor, i) for i in range(2)], model, factor)
+
+    def body(mesh):
+        model, factor = made()
+        model = parallelize(model, mesh)
+        return use([loss_of_group(model, factor, mesh.data_index)], model, factor)
+
+    for found in on_ranks((2, 1, 1), body, data=2):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_autograd_grad_where_a_group_uses_nothing_of_the_network():
+    def body(mesh):
+        model = parallelize(Sometimes(), mesh)
+        own, loss = randn(1).requires_grad_(), model(randn(2, 2, 4, 4, 4), use=True)
+        loss = loss if mesh.data_index else own.square().sum()
+        chosen = [model.conv.weight, model.never]
+        return torch.autograd.grad(loss, chosen, allow_unused=True)
+
+    model = Sometimes()
+    half = torch.autograd.grad(model(randn(2, 2, 4, 4, 4), use=True), model.conv.weight)[0] / 2
+    for found, never in on_ranks((2, 1, 1), body, data=2):
+        torch.testing.assert_close(found, half, rtol=1e-12, atol=1e-14)
+        assert never is None
+
+
+def test_a_graph_of_a_gradient_that_one_group_alone_has_is_refused():
+    def body(mesh):
+        model = parallelize(Sometimes(), mesh)
+        loss = model(randn(2, 2, 4, 4, 4), use=mesh.data_index == 0)
+        chosen = [model.conv.bias, model.never]
+        assert torch.autograd.grad(loss, chosen, create_graph=True, allow_unused=True)[1] is None
+        with pytest.raises(NotSupported, match="some sample groups use and others do not"):
+            torch.autograd.grad(loss, model.scale, create_graph=True, allow_unused=True)
+
+    on_ranks((1, 1, 1), body, data=2)
+
+
+def test_hooks_of_a_group_that_does_not_use_a_parameter_see_its_mean():
+    def body(mesh):
+        model = parallelize(Sometimes(), mesh)
+        model.scale.register_hook(lambda grad: grad.clamp(max=0) - 1)
+        loss = model(randn(2, 2, 4, 4, 4), use=mesh.data_index == 0)
+        return torch.autograd.grad(loss, model.scale, allow_unused=True)[0]
+
+    first, *others = on_ranks((1, 1, 1), body, data=2)
+    assert first.max() <= -1
+    assert all(torch.equal(other, first) for other in others)
 
 
 def test_autograd_grad_on_the_input_reduces_no_parameters():
