@@ -1,21 +1,16 @@
-"""Sums tensors over the sample groups of a batch, gathers them, and compares closures."""
+"""Sums tensors over the sample groups of a batch, and gathers them."""
 
 from __future__ import annotations
 
 import math
-import threading
-import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import Tensor
 
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.adjoints import all_reduce_sum
-from pydist.group_sizes import GroupSizes, weights_of
+from pydist.group_sizes import weights_of
 from pydist.tensor import ShardedTensor, local_of, wrap
 from pydist.tensor.sharded import whole_of
 from pydist.tensor.stage import StageTensor
@@ -95,82 +90,3 @@ def gather_over_groups(x: Tensor, mesh: Mesh) -> list[Tensor]:
     return [
         row[:count].reshape(shape) for row, count, shape in zip(rows, counts, shapes, strict=True)
     ]
-
-
-_models: list[tuple[weakref.ref[nn.Module], Mesh]] = []
-"""Models that are trained on several sample groups."""
-_lock = threading.Lock()
-
-
-def agree_on_closures_of(model: nn.Module, mesh: Mesh) -> None:
-    """Passes the loss of the global batch to optimizers that depend on a closure's loss.
-
-    A line search (LBFGS) compares losses. The groups' losses differ, so ranks would take different
-    steps. The mean over the groups, weighted like gradients, is the same on all ranks.
-    """
-    with _lock:
-        if not _models:
-            register_optimizer_step_pre_hook(_before_step)
-        alive = [known for known in _models if known[0]() is not None]
-        _models[:] = [*alive, (weakref.ref(model), mesh)]
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    place = "closure" if "closure" in kwargs else 1
-    closure = kwargs.get("closure") if place == "closure" else args[1] if len(args) > 1 else None
-    if closure is None or not _decides(optimizer):
-        return None
-    mesh = _mesh_of(optimizer)
-    if mesh is None:
-        return None
-    agreed = _agreed(closure, mesh)
-    if place == "closure":
-        return args, {**kwargs, "closure": agreed}
-    return (args[0], agreed, *args[2:]), kwargs
-
-
-def _decides(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer may use the loss; torch's own, except LBFGS, only return it."""
-    home = type(optimizer).step.__module__
-    return isinstance(optimizer, LBFGS) or not home.startswith(("torch.optim.", "pydist."))
-
-
-def _mesh_of(optimizer: Optimizer) -> Mesh | None:
-    """Returns the mesh of a model that the optimizer steps."""
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    with _lock:
-        known = [(reference(), mesh) for reference, mesh in _models]
-    for model, mesh in known:
-        if model is not None and any(id(p) in stepped for p in model.parameters()):
-            return mesh
-    return None
-
-
-def _agreed(closure: Callable[[], Any], mesh: Mesh) -> Callable[[], Any]:
-    def evaluate() -> Any:
-        weights = weights_of(mesh)
-        seen: list[GroupSizes] = []
-        weights.seen = seen
-        try:
-            loss = closure()
-        finally:
-            weights.seen = None
-        if loss is None:
-            return None
-        if any(not sizes.weighs_as(seen[0]) for sizes in seen):
-            raise NotSupported(
-                "a closure whose batches the sample groups share differently, as "
-                f"{' and '.join(str(list(sizes.shares)) for sizes in seen)}: return the loss of "
-                "the whole batch, formed with pydist.sum_over_groups, and parallelize with "
-                'group_weight="equal"'
-            )
-        with torch.no_grad():
-            weight = seen[0].weight if seen else 1.0
-            value = loss.item() if isinstance(loss, Tensor) else float(loss)
-            # The mean loss of an empty batch is NaN.
-            mine = torch.tensor([weight and weight * value], dtype=torch.float64)
-            mesh.data.all_reduce(mine)
-            mean = float(mine) / mesh.data_size
-            return torch.full_like(loss, mean) if isinstance(loss, Tensor) else mean
-
-    return evaluate

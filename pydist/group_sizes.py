@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,6 +173,25 @@ def _last_of(nodes: Iterable[Any], key: str) -> GroupSizes | None:
     return max(found, key=lambda sizes: sizes._number, default=None)
 
 
+class _Entering(threading.local):
+    """Batches that enter models while this thread evaluates a closure; thread-local, as ranks."""
+
+    batches: list[tuple[GroupWeights, GroupSizes]] | None = None
+
+
+_entering = _Entering()
+
+
+@contextmanager
+def batches_entering() -> Iterator[list[tuple[GroupWeights, GroupSizes]]]:
+    """Yields a list of the batches that enter models in the `with` block, on any mesh."""
+    before, _entering.batches = _entering.batches, []
+    try:
+        yield _entering.batches
+    finally:
+        _entering.batches = before
+
+
 class GroupWeights:
     """Weights that the sample groups have in the running backward pass.
 
@@ -189,8 +210,6 @@ class GroupWeights:
         self.latest: GroupSizes | None = None
         """The last batch that all groups have entered together."""
         self._used: dict[int, GroupSizes | None] = {}  # by the number of the backward pass
-        self.seen: list[GroupSizes] | None = None
-        """The batches that enter while a closure is evaluated; `None` otherwise."""
 
     def begin(self, sizes: GroupSizes, *, together: bool) -> None:
         """Records a batch that enters a model with gradients.
@@ -203,8 +222,8 @@ class GroupWeights:
             if self.latest is not None:
                 self.latest.finish()  # its buffers may be in use, if its forward pass raised
             self.latest = sizes
-        if self.seen is not None:
-            self.seen.append(sizes)
+        if _entering.batches is not None:
+            _entering.batches.append((self, sizes))
 
     def reached(self, sizes: GroupSizes) -> None:
         """Records that the running backward pass has reached an output of this batch.

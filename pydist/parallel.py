@@ -15,7 +15,7 @@ from pydist.comm.consensus import require_same
 from pydist.entry_hook import ENTRY, EntryHook
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.own_slice import is_sharded_weight
-from pydist.global_loss import agree_on_closures_of
+from pydist.gradients.closures import agree_on_closures_of
 from pydist.gradients.forms.settings import Gradients, check_groups, settings_of
 from pydist.mesh import Mesh
 from pydist.ops.norm.batch_norm import STATISTICS

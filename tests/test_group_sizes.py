@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pydist import parallelize, sum_over_groups
+from pydist import distribute_tensor, parallelize, sum_over_groups
 from pydist.errors import NotSupported, UsageError
 from pydist.group_sizes import GroupSizes
 from support.equivalence import assert_same, on_ranks, randint, randn, whole_of
@@ -400,6 +400,55 @@ def test_a_line_search_keeps_ranks_together(data, spatial, as_number):
     for losses, found_weight in found:
         assert torch.equal(found_weight, found[0][1])
         assert_same([losses, found_weight], [expected, weight])
+
+
+def pooled(x):
+    return whole_of(x.tanh().mean((2, 3, 4)))
+
+
+def head(model):
+    weight = nn.Parameter(randn(3, 2, seed=8))
+    return lambda x: pooled(model(x)[1]) @ weight, [weight]
+
+
+def copied(model):
+    model = copy.deepcopy(model)
+    return lambda x: pooled(model(x)[1]), list(model.parameters())
+
+
+def function(_):
+    weight = nn.Parameter(randn(3, 2, 3, 3, 3, seed=8))
+    return lambda x: pooled(F.conv3d(x, weight)), [weight]
+
+
+@pytest.mark.parametrize("learned", [head, copied, function])
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)])
+def test_a_line_search_over_parameters_outside_of_models(learned, spatial):
+    sizes = (3, 1)
+
+    def run(model, x):
+        predict, parameters = learned(model)
+        optimizer = torch.optim.LBFGS(parameters, max_iter=5, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (predict(x) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).detach() for _ in range(2)]
+        return [*losses, *(p.detach() for p in parameters)]
+
+    def body(mesh):
+        x, model = inputs(sum(sizes))[parts(mesh, sizes)], copy.deepcopy(made)
+        if learned is function:
+            return run(model, distribute_tensor(x, mesh))
+        return run(parallelize(model, mesh), x)
+
+    made = network()
+    expected = run(copy.deepcopy(made), inputs(sum(sizes)))
+    for found in on_ranks(spatial, body, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_an_exchange_that_did_not_start_is_started_again():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pydist.gradients import engine, graph, local_uses, replaced, step_check, swap
+from pydist.gradients import closures, engine, graph, local_uses, replaced, step_check, swap
 from pydist.gradients.leaf import leaf_of
 from pydist.gradients.local_uses import scale_leaving_gradients
 from pydist.gradients.partitioned import PartitionedGradient
@@ -47,6 +47,7 @@ def _make(mesh: Mesh) -> Reducer:
     engine.install()
     step_check.install()
     swap.install()
+    closures.install()
     reducer = Reducer(mesh)
     mesh.session.at_backward.append(reducer.expect_end_of_backward)
     return reducer

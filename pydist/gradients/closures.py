@@ -1,0 +1,116 @@
+"""Passes the loss of the global batch to optimizers that depend on a closure's loss."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pydist.errors import NotSupported
+from pydist.exchange.own_slice import own_slice
+from pydist.gradients.leaf import leaf_of
+from pydist.gradients.reducer import Reducer
+from pydist.group_sizes import batches_entering, weights_of
+
+if TYPE_CHECKING:
+    from pydist.mesh import Mesh
+
+_models: list[tuple[weakref.ref[nn.Module], Mesh]] = []
+"""Models that are trained on several sample groups."""
+_installed: list[object] = []
+_lock = threading.Lock()
+
+
+def agree_on_closures_of(model: nn.Module, mesh: Mesh) -> None:
+    """Passes the loss of the global batch to optimizers that depend on a closure's loss.
+
+    A line search (LBFGS) compares losses. The groups' losses differ, so ranks would take different
+    steps. The mean over the groups, weighted like gradients, is the same on all ranks.
+    """
+    with _lock:
+        alive = [known for known in _models if known[0]() is not None]
+        _models[:] = [*alive, (weakref.ref(model), mesh)]
+
+
+def install() -> None:
+    """Installs the exchange of losses in all optimizers, once."""
+    with _lock:
+        if not _installed:
+            _installed.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    place = "closure" if "closure" in kwargs else 1
+    closure = kwargs.get("closure") if place == "closure" else args[1] if len(args) > 1 else None
+    if closure is None or not _decides(optimizer):
+        return None
+    agreed = _agreed(closure, optimizer)
+    if place == "closure":
+        return args, {**kwargs, "closure": agreed}
+    return (args[0], agreed, *args[2:]), kwargs
+
+
+def _decides(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer may use the loss; torch's own, except LBFGS, only return it."""
+    home = type(optimizer).step.__module__
+    return isinstance(optimizer, LBFGS) or not home.startswith(("torch.optim.", "pydist."))
+
+
+def _mesh_of_model(optimizer: Optimizer) -> Mesh | None:
+    """Returns the mesh of a model that the optimizer steps."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    with _lock:
+        known = [(reference(), mesh) for reference, mesh in _models]
+    for model, mesh in known:
+        if model is not None and any(id(p) in stepped for p in model.parameters()):
+            return mesh
+    return None
+
+
+def _mesh_of_members(optimizer: Optimizer) -> Mesh | None:
+    """Returns the mesh over whose sample groups the gradients of other parameters are averaged."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        leaf = leaf_of(own_slice(parameter))
+        reducer = None if leaf is None else leaf.reducer()
+        # Members, as all ranks know the same ones; a newcomer may be known to this rank alone.
+        if isinstance(reducer, Reducer) and reducer.members.has(parameter):
+            return reducer.mesh if reducer.mesh.data_size > 1 else None
+    return None
+
+
+def _agreed(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    of_model = _mesh_of_model(optimizer)
+
+    def evaluate() -> Any:
+        with batches_entering() as entered:
+            loss = closure()
+        # Now, as the first backward pass makes a head or a learned input a member.
+        mesh = of_model or _mesh_of_members(optimizer)
+        if loss is None or mesh is None:
+            return loss
+        weights = weights_of(mesh)
+        seen = [sizes for of_mesh, sizes in entered if of_mesh is weights]
+        if any(not sizes.weighs_as(seen[0]) for sizes in seen):
+            raise NotSupported(
+                "a closure whose batches the sample groups share differently, as "
+                f"{' and '.join(str(list(sizes.shares)) for sizes in seen)}: return the loss of "
+                "the whole batch, formed with pydist.sum_over_groups, and parallelize with "
+                'group_weight="equal"'
+            )
+        with torch.no_grad():
+            batch = seen[0] if seen else weights.batch_of([getattr(loss, "grad_fn", None)])
+            weight = 1.0 if batch is None else batch.weight
+            value = loss.item() if isinstance(loss, Tensor) else float(loss)
+            # The mean loss of an empty batch is NaN.
+            mine = torch.tensor([weight and weight * value], dtype=torch.float64)
+            mesh.data.all_reduce(mine)
+            mean = float(mine) / mesh.data_size
+            return torch.full_like(loss, mean) if isinstance(loss, Tensor) else mean
+
+    return evaluate
