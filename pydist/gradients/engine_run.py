@@ -49,6 +49,10 @@ class EngineRun:
         """Weight that this rank's sample group has."""
         return 1.0 if self._weights is None else self._weights.weight(self._roots, self._sizes)
 
+    def leads_to(self, mesh: Mesh) -> bool:
+        """Returns whether the graph contains results of calls on another mesh."""
+        return graph.leads_to(self._roots, mesh)
+
     def means(
         self,
         inputs: Sequence[Any],

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _MARK = "pydist mesh"
 _HISTORIES = "pydist histories"
+_USED_BEFORE = "pydist used before"
 WHOLE, USED_IN = "pydist whole", "pydist used in"
 """Marks of nodes: a value that all ranks have; and the mesh with whose shards it was used."""
 _functions: Any = torch._C._functions
@@ -120,11 +121,34 @@ def walk(
             shards.update(of_node.shards)
     found, histories = list(meshes.values()), Histories(wholes, shards)
     owner = mesh or (found[0] if found else None)
-    if owner is not None and len(roots) == 1:
+    if owner is not None and len(roots) == 1 and (mesh is not None or len(found) == 1):
         # Not the nodes below, as different ranks walk different ones.
         roots[0].metadata.update({_MARK: owner, _HISTORIES: histories})
     leaves.reverse()  # roughly the order in which they were used
     return found, leaves, histories
+
+
+def leads_to(nodes: Iterable[Any], mesh: Mesh) -> bool:
+    """Returns whether a graph contains results of calls on a mesh."""
+    return any(marked is mesh for _, marked in marks.below(nodes, _MARK))
+
+
+def note_move(parameter: Tensor, mesh: Mesh) -> None:
+    """Records that a parameter was used on a mesh before it moves to another one.
+
+    The record belongs to the node of the graphs that use the parameter now, and is gone with them.
+    """
+    if parameter.requires_grad:
+        node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+        node.metadata.setdefault(_USED_BEFORE, {})[id(mesh)] = mesh
+
+
+def meshes_before(parameter: Tensor) -> list[Mesh]:
+    """Returns the meshes on which a graph may use a parameter that has moved to another one."""
+    if not parameter.requires_grad:
+        return []
+    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+    return list(node.metadata.get(_USED_BEFORE, {}).values())
 
 
 def is_reached(parameter: Tensor) -> bool:
@@ -138,7 +162,7 @@ def is_reached(parameter: Tensor) -> bool:
         if not trains:
             parameter.requires_grad_(True)  # torch returns the node only if a gradient is required
         # Not cached: `model.double()` gives a parameter another node.
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False  # the engine refuses the query for inputs of autograd.grad

@@ -85,6 +85,7 @@ class Leaf:
         waits: whether users' hooks wait for the mean in the running backward.
         in_graph: whether users' hooks have seen the mean when it arrived (create_graph), so that
             only post-accumulate hooks wait.
+        has_moved: whether the reducer of another mesh had the parameter before.
         base: the gradient before the running backward, if hooks need the added part.
         place: group and index in the optimizer that has stepped the parameter first.
         is_placed: whether the ranks have compared `place`.
@@ -98,7 +99,7 @@ class Leaf:
         self._measure(parameter)
         self.is_partitioned = False
         self.fired = self.paused = self.partial = self.keeps_graph = self.in_graph = False
-        self.waits = self.has_hooks = False
+        self.waits = self.has_hooks = self.has_moved = False
         self.idle = 0
         self.place: tuple[int, int] | None = None
         self.is_placed = False
@@ -141,8 +142,12 @@ class Leaf:
         fresh = copy.copy(self)
         fresh._measure(parameter)
         fresh._before.leaf = fresh._after.leaf = fresh
-        self.parameter = _none
+        self.make_void()
         return fresh
+
+    def make_void(self) -> None:
+        """Ends this leaf, as another one describes the parameter; its lane sends no gradient."""
+        self.parameter = _none
 
     def describes(self, parameter: Tensor) -> bool:
         """Returns whether the parameter still has the kind that the buckets expect."""

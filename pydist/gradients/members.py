@@ -108,7 +108,7 @@ class Members:
             parameter = own_slice(given)
             known = leaf_of(parameter)
             if parameter.requires_grad and (known is None or known.reducer() is not reducer):
-                leaf = Leaf(parameter, repr(name), reducer)
+                leaf = self._made(parameter, repr(name))
                 self.newcomers[leaf] = None  # as which it stays if the form is refused
             elif known is not None and known in self.newcomers:
                 leaf = known
@@ -182,7 +182,19 @@ class Members:
                 "be reduced; a dense one can"
             )
         name = f"of shape {list(tensor.shape)}" if known is None else known.name
-        self.newcomers[Leaf(tensor, name, self.reducer)] = None
+        self.newcomers[self._made(tensor, name)] = None
+
+    def _made(self, parameter: Tensor, name: str) -> Leaf:
+        """Returns a new leaf of this reducer for a parameter that another one may know."""
+        known = leaf_of(parameter)
+        other = None if known is None else known.reducer()
+        leaf = Leaf(parameter, name, self.reducer)
+        if known is not None and other is not None:
+            if not known.is_partitioned:  # an optimizer knows its parts
+                known.make_void()  # else two reducers would sum in the memory of one gradient
+            leaf.has_moved = True
+            graph.note_move(parameter, other.mesh)
+        return leaf
 
     def follow(self, tensor: Tensor) -> None:
         """Registers a plain operand, or the parameters that it was computed from."""

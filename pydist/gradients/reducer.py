@@ -173,6 +173,8 @@ class Reducer:
         parameter = leaf.parameter()
         if parameter is not None:
             leaf = self.members.current(leaf, parameter)
+            if leaf.has_moved:
+                self._refuse_two_meshes(leaf, parameter)
         given, grad = grad, None if grad is None else in_memory(grad)
         accumulates = not self._runs or self._runs[-1].accumulates
         differentiable = torch.is_grad_enabled()
@@ -260,6 +262,23 @@ class Reducer:
         """Returns whether a member's gradient accumulates without reduction (`no_sync`)."""
         lane = self.members.lane_of(leaf)
         return bool(self._pauses if lane is None else lane.pauses)
+
+    def _refuse_two_meshes(self, leaf: Leaf, parameter: Tensor) -> None:
+        """Raises for a gradient that has a part of another mesh, whose sample groups differ.
+
+        Raises:
+            NotSupported: it has.
+        """
+        for other in graph.meshes_before(parameter):
+            if other is self.mesh or other.data_size == self.mesh.data_size == 1:
+                continue
+            if not self._runs or self._runs[-1].leads_to(other):
+                raise NotSupported(
+                    f"the parameter {leaf.name} on two meshes in one backward pass, or on another "
+                    "mesh between forward and backward: its gradient would have the weights of "
+                    "one mesh's sample groups; use a copy on each, or call backward() for each "
+                    "mesh before the next one uses it, and evaluate under torch.no_grad()"
+                )
 
     def _queue(self) -> None:
         if not self._queued:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from pydist import distribute_tensor, parallelize
+from pydist import Mesh, distribute_tensor, parallelize, run_local
 from pydist.errors import NotSupported, UsageError
-from support.equivalence import assert_same, on_ranks
+from support.equivalence import assert_same, on_ranks, randn, whole_of
 from support.equivalence.scripts import batch, gradients, network
 
 
@@ -173,3 +174,78 @@ def test_several_gradients_at_once(vectorized):
     ]
     for rank, found in enumerate(on_ranks((2, 1, 1), body)):
         assert_same(found, expected, where=f"rank {rank}")
+
+
+# -- one parameter on two meshes ------------------------------------------------------------
+
+VOLUMES, ROWS = randn(4, 2, 6, 4, 4), (slice(0, 3), slice(3, 4))
+KERNEL, HEAD = randn(3, 2, 3, 3, 3, seed=1), randn(3, 2, seed=2)
+
+
+def loss_of(x, kernel, head):
+    return (whole_of(F.conv3d(x, kernel, padding=1).sin().mean((2, 3, 4))) @ head).square().mean()
+
+
+def on_two_meshes(body):
+    """Runs `body(loss_on)` on two ranks, with the loss on groups and on blocks of the samples."""
+
+    def job(transport):
+        kernel, head = nn.Parameter(KERNEL.clone()), nn.Parameter(HEAD.clone())
+        groups, blocks = Mesh(transport, 2), Mesh(transport, 1, (2, 1, 1))
+
+        def loss_on(name, factor=1.0):
+            mesh = groups if name == "groups" else blocks
+            x = VOLUMES[ROWS[mesh.data_index]] if name == "groups" else VOLUMES
+            return loss_of(distribute_tensor(x * factor, mesh), kernel, head)
+
+        return body(loss_on, [kernel, head])
+
+    return run_local(job, 2)
+
+
+@pytest.mark.parametrize("names", [("groups", "blocks"), ("blocks", "groups")])
+@pytest.mark.parametrize("which", ["both", "first", "grad"])
+def test_one_parameter_on_two_meshes_in_one_pass_is_refused(names, which):
+    def body(loss_on, parameters):
+        one, two = loss_on(names[0]), loss_on(names[1])
+        loss = one if which == "first" else one + two
+        with pytest.raises(NotSupported, match="on two meshes in one backward pass"):
+            torch.autograd.grad(loss, parameters) if which == "grad" else loss.backward()
+
+    on_two_meshes(body)
+
+
+def test_one_parameter_on_two_meshes_in_turn():
+    names = ["groups", "blocks", "blocks", "groups", "groups", "blocks"]
+
+    def trained(parameters, loss_on):
+        optimizer, kept = torch.optim.SGD(parameters, 0.5), []
+        for step, name in enumerate(names):
+            loss = loss_on(name, 1 + step)
+            kept.append(loss)  # and its graph
+            with torch.no_grad():
+                loss_on(names[step - 1])  # an evaluation on the other mesh
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return [p.detach() for p in parameters]
+
+    kernel, head = nn.Parameter(KERNEL.clone()), nn.Parameter(HEAD.clone())
+    expected = trained(
+        [kernel, head], lambda name, factor=1.0: loss_of(VOLUMES * factor, kernel, head)
+    )
+    for found in on_two_meshes(lambda loss_on, parameters: trained(parameters, loss_on)):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_one_parameter_on_two_meshes_without_groups():
+    def job(transport):
+        kernel, head = nn.Parameter(KERNEL.clone()), nn.Parameter(HEAD.clone())
+        meshes = Mesh(transport, 1, (2, 1, 1)), Mesh(transport, 1, (1, 2, 1))
+        sum(loss_of(distribute_tensor(VOLUMES, mesh), kernel, head) for mesh in meshes).backward()
+        return kernel.grad
+
+    kernel = nn.Parameter(KERNEL.clone())
+    (2 * loss_of(VOLUMES, kernel, HEAD)).backward()
+    for found in run_local(job, 2):
+        torch.testing.assert_close(found, kernel.grad, rtol=1e-11, atol=1e-13)
