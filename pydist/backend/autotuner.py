@@ -6,7 +6,8 @@ few candidates again that may be the fastest, the least measured ones first. Thi
 that were made on a busy machine. Within a run, a choice stays; `Autotuner.everyones` is for
 checkpoints, and for files that pin the choices of another run, which makes results bit-identical.
 
-With `PYDIST_TUNE=0`, or where no file can be stored, a fixed rule chooses without measuring.
+With `PYDIST_TUNE=0`, where no file can be stored, or if the ranks of a group have unlike processors
+or numbers of threads, a fixed rule chooses without measuring.
 """
 
 from __future__ import annotations
@@ -153,6 +154,8 @@ class Autotuner:
             choices = plan["choice"]
         elif "records" not in plan:
             return None, bool(plan["final"])
+        elif b"1" in group.all_gather_bytes(b"%d" % (plan["records"].keys() != distinct.keys())):
+            return None, True  # ranks with other processors or threads, whose times differ
         else:
             mine = [subject.key for subject in subjects[group.rank]]
             found = self._measured(group, distinct, mine, visit, plan)

@@ -130,7 +130,9 @@ def _messages(
 ) -> list[Tensor]:
     """Allocates messages, each with space for a head, in one buffer."""
     counts = [head + n for n in elements]
-    return _split(torch.empty(sum(counts), dtype=dtype, device=device), counts)
+    # They may be used in training after an evaluation that made them.
+    with torch.inference_mode(False):
+        return _split(torch.empty(sum(counts), dtype=dtype, device=device), counts)
 
 
 def _stamp_of(message: Tensor) -> memoryview:

@@ -252,10 +252,14 @@ def _histories(tensors: Any) -> list[int]:
     return [t._history for t in _as_sequence(tensors) if isinstance(t, ShardedTensor)]
 
 
-def _seeds(given: Any, outputs: Any) -> Any:
-    """Returns the shards of given gradients, in the layouts of the outputs."""
+def _seeds(func: Any, given: Any, outputs: Any) -> Any:
+    """Returns the shards of given gradients, in the layouts of the outputs, or of 1 for scalars."""
     if given is None:
-        return None
+        sharded = [y if isinstance(y, ShardedTensor) else None for y in _as_sequence(outputs)]
+        if any(y is not None and y.numel() != 1 for y in sharded):
+            raise refusal(func, (outputs,), {}, "it is not a scalar: give the gradient")
+        # One rank alone has the element if its dims are split.
+        return tuple(None if y is None else torch.ones_like(local_of(y)) for y in sharded)
     given, outputs = _as_sequence(given), _as_sequence(outputs)
     if len(given) != len(outputs):
         return given  # torch raises the error
@@ -287,14 +291,10 @@ def backward(
     *,
     grad_tensors: Any = None,
 ) -> None:
-    """Runs backward from sharded tensors; a scalar is seeded with 1 on every rank."""
+    """Runs backward from sharded tensors; a scalar is seeded with 1 on every rank that has it."""
     given = gradient if gradient is not None else grad_tensors
     outputs = _locals(tensors)
-    seeds = _seeds(given, tensors)
-    if seeds is None and any(o.numel() != 1 for o in outputs):
-        raise refusal(
-            torch.Tensor.backward, (tensors,), {}, "it is not a scalar: give the gradient"
-        )
+    seeds = _seeds(torch.Tensor.backward, given, tensors)
     only = None if inputs is None else _locals(inputs)
     starts_from(_histories(tensors))
     torch.autograd.backward(outputs, seeds, retain_graph, create_graph, inputs=only)
@@ -316,7 +316,8 @@ def grad(
     if is_grads_batched:
         raise NotSupported("torch.autograd.grad(is_grads_batched=True) on sharded tensors")
     asked = _as_sequence(inputs)
-    roots, leaves, seeds = _locals(outputs), _locals(inputs), _seeds(grad_outputs, outputs)
+    roots, leaves = _locals(outputs), _locals(inputs)
+    seeds = _seeds(torch.autograd.grad, grad_outputs, outputs)
     starts_from(_histories(outputs))
     grads = torch.autograd.grad(
         roots,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -467,3 +468,21 @@ def test_the_chosen_number_of_threads_computes_and_is_put_back(monkeypatch):
         )
         assert torch.get_num_threads() == before
     assert seen == [2, 1, before]
+
+
+def test_ranks_with_unequal_threads_use_the_rule(monkeypatch, folder):
+    """As where they are divided unevenly over nodes: each would look for records of its own."""
+    x, weight = randn(*SHAPE).float(), randn(*WEIGHT).float()
+    here = threading.local()
+    monkeypatch.setattr(conv_tuning, "thread_counts", lambda problems: here.counts)
+
+    def rank(mesh):
+        here.counts = (2, 1) if mesh.world.rank == 0 else (1,)
+        part = shard(x, layout_at(mesh, SHAPE, [EVEN, None, None])).requires_grad_()
+        y = F.conv3d(part, torch.nn.Parameter(weight.clone()), padding=1)
+        y.square().mean().backward()
+        return y.full_tensor().detach()
+
+    for y in on_ranks((2, 1, 1), rank):
+        assert torch.allclose(y, F.conv3d(x, weight, padding=1), atol=1e-4)
+    assert not [*folder.rglob("*.json")]

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pydist import Layout, ShardedTensor, distribute_tensor, layout_for_sample, parallelize
+from pydist import (
+    Layout,
+    Mesh,
+    ShardedTensor,
+    distribute_tensor,
+    layout_for_sample,
+    parallelize,
+    run_local,
+)
 from pydist.errors import UsageError
 from support.equivalence import layout_at, on_ranks, on_shards, randn, shard
 from support.jobs.children import child_environment
@@ -231,8 +239,32 @@ def test_backward_of_a_non_scalar_needs_a_gradient():
     def body(x, mesh):
         with pytest.raises(RuntimeError, match="not a scalar"):
             (x * 2).backward()
+        with pytest.raises(RuntimeError, match="not a scalar"):
+            torch.autograd.grad(x * 2, x)
 
     on_shards(body)
+
+
+@pytest.mark.parametrize("extent", [1, 2])
+def test_a_scalar_is_judged_by_the_global_shape(extent):
+    """A kernel that covers the volume leaves one voxel on one rank; or two, one on each."""
+    x, weight = randn(1, 2, 8, 4, 4), randn(1, 2, 8 // extent, 4, 4, seed=1)
+
+    def body(transport):
+        mesh = Mesh(transport, 1, (2, 1, 1), keep_thin_blocks=True)
+        for way in ("backward", "grad"):
+            part = distribute_tensor(x, mesh).detach().requires_grad_()
+            y = F.conv3d(part, weight, stride=(8 // extent, 1, 1))
+            if extent == 2:
+                with pytest.raises(RuntimeError, match="not a scalar"):
+                    y.backward() if way == "backward" else torch.autograd.grad(y, part)
+                continue
+            if way == "backward":
+                y.backward()
+            grad = part.grad if way == "backward" else torch.autograd.grad(y, part)[0]
+            assert torch.allclose(grad.full_tensor(), weight, rtol=0, atol=1e-12)
+
+    run_local(body, 2)
 
 
 def test_autograd_grad_of_sharded_and_plain_inputs():

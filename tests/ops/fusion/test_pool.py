@@ -234,6 +234,20 @@ def test_without_gradients(mode):
         assert_same(found, expected)
 
 
+def test_training_after_an_evaluation_in_inference_mode():
+    """Buffers of messages that the evaluation has made are changed in place."""
+    x = randn(2, 2, 8, 8, 6)
+
+    def rank(mesh):
+        part = shard(x, layout_for_sample(mesh, x.shape))
+        with torch.inference_mode():
+            net(part)
+        return net(part.requires_grad_()).full_tensor()
+
+    for found in on_ranks((2, 1, 1), rank):
+        assert_same([found], [net(x)])
+
+
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_types(dtype, memory_format):
