@@ -94,19 +94,34 @@ def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ..
         out_shape: global shape of the result.
 
     Raises:
-        UsageError: a plain operand has the shape of this rank's shard instead of the global one.
+        RuntimeError: the operand does not broadcast to `out_shape`.
     """
     return operand_in(x, layout_of_operand(x, layout, out_shape), layout)
 
 
 def layout_of_operand(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]) -> Layout:
     """Returns the layout in which a broadcasting call needs an operand; see `operand_for`."""
+    require_broadcastable(x, out_shape)
     missing = len(out_shape) - x.dim()
     splits = [
         layout.splits[missing + d] if n == out_shape[missing + d] else None
         for d, n in enumerate(x.shape)
     ]
     return Layout(layout.mesh, tuple(x.shape), splits)
+
+
+def require_broadcastable(x: Tensor, out_shape: torch.Size | tuple[int, ...]) -> None:
+    """Raises unless an operand broadcasts to the shape of a result, as blocks of both might.
+
+    Raises:
+        RuntimeError: the operand has more dims, or an extent that is neither 1 nor the result's.
+    """
+    missing = len(out_shape) - x.dim()
+    pairs = zip(x.shape, out_shape[max(0, missing) :], strict=False)
+    if missing < 0 or any(n not in (1, m) for n, m in pairs):
+        raise RuntimeError(
+            f"an operand of shape {list(x.shape)} doesn't broadcast to the shape {list(out_shape)}"
+        )
 
 
 def operand_in(x: Tensor, target: Layout, layout: Layout) -> Tensor:

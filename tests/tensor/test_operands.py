@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pydist import Layout, Partition, ShardedTensor, Split
 from pydist.errors import UsageError
-from support.equivalence import check_function, on_ranks, randn, shard
+from support.equivalence import check_function, layout_at, on_ranks, randn, shard
 
 
 def cut(mesh, points):
@@ -38,6 +41,50 @@ def test_a_plain_operand_in_the_shape_of_the_shard_is_named():
                 call(x.detach(), randn(3, 2))
 
     on_ranks((2, 1, 1), body)
+
+
+IN_PLACE = {
+    "add_": lambda x, y: x.add_(y),
+    "mul_": lambda x, y: x.mul_(y),
+    "copy_": lambda x, y: x.copy_(y),
+    "lerp_": lambda x, y: x.lerp_(y, 0.5),
+    "lerp_ by": lambda x, y: x.lerp_(x + 1, y),
+    "addcmul_": lambda x, y: x.addcmul_(x + 1, y),
+    "masked_fill_": lambda x, y: x.masked_fill_(y > 0, 2.0),
+    "+=": operator.iadd,
+}
+UNFIT = {
+    "half the extents": (2, 4),
+    "half of one extent": (4, 4),
+    "more dims": (1, 4, 8),
+    "an extent beside 1": (3, 1),
+}
+
+
+@pytest.mark.parametrize("shape", UNFIT.values(), ids=UNFIT)
+@pytest.mark.parametrize("call", IN_PLACE.values(), ids=IN_PLACE)
+def test_operands_that_do_not_broadcast_in_place_though_their_blocks_do(call, shape):
+    x, y = randn(4, 8), randn(*shape, seed=1)
+    with pytest.raises(RuntimeError):
+        call(x.clone(), y)
+
+    def body(mesh):
+        split = layout_at(mesh, (4, 8), [[0, 2, 4], [0, 4, 8]])
+        points = [[0, n // 2, n] for n in shape[-2:]]
+        for other in (y, shard(y, layout_at(mesh, shape, points)).detach()):
+            own = shard(x, split).detach()
+            with pytest.raises((RuntimeError, UsageError)):
+                call(own, other)
+            assert torch.equal(own.full_tensor(), x)
+
+    on_ranks((2, 2, 1), body)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (8,), (4, 1), (1, 8), (4, 8)], ids=str)
+@pytest.mark.parametrize("call", IN_PLACE.values(), ids=IN_PLACE)
+def test_operands_that_broadcast_in_place(call, shape):
+    y = randn(32, seed=1)[: math.prod(shape)].view(shape)
+    check_function(lambda x, y: call(x * 2, y), randn(4, 8), [y], [[0, 1, 4], [0, 5, 8]])
 
 
 def test_channels_last_shards_stay_so():

@@ -14,6 +14,7 @@ from pydist.ops.pointwise.in_place import in_place_on_plain
 from pydist.ops.shaping.indexing import (
     entries_of,
     layout_of_indices,
+    require_mask_shape,
     selected_layout,
     without_masks,
 )
@@ -34,6 +35,7 @@ def setitem(x: Tensor, index: Any, value: Any) -> None:
     A plain tensor to which a sharded one is assigned becomes sharded, with the same splits.
     """
     if isinstance(index, Tensor) and index.dtype == torch.bool and _is_number(value):
+        require_mask_shape(x, index)
         mask = index.reshape((*index.shape, *[1] * (x.dim() - index.dim())))
         elementwise(torch.Tensor.masked_fill_, x, mask, value)
         return

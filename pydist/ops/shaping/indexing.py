@@ -73,6 +73,15 @@ def _as_torch(x: Tensor, entry: Any) -> Any:
     return operator.index(entry)
 
 
+def require_mask_shape(x: Tensor, mask: Tensor, dim: int = 0) -> None:
+    """Raises `IndexError` unless a mask has the extents of `x` from a dim on."""
+    if mask.shape != x.shape[dim : dim + mask.dim()]:
+        raise IndexError(
+            f"The shape of the mask {list(mask.shape)} at index {dim} does not match the "
+            f"shape of the indexed tensor {list(x.shape)}"
+        )
+
+
 def without_masks(
     x: Tensor, entries: Sequence[Any], layout: Layout
 ) -> tuple[list[Any], dict[int, Tensor]]:
@@ -91,11 +100,7 @@ def without_masks(
     for entry in entries:
         given = [entry]
         if isinstance(entry, Tensor) and is_mask(entry):
-            if entry.shape != x.shape[dim : dim + entry.dim()]:
-                raise IndexError(
-                    f"The shape of the mask {list(entry.shape)} at index {dim} does not match the "
-                    f"shape of the indexed tensor {list(x.shape)}"
-                )
+            require_mask_shape(x, entry, dim)
             if not isinstance(entry, ShardedTensor):
                 prove_equal(entry, layout)
             given = list(entry.nonzero(as_tuple=True))

@@ -120,5 +120,9 @@ def test_a_mask_of_another_shape_is_named():
             x[x[:, :, 1:] > 0]
         with pytest.raises((IndexError, UsageError)):
             x[:, torch.ones(4, dtype=torch.bool)]
+        for mask in ((x > 0)[:, :1], (x > 0)[:, :, :2], (x > 0)[0], x[None] > 0):
+            with pytest.raises(IndexError, match="The shape of the mask"):
+                x.detach()[mask] = 2.0
+        assert torch.equal(x.full_tensor(), randn(*SHAPE))
 
     on_ranks((2, 1, 1), body)
