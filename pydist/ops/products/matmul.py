@@ -12,15 +12,23 @@ from torch import Tensor
 
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.ops.channels import free_channel_axis, on_plain, output_split
-from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.products.contraction import Labels, contract
 from pydist.tensor import HANDLERS, ShardedTensor, implements
-from pydist.tensor.operands import use_weight
+from pydist.tensor.operands import require_broadcastable, use_weight
 
 
 def _product(func: Callable[..., Tensor], a: Tensor, b: Tensor) -> Any:
     first, second, out = _labels(a, b)
+    _require_inner(func, a, a.shape[-1], b, b.shape[-2 if b.dim() > 1 else -1])
     return contract(func, [a, b], [first, second], out, func)
+
+
+def _require_inner(func: Callable[..., Any], a: Tensor, n: int, b: Tensor, m: int) -> None:
+    """Raises if the extents of the summed dim differ, as blocks of extent 1 would broadcast."""
+    if n != m:
+        raise RuntimeError(
+            f"{func.__name__}: the shapes {list(a.shape)} and {list(b.shape)} can't be multiplied"
+        )
 
 
 def _labels(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels]:
@@ -70,6 +78,7 @@ def _added(
     func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Any:
     product = func(a, b)
+    require_broadcastable(input, product.shape)
     if beta == 0:
         return product * alpha
     return (input * beta + product * alpha).to(product.dtype)
@@ -103,10 +112,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
             use_weight(each, input.mesh)
     if is_sharded_weight(weight):
         input = free_channel_axis(input)
+    _require_inner(F.linear, input, input.shape[-1], weight, weight.shape[-1])
     rows = [f"b{i}" for i in range(input.dim() - 1)]
     out = ["n"] * (weight.dim() - 1)
     operands, labels = [input, weight], [[*rows, "k"], [*out, "k"]]
-    if bias is None or input.layout.splits[-1] is None:
+    # A weight that is data, or the transpose of a sharded one, may be split along the summed dim.
+    sums = any(isinstance(x, ShardedTensor) and x.layout.splits[-1] is not None for x in operands)
+    if bias is None or not sums:
         if bias is not None:
             operands.append(bias)
             labels.append(out)
@@ -115,4 +127,5 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         preset = None if split is None else {"n": split}
         return contract(F.linear, operands, labels, [*rows, *out], F.linear, preset)
     product = contract(F.linear, operands, labels, [*rows, *out], F.linear)
-    return elementwise(torch.add, product, bias).to(product.dtype)
+    require_broadcastable(bias, product.shape)
+    return (product + bias).to(product.dtype)

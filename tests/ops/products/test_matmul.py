@@ -145,6 +145,22 @@ def test_linear_over_a_whole_last_dim_keeps_the_split():
     )
 
 
+@pytest.mark.parametrize("rows", [None, [0, 2, 3]], ids=["whole", "rows"])
+def test_a_bias_beside_a_weight_that_is_split_along_the_summed_dim(rows):
+    check_function(
+        lambda w, x, b: F.linear(x, w, b), randn(5, 4), [randn(5, seed=1)],
+        [rows and [0, 2, 5], [0, 1, 4]],
+        beside=[Cut(randn(3, 4, seed=2), [rows, None])], second_order=True,
+    )  # fmt: skip
+
+
+def test_a_scalar_bias():
+    check_function(
+        lambda x, w, b: F.linear(x, w, b) * x, randn(4), [randn(4, seed=1), randn(1, seed=2)[0]],
+        [[0, 1, 4]], second_order=True,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
 def test_a_linear_layer_over_the_channels_of_a_permuted_tensor(points):
     x = randn(*SHAPE).to(memory_format=torch.channels_last_3d)
@@ -178,6 +194,35 @@ def test_autocast_rounds_a_sum_over_ranks_once():
 
 
 # -- refused --------------------------------------------------------------------------------
+
+UNFIT = {
+    "mm": lambda x: torch.mm(x, randn(1, 3)),
+    "mm of a plain one": lambda x: torch.mm(randn(3, 1), x.T),
+    "matmul": lambda x: x @ randn(1, 3),
+    "mv": lambda x: torch.mv(x, randn(1)),
+    "dot": lambda x: torch.dot(x[0], randn(1)),
+    "linear": lambda x: F.linear(x, randn(3, 1)),
+    "linear with a bias": lambda x: F.linear(x, randn(1, 2), randn(3)),
+    "addmm": lambda x: torch.addmm(randn(3, 3), x[:1], randn(2, 3)),
+    "addmm without the first": lambda x: torch.addmm(randn(3, 3), x[:1], randn(2, 3), beta=0),
+    "bilinear": lambda x: F.bilinear(x, randn(3, 2), randn(4, 1, 2)),
+    "bilinear of other rows": lambda x: F.bilinear(x, randn(1, 2), randn(4, 2, 2)),
+    "bilinear with a bias": lambda x: F.bilinear(x, x, randn(1, 2, 2), randn(3)),
+}
+
+
+@pytest.mark.parametrize("call", UNFIT.values(), ids=UNFIT)
+def test_shapes_that_do_not_fit_though_those_of_blocks_do(call):
+    """The summed dim of extent 2 is cut into blocks of extent 1."""
+    with pytest.raises(RuntimeError):
+        call(randn(3, 2))
+
+    def body(mesh):
+        x = shard(randn(3, 2), layout_at(mesh, (3, 2), [None, [0, 1, 2]]))
+        with pytest.raises(RuntimeError):
+            call(x)
+
+    on_ranks((1, 2, 1), body)
 
 
 def test_a_sharded_weight_of_a_plain_input():
