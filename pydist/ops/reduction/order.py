@@ -14,6 +14,7 @@ from pydist.ops.reduction.extremes import reduce_amax, reduce_amin
 from pydist.ops.reduction.reduce import result_of
 from pydist.ops.transposition import along_dims
 from pydist.tensor import ShardedTensor, implements, local_of, refusal
+from pydist.tensor.operands import prove_equal, redistribute
 
 
 def _along(func: Callable[..., Any], x: ShardedTensor, dim: int, keepdim: bool) -> Any:
@@ -24,7 +25,9 @@ def _along(func: Callable[..., Any], x: ShardedTensor, dim: int, keepdim: bool) 
 
 
 def _without(x: ShardedTensor, d: int) -> Any:
-    """Removes a dim of extent 1 that is not split; a scalar is plain."""
+    """Removes a dim of extent 1; a scalar is plain."""
+    if x.dim():  # extent 1 may be split, too
+        x = redistribute(x, x.layout.replace(changes={d: None}))
     return result_of(local_of(x).squeeze(d), x, (d,), False)
 
 
@@ -60,6 +63,8 @@ def _quantile(
     """Computes quantiles along a dim or, with each rank gathering all elements, of all of them."""
     if isinstance(q, ShardedTensor) or (isinstance(q, Tensor) and q.requires_grad):
         raise refusal(func, (input, q), {}, "q is split or requires a gradient")
+    if isinstance(q, Tensor):
+        prove_equal(q, input.layout)
     if dim is None:
         return func(input.full_tensor(), q, None, keepdim, interpolation=interpolation)
     d = canonical(dim, input.dim())

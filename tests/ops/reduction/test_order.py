@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pydist.errors import NotSupported
+from pydist.errors import NotSupported, UsageError
 from support.equivalence import check_function, layout_at, on_ranks, randn, shard
 
 SHAPE = (2, 3, 5, 4, 3)
@@ -33,6 +33,35 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_to_second_order(call, points):
     check_function(call, randn(*SHAPE), (), points, second_order=True)
+
+
+ALONG = {
+    "median": lambda x: x.median(2).values,
+    "median, kept": lambda x: x.median(2, True).values,
+    "indices": lambda x: x.nanmedian(2).indices,
+    "nanmedian": lambda x: x.nanmedian(2).values,
+    "mode": lambda x: x.mode(2).values,
+    "kthvalue": lambda x: x.kthvalue(1, 2).values,
+    "quantile": lambda x: x.quantile(0.5, 2),
+    "quantiles": lambda x: torch.quantile(x, LEVELS, dim=2),
+    "of one dim": lambda x: x[0, 0, :, 0, 0].median(0).values,
+    "in a sum": lambda x: x.median(2).values.sum(),
+}
+
+
+@pytest.mark.parametrize("points", [[[0, 1, 1], None, None], [[0, 0, 1], [0, 1, 4], None]])
+@pytest.mark.parametrize("call", ALONG.values(), ids=ALONG)
+def test_along_a_split_dim_of_extent_one(call, points):
+    check_function(call, randn(2, 3, 1, 4, 3), (), points)
+
+
+def test_levels_that_differ_between_ranks_are_named():
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["2x1x1"]))
+        with pytest.raises(UsageError, match="differs between the ranks"):
+            x.quantile(LEVELS / (1 + mesh.rank), 2)
+
+    on_ranks((2, 1, 1), body)
 
 
 def test_levels_with_a_gradient_are_refused():
