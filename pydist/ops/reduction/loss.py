@@ -18,12 +18,12 @@ from pydist.ops.channels import with_channels
 from pydist.ops.pointwise.elementwise import common_layout
 from pydist.ops.reduction.reduce import reduce_sum
 from pydist.tensor import HANDLERS, ShardedTensor, implements, refusal, wrap
-from pydist.tensor.operands import operand_for, refuse_shard_shaped
+from pydist.tensor.operands import operand_for, operand_in, refuse_shard_shaped
 
 
 def _reduction(reduction: str, size_average: Any, reduce: Any) -> str:
     if size_average is None and reduce is None:
-        return reduction
+        return ("none", "mean", "sum")[legacy.get_enum(reduction)]
     return legacy.legacy_get_string(size_average, reduce)
 
 
@@ -52,7 +52,13 @@ def elementwise_loss(
     """Computes a loss with one value per element; the mean is over the global element count."""
     if args:
         raise refusal(func, (input, target), kwargs, "give the options by keyword")
-    reduction = _reduction(reduction, size_average, reduce)
+    is_by_sample = reduction == "batchmean" and func is F.kl_div
+    reduction = _reduction("sum" if is_by_sample else reduction, size_average, reduce)
+    # torch compares the sizes of blocks, which may be equal where those of the tensors are not.
+    if target.shape != input.shape and func in _SAME_SIZE:
+        raise ValueError(f"Target size {target.shape} must be the same as input size {input.shape}")
+    if weight is not None and weight.shape != input.shape and func in _SAME_SIZE_OF_WEIGHT:
+        raise ValueError("Weights and input must have the same size.")
     operands = [input, target]
     layout = common_layout(operands)
     like = next(o for o in (*operands, weight, pos_weight) if isinstance(o, ShardedTensor))
@@ -61,15 +67,14 @@ def elementwise_loss(
         if extra is not None:
             kwargs[name] = operand_for(extra, layout, layout.shape)
     values = wrap(func(*local, reduction="none", **kwargs), layout, like)
-    if reduction == "batchmean":
-        return reduce_sum(values) / layout.shape[0]
     if weight is not None and func in _WEIGHTED_MEAN:
-        if weight.shape != input.shape:
-            raise ValueError("Weights and input must have the same size.")
-        return _reduced(values, reduction, reduce_sum(wrap(kwargs["weight"], layout, like)))
-    return _reduced(values, reduction, max(1, values.numel()))
+        return _reduced(values, reduction, weight.sum())
+    loss = _reduced(values, reduction, max(1, values.numel()))
+    return loss / input.shape[0] if is_by_sample else loss
 
 
+_SAME_SIZE = (F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
+_SAME_SIZE_OF_WEIGHT = (F.mse_loss, F.l1_loss, F.huber_loss)
 # The mean of these losses divides by the sum of the weights, others by the element count.
 _WEIGHTED_MEAN = (F.mse_loss, F.l1_loss)
 
@@ -162,6 +167,9 @@ def _class_loss(
         )
     labels = operand_for(target, target_layout, target_layout.shape)
     local = operand_for(x, layout, layout.shape)
+    if weight is not None:
+        whole = Layout(layout.mesh, tuple(weight.shape), [None] * weight.dim())
+        weight = operand_in(weight, whole, layout)
     values = wrap(func(local, labels, weight, reduction="none", **options), by_voxel, x)
     if reduction != "mean" or probabilities:
         return _reduced(values, reduction, max(1, values.numel()))

@@ -131,6 +131,34 @@ def test_cross_entropy(target, options, reduction, points):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_learned_weights_of_classes(reduction, points):
+    check_function(
+        lambda x, w: F.cross_entropy(
+            x, TARGET.softmax(1), w, reduction=reduction, label_smoothing=0.1
+        ),
+        randn(*SHAPE), [WEIGHT], points, second_order=True,
+    )  # fmt: skip
+
+
+def test_weights_of_classes_that_differ_between_ranks_are_named():
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["2x1x1"]))
+        with pytest.raises(UsageError, match="differs between the ranks"):
+            F.cross_entropy(x, LABELS, WEIGHT + mesh.rank)
+
+    on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_weights_of_a_prediction_that_is_broadcast(loss):
+    """Each rank has all weights, whose sum must not count them once per rank."""
+    x, weight = randn(2, 3, 1, 4, 3), PROBABILITIES[:, :, :1]
+    check_function(lambda t, x, w: loss(x, t, weight=w), TARGET, [x, weight], POINTS["2x1x1"])
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize(("target", "options"), CLASSES.values(), ids=CLASSES)
 def test_nll(target, options, reduction):
@@ -191,6 +219,34 @@ REFUSED = {
     ),
     "weights of another size": (
         ValueError, "same size", lambda x: F.mse_loss(x, TARGET, weight=torch.ones(3, 1, 1, 1))
+    ),
+    "weights of the extent of a block": (
+        RuntimeError, "broadcast", lambda x: F.binary_cross_entropy_with_logits(
+            x, PROBABILITIES, weight=torch.ones(x.to_local().shape[2], 1, 1).double()
+        )
+    ),
+    "positive weights of the extent of a block": (
+        RuntimeError, "broadcast", lambda x: F.binary_cross_entropy_with_logits(
+            x, PROBABILITIES, pos_weight=torch.ones(x.to_local().shape[2], 1, 1).double()
+        )
+    ),
+    "a target of another size": (
+        ValueError, "size", lambda x: F.binary_cross_entropy_with_logits(
+            x[:, :, 1:3], PROBABILITIES[:, :, :1]
+        )
+    ),
+    "weights of huber of another size": (
+        ValueError, "same size",
+        lambda x: F.huber_loss(x[:, :, 1:3], TARGET[:, :, 1:3], weight=PROBABILITIES[:, :, :1]),
+    ),
+    "an unknown reduction": (
+        ValueError, "not a valid value", lambda x: F.mse_loss(x, TARGET, reduction="avg")
+    ),
+    "an unknown reduction of classes": (
+        ValueError, "not a valid value", lambda x: F.cross_entropy(x, LABELS, reduction="avg")
+    ),
+    "a mean over samples": (
+        ValueError, "not a valid value", lambda x: F.mse_loss(x, TARGET, reduction="batchmean")
     ),
 }  # fmt: skip
 
