@@ -179,12 +179,13 @@ def repeat_interleave(
     old, split = input.layout, input.layout.splits[d]
     if isinstance(repeats, ShardedTensor):
         raise refusal(torch.repeat_interleave, (input, repeats), {}, "the counts are sharded")
+    if isinstance(repeats, Tensor):
+        prove_equal(repeats, old)
     if isinstance(repeats, int) or repeats.numel() == 1:
         count = int(repeats)
         ends = [count * p for p in range(old.shape[d] + 1)]
         mine: int | Tensor = count
     else:
-        prove_equal(repeats, old)
         ends = [0, *itertools.accumulate(repeats.tolist())]
         mine = repeats[old.box.lo[d] : old.box.hi[d]]
     if len(ends) != old.shape[d] + 1:

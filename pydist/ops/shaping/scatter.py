@@ -24,7 +24,7 @@ from pydist.tensor import (
     source_among,
     wrap,
 )
-from pydist.tensor.operands import operand_for, operand_in, redistribute
+from pydist.tensor.operands import operand_for, operand_in, prove_equal, redistribute
 
 
 def _scatter(
@@ -48,10 +48,10 @@ def _scatter(
         return elementwise(torch.Tensor.copy_, input, result)
 
     def aligned(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        if not isinstance(value, Tensor):
             return value
-        is_row = is_by_row and value is index
-        splits = [None] * value.dim() if is_row else work.splits
+        is_whole = value.dim() == 0 or (is_by_row and value is index)
+        splits = [None] * value.dim() if is_whole else work.splits
         return operand_in(value, Layout(layout.mesh, tuple(value.shape), splits), work)
 
     own = local_of(input) if in_place else aligned(input)  # type: ignore[arg-type]
@@ -107,6 +107,8 @@ def one_hot(input: ShardedTensor, num_classes: int = -1) -> ShardedTensor:
 @implements(torch.bincount, torch.Tensor.bincount)
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Counts each integer, or sums its weights; the result is plain and equal on all ranks."""
+    if weights is not None and weights.shape != input.shape:
+        raise RuntimeError("bincount: weights should be 1-d and have the same length as input")
     operands = [input] if weights is None else [input, weights]
     layout = broadcast_layout(operands)
     own, *rest = (operand_for(t, layout, layout.shape).detach() for t in operands)
@@ -131,7 +133,8 @@ def isin(
     """Returns a mask of elements that are among given ones, which are plain."""
     if not isinstance(elements, ShardedTensor) or isinstance(test_elements, ShardedTensor):
         raise refusal(torch.isin, (elements, test_elements), {}, "the elements to find are sharded")
-    found = torch.isin(
-        local_of(elements), test_elements, assume_unique=assume_unique, invert=invert
-    )
-    return wrap(found, elements.layout, elements)
+    layout, local = elements.layout, local_of(elements)
+    if isinstance(test_elements, Tensor):
+        prove_equal(test_elements, layout.whole())
+    found = torch.isin(local, test_elements, assume_unique=assume_unique, invert=invert)
+    return wrap(found, layout, elements)

@@ -78,6 +78,32 @@ def test_parameters_at_sharded_indices():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+def test_filled_with_a_learned_value(points):
+    check_function(
+        lambda x, v: x.index_fill(2, ROWS, v) + (x * x).index_fill_(1, ROWS[1:], v * v),
+        randn(*SHAPE), [randn(1, seed=1)[0]], points, second_order=True,
+    )  # fmt: skip
+
+
+DIFFERENT = {
+    "test elements": lambda x, rank: torch.isin(x, torch.tensor([1.0, rank])),
+    "a number of repeats": lambda x, rank: x.repeat_interleave(torch.tensor([1 + rank]), 1),
+    "numbers of repeats": lambda x, rank: x.repeat_interleave(torch.tensor([1, 2, rank]), 1),
+    "a fill": lambda x, rank: x.index_fill(1, ROWS[1:], torch.tensor(1.0 + rank).double()),
+}
+
+
+@pytest.mark.parametrize("call", DIFFERENT.values(), ids=DIFFERENT)
+def test_plain_operands_that_differ_between_ranks_are_named(call):
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["2x1x1"]))
+        with pytest.raises(UsageError, match=r"differs between the ranks|different calls"):
+            call(x.detach(), mesh.rank)
+
+    on_ranks((2, 1, 1), body)
+
+
 def test_arrays_and_copies():
     whole = randn(*SHAPE)
 
