@@ -53,8 +53,6 @@ def _norm(x: ShardedTensor, p: float, dims: tuple[int, ...], keepdim: bool) -> A
         return extreme(elementwise(torch.abs, x), dims, keepdim)
     if p < 0:
         raise refusal(torch.linalg.vector_norm, (x,), {}, f"order {p} over a split dim")
-    if p == 0:
-        return reduce_sum(elementwise(torch.ne, x, 0), dims, keepdim).to(x.dtype.to_real())
     if p == 1:
         return reduce_sum(elementwise(torch.abs, x), dims, keepdim)
     # Powers and roots have no gradient at 0, where torch defines the norm's gradient as 0.
@@ -65,6 +63,8 @@ def _norm(x: ShardedTensor, p: float, dims: tuple[int, ...], keepdim: bool) -> A
         nothing = x == 0
         powers = x.masked_fill(nothing, 1).abs() ** p
         total = reduce_sum(powers.masked_fill(nothing, 0), dims, keepdim)  # type: ignore[arg-type]
+    if p == 0:
+        return total  # counted as powers, for torch's gradient: zeros
     zero = total == 0
     safe = torch.where(zero, 1, total)
     return torch.where(zero, 0, safe.sqrt() if p == 2 else safe ** (1 / p))
@@ -143,7 +143,7 @@ def prod(
     own = _local_product(input, dim, keepdim, WIDER[input.dtype] if rounded else dtype)
     if alone:
         return result_of(own, input, dims, keepdim)
-    total = _parts(own, input.mesh, axes_of(input.layout, dims)).prod(0)
+    total = _parts(own, input.mesh, axes_of(input.layout, dims)).prod(0, dtype=own.dtype)
     return result_of(total.to(rounded) if rounded else total, input, dims, keepdim)
 
 
@@ -155,7 +155,7 @@ def _local_product(
         return local.prod(dtype=dtype) if dim is None else local.prod(dim, keepdim, dtype=dtype)
     # torch's product of an empty tensor has no second derivative, for which other ranks would wait.
     nothing = local.square().sum(reduced_dims(x, dim), keepdim, dtype=dtype)
-    return nothing + 1
+    return (nothing + 1).to(nothing.dtype)
 
 
 @implements(torch.logsumexp, torch.Tensor.logsumexp)

@@ -28,7 +28,7 @@ def reduced_dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
 
     A tensor without dims has no dims to reduce, but torch accepts 0 and -1 for it.
     """
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+    if dim is None or _names_no_dim(dim):
         return tuple(range(x.dim()))
     dims = canonical_all((dim,) if isinstance(dim, int) else tuple(dim), x.dim())
     return tuple(sorted(dims)) if x.dim() else ()
@@ -42,8 +42,12 @@ def axes_of(layout: Layout, dims: Sequence[int]) -> tuple[str, ...]:
 
 
 def is_local(x: ShardedTensor, dims: Sequence[int]) -> bool:
-    """Returns whether each rank can reduce `dims` alone: torch's function is exact on shards."""
-    return x.mesh.grid.size(axes_of(x.layout, dims)) == 1
+    """Returns whether each rank can reduce `dims` alone: torch's function is exact on shards.
+
+    It is so, too, where a dim is empty, and so on every rank: torch refuses extremes of nothing.
+    """
+    layout = x.layout
+    return x.mesh.grid.size(axes_of(layout, dims)) == 1 or any(layout.shape[d] == 0 for d in dims)
 
 
 def in_full_precision(
@@ -100,6 +104,8 @@ def reduce_sum(
     local = local_of(x)
     if is_local(x, dims):
         return result_of(local.sum(dims, keepdim, dtype=dtype), x, dims, keepdim)
+    if dtype == torch.bool:  # whose sum is "any"; transports would add the bytes
+        return reduce_sum(elementwise(torch.ne, x, 0), dims, keepdim) > 0
     rounded = _rounded_to(torch.sum, x, dtype)
     if rounded:
         dtype = WIDER.get(rounded, rounded)
@@ -190,13 +196,22 @@ def _count_nonzero(input: ShardedTensor, dim: Dims = None) -> Any:
 @implements(torch.any, torch.Tensor.any)
 @numpy_names
 def _any(input: ShardedTensor, dim: Dims = None, keepdim: bool = False) -> Any:
-    found = reduce_sum(elementwise(torch.ne, input, 0), dim, keepdim) > 0
+    found = elementwise(torch.ne, input, 0)
+    if not _names_no_dim(dim):
+        found = reduce_sum(found, dim, keepdim) > 0
     return found.to(torch.uint8) if input.dtype == torch.uint8 else found
+
+
+def _names_no_dim(dim: Dims) -> bool:
+    """Returns whether `dim` is (): no dim for any() and all(), all dims for other reductions."""
+    return dim is not None and not isinstance(dim, int) and len(dim) == 0
 
 
 @implements(torch.all, torch.Tensor.all)
 @numpy_names
 def _all(input: ShardedTensor, dim: Dims = None, keepdim: bool = False) -> Any:
+    if _names_no_dim(dim):
+        return _any(input, dim)
     found = reduce_sum(elementwise(torch.eq, input, 0), dim, keepdim) == 0
     return found.to(torch.uint8) if input.dtype == torch.uint8 else found
 

@@ -99,12 +99,19 @@ CALLS = {
     "any over dims": lambda x: (x > 1).any((2, 3)),
     "all": lambda x: (x > -9).all(),
     "all over a dim": lambda x: torch.all(x > -1, 2),
+    "any over no dim": lambda x: torch.any(x.trunc(), dim=()),
+    "all over no dim": lambda x: (x > 1).all(dim=(), keepdim=True),
+    "sum over no dim": lambda x: x.sum(dim=()),
+    "sum of flags": lambda x: torch.sum(x.detach() / 9, 2, dtype=torch.bool),
+    "nansum of flags": lambda x: _with_nan(x.detach()).nansum(dtype=torch.bool),
+    "prod of flags": lambda x: torch.prod(x > -2, 2, dtype=torch.bool),
+    "prod in another dtype": lambda x: torch.ones_like(x).prod(2, dtype=torch.int32),
     "frobenius norm": torch.norm,
     "std of all": torch.std,
     "var(unbiased)": lambda x: x.var(False),
     "count_nonzero": lambda x: torch.count_nonzero(x > 1, 2),
     "count_nonzero of all": lambda x: torch.count_nonzero(x.trunc()),
-    "zero norm": lambda x: torch.linalg.vector_norm(x.trunc(), 0, (2, 3)).detach(),
+    "zero norm": lambda x: torch.linalg.vector_norm(x.trunc(), 0, (2, 3)),
     "linalg.norm of all": torch.linalg.norm,
     "linalg.norm along a dim": lambda x: torch.linalg.norm(x, 1, dim=2),
     "keepdims": lambda x: torch.sum(x, axis=2, keepdims=True),
@@ -367,6 +374,31 @@ def test_integers_and_masks_are_summed_as_torch_does(dtype):
         total = shard(whole, layout_at(mesh, SHAPE, POINTS["uneven 2x2x2"])).sum()
         assert total.dtype == whole.sum().dtype
         assert total == whole.sum()
+
+    on_ranks((2, 2, 2), body)
+
+
+OF_NOTHING = {
+    "amax": lambda x: x.amax(2),
+    "amin of all": lambda x: x.amin(()),
+    "max": lambda x: x.max(),
+    "max along a dim": lambda x: x.max(2),
+    "argmin": lambda x: x.argmin(),
+    "argmax along a dim": lambda x: x.argmax(2, True),
+    "aminmax": lambda x: torch.aminmax(x, dim=2),
+    "maximum norm": lambda x: torch.linalg.vector_norm(x, math.inf, 2),
+}
+
+
+@pytest.mark.parametrize("reduce", OF_NOTHING.values(), ids=OF_NOTHING)
+def test_extremes_of_nothing_are_torchs_errors(reduce):
+    with pytest.raises((RuntimeError, IndexError), match=r"Expected|cannot"):
+        reduce(randn(*SHAPE)[:, :, 4:])
+
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["uneven 2x2x2"]))
+        with pytest.raises((RuntimeError, IndexError), match=r"Expected|cannot"):
+            reduce(x[:, :, 4:])
 
     on_ranks((2, 2, 2), body)
 
