@@ -115,7 +115,7 @@ def _window(
     """Returns the window of a convolution, and the input's layout in which it is fastest."""
     kernel, dims = weight[2:], len(layout.shape) - 2
     stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
-    window = Window(kernel, stride, dilation, _padding(padding, kernel, dilation, dims))
+    window = Window(kernel, stride, dilation, _padding(padding, kernel, stride, dilation))
     return window, coarsen_if_faster(layout, conv_workload(window, weight, splits=splits))
 
 
@@ -183,12 +183,15 @@ class _ConvPlan:
 def _padding(
     padding: int | Sequence[int] | str,
     kernel: Sequence[int],
+    stride: Sequence[int],
     dilation: Sequence[int],
-    dims: int,
 ) -> tuple[tuple[int, int], ...]:
+    dims = len(kernel)
     if padding == "valid":
         return ((0, 0),) * dims
     if padding == "same":
+        if max(stride) > 1:
+            raise RuntimeError("padding='same' is not supported for strided convolutions")
         # As torch does: if the total is odd, the larger half is after the input.
         totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return tuple((t // 2, t - t // 2) for t in totals)

@@ -180,6 +180,9 @@ REFUSED = {
     "window larger than the input": (
         lambda x, w: F.conv3d(x, w.repeat(1, 1, 3, 1, 1)), UsageError, "does not fit"
     ),
+    "the same extents with a stride": (
+        lambda x, w: F.conv3d(x, w, padding="same", stride=(1, 2, 1)), RuntimeError, "strided"
+    ),
 }  # fmt: skip
 
 
