@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pydist.layout import Layout, Split
 from pydist.ops.dims import canonical, numpy_names
+from pydist.ops.empty import with_elements, without_added
 from pydist.ops.pointwise.elementwise import broadcast_layout
 from pydist.ops.shaping.slicing import full_index, sliced
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, source_among, wrap
@@ -234,5 +235,7 @@ def embedding(
         raise refusal(F.embedding, (input, weight), {}, "the indices are plain, the table sharded")
     old = input.layout
     layout = Layout(old.mesh, (*old.shape, weight.shape[1]), (*old.splits, None))
-    local = F.embedding(local_of(input), parameter_for(weight, layout), padding_idx)
-    return wrap(local, layout, input)
+    # The backward of its backward refuses a block without indices.
+    indices = with_elements(local_of(input))
+    local = F.embedding(indices, parameter_for(weight, layout), padding_idx)
+    return wrap(without_added(local, layout.local_shape), layout, input)

@@ -232,6 +232,8 @@ def chunk(input: ShardedTensor, chunks: int, dim: int = 0) -> tuple[ShardedTenso
     if chunks < 1:
         raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
     d = canonical(dim, input.dim())
+    if input.shape[d] == 0:
+        return pieces(input, d, [0] * (chunks + 1))
     return split(input, -(-input.shape[d] // chunks), d)
 
 

@@ -108,13 +108,23 @@ def test_gather_by_indices_of_another_layout():
     )  # fmt: skip
 
 
-def test_a_table_at_sharded_indices():
+@pytest.mark.parametrize("last", [[0, 1, 3], [0, 0, 3]], ids=str)
+def test_a_table_at_sharded_indices(last):
+    points = [[0, 2, 5], None, last]
     check_function(
-        lambda x, i, table: F.embedding(i, table).movedim(-1, 1) * x,
-        randn(*SHAPE), [randn(7, 3, seed=2)], [[0, 2, 5], None, [0, 1, 3]],
-        beside=[Cut(randint(7, 2, 5, 4, 3), [[0, 2, 5], None, [0, 1, 3]])],
-        second_order=True,
+        lambda x, i, table: (F.embedding(i, table).movedim(-1, 1) * x).square(),
+        randn(*SHAPE), [randn(7, 3, seed=2)], points,
+        beside=[Cut(randint(7, 2, 5, 4, 3), points)], second_order=True,
     )  # fmt: skip
+
+
+def test_chunks_of_nothing():
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, [[0, 2, 5], None, None]))
+        found = x[:, :, 5:].chunk(3, 2)
+        assert [tuple(each.shape) for each in found] == [(2, 3, 0, 4, 3)] * 3
+
+    on_ranks((2, 1, 1), body)
 
 
 # -- assignments ----------------------------------------------------------------------------
