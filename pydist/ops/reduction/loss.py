@@ -18,7 +18,12 @@ from pydist.ops.channels import with_channels
 from pydist.ops.pointwise.elementwise import common_layout
 from pydist.ops.reduction.reduce import reduce_sum
 from pydist.tensor import HANDLERS, ShardedTensor, implements, refusal, wrap
-from pydist.tensor.operands import operand_for, operand_in, refuse_shard_shaped
+from pydist.tensor.operands import (
+    operand_for,
+    operand_in,
+    refuse_shard_shaped,
+    require_broadcastable,
+)
 
 
 def _reduction(reduction: str, size_average: Any, reduce: Any) -> str:
@@ -62,6 +67,8 @@ def elementwise_loss(
     operands = [input, target]
     layout = common_layout(operands)
     like = next(o for o in (*operands, weight, pos_weight) if isinstance(o, ShardedTensor))
+    if func is F.soft_margin_loss:
+        require_broadcastable(target, input.shape)
     local = [operand_for(o, layout, layout.shape) for o in operands]
     for name, extra in (("weight", weight), ("pos_weight", pos_weight)):
         if extra is not None:

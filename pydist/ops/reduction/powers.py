@@ -187,7 +187,10 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
     """Computes the cosine of the angle between vectors along a dim."""
     layout = broadcast_layout([x1, x2])
     like = next(x for x in (x1, x2) if isinstance(x, ShardedTensor))
-    one, two = (wrap(operand_for(x, layout, layout.shape), layout, like) for x in (x1, x2))
+    one, two = (
+        wrap(operand_for(x, layout, layout.shape).expand(layout.local_shape), layout, like)
+        for x in (x1, x2)
+    )
     d = canonical(dim, len(layout.shape))
     if is_local(one, (d,)):
         cosine = F.cosine_similarity(local_of(one), local_of(two), d, eps)

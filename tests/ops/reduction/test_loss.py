@@ -235,6 +235,10 @@ REFUSED = {
             x[:, :, 1:3], PROBABILITIES[:, :, :1]
         )
     ),
+    "a soft margin to a larger target": (
+        RuntimeError, "doesn't broadcast",
+        lambda x: F.soft_margin_loss(x[:, :, :1], x[:, :, 1:3].detach().sign()),
+    ),
     "weights of huber of another size": (
         ValueError, "same size",
         lambda x: F.huber_loss(x[:, :, 1:3], TARGET[:, :, 1:3], weight=PROBABILITIES[:, :, :1]),

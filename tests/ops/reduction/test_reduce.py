@@ -129,6 +129,12 @@ CALLS = {
     "prod": lambda x: (1 + x / 50).prod(),
     "prod along a split dim": lambda x: torch.prod(1 + x / 5, 2, keepdim=True),
     "cosine along a split dim": lambda x: F.cosine_similarity(x, x * x + 1, 2),
+    "cosine with a vector along a split dim": lambda x: F.cosine_similarity(
+        x, x.mean((0, 1, 3, 4)).view(4, 1, 1), 2
+    ),
+    "cosine with numbers along a split dim": lambda x: F.cosine_similarity(
+        x, randn(3, 1, 1, 1, seed=1), 2
+    ),
     "cosine along the channels": lambda x: F.cosine_similarity(x, x.detach() + 1),
     "normalize": lambda x: F.normalize(x, dim=2),
     "normalize over several dims": lambda x: F.normalize(x, 1.0, (1, 2, 3)),
