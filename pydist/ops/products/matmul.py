@@ -118,7 +118,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     operands, labels = [input, weight], [[*rows, "k"], [*out, "k"]]
     # A weight that is data, or the transpose of a sharded one, may be split along the summed dim.
     sums = any(isinstance(x, ShardedTensor) and x.layout.splits[-1] is not None for x in operands)
-    if bias is None or not sums:
+    if bias is None or (not sums and bias.dim() == len(out)):
         if bias is not None:
             operands.append(bias)
             labels.append(out)

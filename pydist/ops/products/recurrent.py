@@ -33,6 +33,8 @@ def _recurrent(
     if dropout and train:
         raise refusal(func, (input,), {}, "dropout between its layers: use one layer each")
     of_batch = 0 if batch_first else 1
+    if input.shape[1 - of_batch] == 0:  # padded below, it would have a step
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     sequence = [d for d in range(3) if d != of_batch]
     moved = redistribute(input, whole_along(input.layout, sequence))
     work = moved.layout

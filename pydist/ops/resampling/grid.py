@@ -53,6 +53,10 @@ def grid_sample(
             f"grid_sample: input of shape {list(input.shape)} and grid of {list(grid.shape)}: the "
             f"same batch size, and {input.dim() - 2} numbers at each position, are expected"
         )
+    if 0 in input.shape[2:]:
+        raise RuntimeError(
+            f"grid_sample: input of shape {list(input.shape)}: there is no element to sample"
+        )
     for name, given, possible in (
         ("mode", mode, _MODES),
         ("padding_mode", padding_mode, _PADDINGS),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -152,6 +154,12 @@ def test_a_bias_beside_a_weight_that_is_split_along_the_summed_dim(rows):
         [rows and [0, 2, 5], [0, 1, 4]],
         beside=[Cut(randn(3, 4, seed=2), [rows, None])], second_order=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 5)], ids=str)
+def test_a_bias_that_broadcasts(shape):
+    b = randn(5, seed=2)[: math.prod(shape)].view(shape)
+    check_function(F.linear, randn(2, 6, 4), [randn(5, 4, seed=1), b], [[0, 2, 6], None])
 
 
 def test_a_scalar_bias():

@@ -60,6 +60,19 @@ def test_batch_first_over_depth():
     check_function(call, randn(2, 2, 4, 3, 2), weights, [[0, 1, 4], [0, 2, 3], None])
 
 
+def test_no_sequence_is_refused():
+    layer = nn.GRU(3, 2, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="Expected sequence length"):
+        layer(randn(0, 5, 3))
+
+    def body(mesh):
+        x = shard(randn(0, 5, 3), layout_at(mesh, (0, 5, 3), POINTS["batch"]))
+        with pytest.raises(RuntimeError, match="Expected sequence length"):
+            layer(x)
+
+    on_ranks((1, 2, 1), body)
+
+
 def test_dropout_between_layers_is_refused():
     def body(mesh):
         x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["batch"]))

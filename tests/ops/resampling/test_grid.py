@@ -122,6 +122,7 @@ def test_an_affine_map_whose_matrices_are_cut(points):
     ("call", "kind"),
     [
         (lambda x: sampled(x, x.new_zeros(1, 3, 3, 3, 3)), RuntimeError),
+        (lambda x: sampled(x[:, :, 9:], x.new_zeros(2, 3, 3, 3, 3)), RuntimeError),
         (lambda x: sampled(x[:1], x.new_zeros(2, 3, 3, 3, 3)), RuntimeError),
         (lambda x: sampled(x, x.new_zeros(2, 3, 3, 3, 2)), RuntimeError),
         (lambda x: sampled(x, x.new_zeros(2, 3, 3, 3, 3), "cubic"), ValueError),
