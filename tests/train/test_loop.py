@@ -10,6 +10,7 @@ import h5py
 import pytest
 import torch
 
+from pydist.cli.main import main
 from pydist.comm import run_local
 from pydist.data import UniverseOptions, generate_universes
 from pydist.errors import (
@@ -195,6 +196,15 @@ def test_mixed_precision_trains_and_keeps_the_scale_in_the_checkpoint(config, tm
     assert curve(config) == pytest.approx(curve(plain), rel=0.1)
     assert curve(config) != curve(plain)
     assert ("scale" in last_state(config)["scaler"]) == (amp == "fp16")
+
+
+def test_a_run_that_validates_every_0_epochs_validates_once(config, capsys):
+    alone(change(config, train={"epochs": 2, "validate_every": 0}))
+    assert [e["step"] for e in events(config, "validation")] == [events(config, "step")[-1]["step"]]
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Epochs between validations; 0 validates once, after the last step." in shown
 
 
 def test_wrong_width_and_missing_data_are_told_apart(config, tmp_path):

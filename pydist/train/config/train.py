@@ -61,4 +61,4 @@ class TrainConfig(Table):
     """Whether to capture complete steps as one CUDA graph; "auto" does on one rank, or reports why
     not. On several ranks use "always": a capture that fails there ends the job, with a reason."""
     validate_every: CountOrZero = 1
-    """Epochs between validations; 0 never validates."""
+    """Epochs between validations; 0 validates once, after the last step."""
