@@ -211,6 +211,22 @@ def test_a_checkpoint_that_is_named_and_missing_is_no_new_start(tmp_path):
     assert checkpoint.load(tmp_path / "ckpt", **state) is None
 
 
+def test_a_folder_of_checkpoints_may_be_a_link(tmp_path):
+    model = parallelize(network(labeled=False), Mesh(LocalTransport()))
+    state: Any = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "ckpt").symlink_to(tmp_path / "scratch")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "unmounted")
+    assert checkpoint.load(tmp_path / "ckpt", **state) is None
+    saved = checkpoint.save(tmp_path / "ckpt", 3, **state)
+    assert checkpoint.load(tmp_path / "ckpt", **state) == checkpoint.Resumed(3, None)
+    (saved / "manifest.json").unlink()
+    (tmp_path / "best").symlink_to(saved)
+    for named in (tmp_path / "nowhere", tmp_path / "best", saved.with_name("last")):
+        with pytest.raises(CheckpointError, match=f"checkpoint {named} is missing or incomplete"):
+            checkpoint.load(named, **state)
+
+
 @pytest.mark.parametrize("partitioned", [False, True])
 def test_a_loop_goes_on_on_other_ranks(tmp_path, partitioned):
     def run(mesh: Mesh, folder: str, steps: int) -> Any:

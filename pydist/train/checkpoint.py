@@ -62,8 +62,14 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def is_named(folder: Path) -> bool:
-    """Returns whether a path has the name of a checkpoint, or is a link, instead of a folder's."""
-    return _STEP.fullmatch(folder.name) is not None or folder.is_symlink()
+    """Returns whether a path names a checkpoint, instead of a folder of checkpoints.
+
+    A link does, unless it leads to an existing folder that is none itself, as on another disk.
+    """
+    target = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+    if any(_STEP.fullmatch(path.name) for path in (folder, target)):
+        return True
+    return folder.is_symlink() and (folder.name == LAST or not target.is_dir())
 
 
 def write(folder: Path, step: int, parts: Mapping[str, object], keep: int = 2) -> Path:
