@@ -137,7 +137,7 @@ class Predictor:
         with together(self.group):
             if self.group.rank == 0:
                 source = NiftiImage([Path(i) for i in images], self.grid)
-        facts, results = self._results(source, progress)
+        facts, results = self._results(source, self.grid.multiple, progress)
         kind = "uint8" if len(self.class_names) <= 256 else "uint16"
         self._write(source, facts, output, [results.labels()], kind)
         if probabilities is not None:
@@ -198,9 +198,12 @@ class Predictor:
             return found
 
     def _results(
-        self, source: ImageSource | None, progress: WindowProgress | None = None
+        self,
+        source: ImageSource | None,
+        multiple: int = 1,
+        progress: WindowProgress | None = None,
     ) -> tuple[ImageFacts, Results]:
-        """Predicts an image, and closes it."""
+        """Predicts an image, padded to multiples of a number, and closes it."""
         with ExitStack() as stack:
             if source is not None:
                 stack.callback(source.close)
@@ -211,7 +214,6 @@ class Predictor:
                     raise DataError(
                         f"{facts.name}: {given} channels; the network accepts [{channels}, D, H, W]"
                     )
-            multiple = self.grid.multiple
             extents = [-(-n // multiple) * multiple for n in facts.inner]
             if self._sliding is None:
                 windows, boxes = Windows.whole(extents), self._blocks(extents)

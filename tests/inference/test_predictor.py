@@ -16,7 +16,7 @@ from safetensors import safe_open as open_weights
 from safetensors.torch import load_file
 
 from pydist.cli.main import main
-from pydist.comm import run_local
+from pydist.comm import LocalTransport, run_local
 from pydist.data import ShardDataset
 from pydist.data.medical.case import read_image
 from pydist.data.medical.convert import convert_nifti
@@ -27,6 +27,7 @@ from pydist.data.medical.options import CTOptions, GridOptions
 from pydist.data.normalize import Normalizer
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.inference import Predictor, Sliding, export_weights
+from pydist.inference.resident import Resident
 from pydist.mesh import Mesh
 from pydist.models import UNet3d
 from pydist.train import checkpoint
@@ -145,6 +146,30 @@ def test_it_is_what_the_plain_network_says(trained, tmp_path):
     depth, height, width = SHAPE
     expected = labels[:depth, :height, :width].transpose(2, 1, 0)
     np.testing.assert_array_equal(predict(trained, tmp_path / "a.nii.gz", (2, 1, 1)), expected)
+
+
+@pytest.mark.parametrize("sliding", [None, Sliding(8)])
+def test_an_array_is_taken_as_it_is(trained, sliding):
+    """Its extents are multiples of what the network needs, not of the training data's 8."""
+    stored, image = (
+        ShardDataset(trained / "data", normalize=kind).read_block(0)[:, :12, :12, :20]
+        for kind in ("none", "ct")
+    )
+    about, weights = load_trained(trained / "run")
+    plain = about.task().network(about.manifest).eval()
+    plain.load_state_dict(weights)
+    with torch.no_grad():
+        expected = plain(image[None])[0]
+    if sliding is not None:
+        resident = Resident(trained / "run", Mesh(LocalTransport()), sliding)
+        (expected,) = resident.predict([resident.prepared(stored)])
+
+    def body(world):
+        predictor = Predictor(trained / "run", Mesh(world, 1, (2, 1, 1)), sliding)
+        return predictor.probabilities(stored if world.rank == 0 else None)
+
+    found = run_local(body, 2, timeout=120)[0]
+    torch.testing.assert_close(torch.from_numpy(found), expected.softmax(0), rtol=0, atol=1e-4)
 
 
 def test_the_ranks_stay_up_between_volumes_of_any_shape_and_orientation(trained, tmp_path):
