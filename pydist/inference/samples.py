@@ -40,7 +40,7 @@ class Samples(Protocol):
         ...
 
     def true(self, index: int) -> Sequence[float]:
-        """Returns the true values of a sample."""
+        """Returns the true values of a sample; raises `DataError` if they are not finite."""
         ...
 
 
@@ -126,6 +126,11 @@ def predict_samples(
         table = csv.writer(codecs.getwriter("utf-8")(file))
         is_first = True
         for index, found in _outputs(resident, samples, progress, on_bad or _stop):
+            try:
+                true = samples.true(index)
+            except DataError as error:
+                (on_bad or _stop)(error)
+                continue
             names, scores = loaded.names_of(found.numel()), found.double().flatten()
             if is_first:
                 table.writerow(["sample", *known, *_columns(loaded.kind, names)])
@@ -133,7 +138,7 @@ def predict_samples(
             values: list[Any] = scores.tolist()
             if loaded.kind == "classification":
                 values = [names[int(scores.argmax())], *scores.softmax(0).tolist()]
-            table.writerow([samples.names[index], *samples.true(index), *values])
+            table.writerow([samples.names[index], *true, *values])
 
 
 def _columns(kind: str, names: Sequence[str]) -> list[str]:

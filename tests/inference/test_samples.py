@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -262,6 +263,27 @@ def test_the_command_leaves_bad_samples_out_and_ends_with_an_error(root, tmp_pat
     assert [row["sample"] for row in rows_of(output)] == ["a"]
     said = capfd.readouterr()
     assert f"skipped    {tmp_path}/b.npy: " in said.out
+    assert "samples that could not be predicted: 1" in said.err
+
+
+@pytest.mark.parametrize("name", ["universes", "classes"])
+def test_a_sample_whose_true_value_is_nan_is_left_out_if_asked_for(root, tmp_path, capfd, name):
+    import h5py
+
+    data = tmp_path / "data"
+    shutil.copytree(root / name, data)
+    bad = next(file.path for file in Manifest.load(data).files if file.split == "val")
+    with h5py.File(data / bad, "r+") as file:
+        file["unitPar"][0] = np.nan
+    output = tmp_path / "found.csv"
+    command = ["predict", str(root / f"run-{name}"), str(data), "-o", str(output)]
+    command += ["--factory", FACTORY, "--device", "cpu"]
+    assert main(command) == 65
+    assert not output.exists()
+    assert main([*command, "--on-bad-sample", "skip"]) == 65
+    assert [row["sample"] for row in rows_of(output)] == ["1", "2"]
+    said = capfd.readouterr()
+    assert f"skipped    {data / bad}: " in said.out
     assert "samples that could not be predicted: 1" in said.err
 
 
