@@ -9,6 +9,7 @@ from pathlib import Path
 import safetensors.torch
 
 from pydist import owner
+from pydist.data.axes import without_flat
 from pydist.data.publish import publish
 from pydist.errors import UsageError
 from pydist.train.checkpoint import is_checkpoint
@@ -21,7 +22,9 @@ def export_weights(
     """Writes a network's weights to a safetensors file for use with plain torch.
 
     The keys are those of the plain network's `state_dict`. The file's metadata contain the Python
-    expression of the network and the normalization of its inputs.
+    expression of the network and, as JSON, what its inputs depend on: the normalization with its
+    statistics (see `pydist.data.Manifest`), the stored type, the shape of a sample [C, ...] and the
+    grid that NIfTI files are resampled to.
 
     Args:
         checkpoint: see `pydist.train.metadata.load_trained`.
@@ -47,16 +50,21 @@ def export_weights(
         )
     trained, weights = load_trained(checkpoint)
     network = trained.task(factory, task).expression(trained.manifest)
-    data = trained.config.data
-    metadata = {
-        "format": "pt",
-        "network": network,
-        "normalize": data.normalize,
-        "window": json.dumps(data.window),
-        "intensity": json.dumps([asdict(channel) for channel in trained.manifest.intensity]),
-        "class_names": json.dumps(trained.manifest.class_names),
-        "target_names": json.dumps(trained.manifest.target_names),
+    data, manifest = trained.config.data, trained.manifest
+    metadata = {"format": "pt", "network": network, "normalize": data.normalize}
+    described = {
+        "window": data.window,
+        "intensity": [asdict(channel) for channel in manifest.intensity],
+        "log1p_mean": manifest.log1p_mean,
+        "log1p_std": manifest.log1p_std,
+        "dtype": manifest.dtype,
+        "sample_shape": without_flat(manifest.sample_shape, manifest.dims),
+        "grid": manifest.origin.get("grid"),
+        "channel_names": manifest.channel_names,
+        "class_names": manifest.class_names,
+        "target_names": manifest.target_names,
     }
+    metadata |= {name: json.dumps(value) for name, value in described.items()}
     owner.remove_temporaries(name.parent)
     publish(name, safetensors.torch.save(weights, metadata))
     return network

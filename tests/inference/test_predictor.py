@@ -140,6 +140,7 @@ def test_it_is_what_the_plain_network_says(trained, tmp_path):
     with open_weights(tmp_path / "m.safetensors", "pt") as file:
         assert file.metadata()["network"] == network
         assert file.metadata()["normalize"] == "ct"
+        assert json.loads(file.metadata()["grid"])["multiple"] == 8
     volume = ShardDataset(trained / "data", normalize="ct").read_block(0)
     with torch.no_grad():
         labels = plain(volume[None]).argmax(1)[0].numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open as open_weights
 
 from pydist.cli.main import main
 from pydist.comm import run_local
@@ -18,6 +20,7 @@ from pydist.data import Manifest, ShardDataset, UniverseOptions, generate_univer
 from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.options import CTOptions
 from pydist.errors import DataError, UsageError
+from pydist.inference import export_weights
 from pydist.inference.loaded import load_network
 from pydist.inference.resident import Resident
 from pydist.inference.samples import DatasetSamples, NumpySamples, predict_samples
@@ -136,6 +139,28 @@ def test_classes_of_samples_have_probabilities(root, tmp_path):
         torch.testing.assert_close(found, wanted[i], rtol=1e-5, atol=1e-6)
         assert row["class"] == names[int(wanted[i].argmax())]
         assert float(row["true class"]) == data.target(i).item()
+
+
+def test_exported_metadata_normalize_the_inputs(root, tmp_path):
+    config = Config(
+        model=FactoryConfig(factory=FACTORY, args={"features": 2, "levels": 2}, task="regression"),
+        data=DataConfig(root / "universes", "standardize"),
+        train=TrainConfig(epochs=1, batch=1, steps=1),
+        output=OutputConfig(tmp_path / "run", plot=False),
+    )
+    run_local(job, 1, config)
+    export_weights(tmp_path / "run", tmp_path / "m.safetensors", factory=FACTORY)
+    with open_weights(tmp_path / "m.safetensors", "pt") as file:
+        told = file.metadata()
+    assert told["normalize"] == "standardize"
+    mean, std = (
+        np.reshape(json.loads(told[f"log1p_{name}"]), (4, 1, 1, 1)) for name in ("mean", "std")
+    )
+    stored = ShardDataset(root / "universes", "val", normalize="none").read_block(0)
+    expected = ShardDataset(root / "universes", "val", normalize="standardize").read_block(0)
+    assert json.loads(told["sample_shape"]) == list(stored.shape)
+    assert json.loads(told["dtype"]) == Manifest.load(root / "universes").dtype
+    np.testing.assert_allclose((np.log1p(stored.numpy()) - mean) / std, expected, atol=1e-5)
 
 
 def test_numpy_files_are_predicted_as_a_command(root, tmp_path, capsys):
