@@ -42,12 +42,15 @@ def train(arguments: Sequence[str]) -> int:
 def _check(config: Config, ranks: int, mpi: str) -> None:
     """Raises the errors that can be known before ranks start; they report the others."""
     from pydist.data.manifest import Manifest
+    from pydist.data.mpi_io import MpiIo
     from pydist.launch.backends import backend_named
     from pydist.train.data_folder import refuse_data_folder
     from pydist.train.ranks import check_ranks
 
     check_ranks(config, ranks)
     backend_named(mpi)
+    if config.data.mpi_io:
+        MpiIo()  # refuses an h5py without it
     if ranks > 0:  # else the launcher says what is possible
         Manifest.load(config.data.path)
         refuse_data_folder(config.output.folder, config.data.path)

@@ -9,6 +9,7 @@ import h5py
 import pytest
 import torch
 
+from pydist.cli.main import main
 from pydist.data import MpiIo, ShardDataset
 from pydist.errors import DataError, UsageError
 from pydist.partition import Box
@@ -25,9 +26,11 @@ def test_a_serial_h5py_is_named_with_what_helps():
 
 
 @serial
-def test_a_run_is_refused_before_its_ranks_start():
-    with pytest.raises(UsageError, match="needs h5py built with the site's MPI"):
-        DataConfig(mpi_io=True).check()
+def test_a_run_is_refused_before_its_ranks_start(tmp_path, capfd):
+    (tmp_path / "run.toml").write_text("[data]\nmpi_io = true")
+    assert main(["train", str(tmp_path / "run.toml"), "-n", "1"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: MPI-IO needs h5py built with the site's MPI")
 
 
 def test_another_process_reads_without_mpi():

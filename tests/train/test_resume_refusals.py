@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
+import h5py
 import pytest
 
 from pydist.comm import run_local
@@ -15,7 +17,7 @@ from pydist.errors import (
     DiskError,
     UsageError,
 )  # fmt: skip
-from pydist.train import metadata
+from pydist.train import checkpoint, metadata
 from pydist.train.config import Config
 from support.data.damage import flip
 from support.training.runs import (
@@ -116,6 +118,24 @@ def test_a_run_does_not_go_on_with_other_data(config, tmp_path, key, value, mess
     replace(manifest, **{key: manifest.files[::-1] if value is None else value}).save(root)
     with pytest.raises(CheckpointError, match=message):
         alone(config)
+
+
+def test_a_checkpoint_loads_where_h5py_is_serial(config, tmp_path, monkeypatch):
+    """A run with MPI-IO on a cluster; how data are read does not matter for its network."""
+    monkeypatch.setattr(h5py, "get_config", lambda: SimpleNamespace(mpi=False))
+    alone(change(config, train={"steps": 1}))
+    parts = checkpoint.read(checkpoint.complete(config.output.folder / "ckpt")[-1])
+    about = parts["about"]
+    about["config"] = about["config"].replace("mpi_io = false", "mpi_io = true")
+    checkpoint.write(tmp_path / "copied", parts.pop("step"), parts)
+    found, _ = metadata.load_trained(tmp_path / "copied")
+    assert found.config.model == config.model
+    assert found.config.data.mpi_io
+    wanted = change(config, model={"variant": "paper"}, data={"normalize": "mean"})
+    assert metadata.differences(about, metadata.CheckpointMetadata(wanted, found.manifest).dump()
+    ).startswith("model.variant is 'mlperf' there and 'paper' here; data.normalize is")  # fmt: skip
+    with pytest.raises(UsageError, match="needs h5py built with the site's MPI"):
+        alone(change(config, data={"mpi_io": True}))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from pydist.data.augment.options import AugmentOptions, with_preset
-from pydist.data.mpi_io import MpiIo
 from pydist.data.store.options import StoreOptions, check_readers
 from pydist.errors import UsageError
 from pydist.train.config.settings import Count, Flag, Number, Size, Table
@@ -81,15 +80,13 @@ class DataConfig(Table):
         return StoreOptions(**{name: getattr(self, name) for name in vars(StoreOptions())})
 
     def check(self) -> None:
-        """Checks that the settings suit each other.
+        """Checks that the settings suit each other, whatever this machine can do.
 
         Raises:
             UsageError: they do not.
         """
         if self.mpi_io and self.untrusted:
             raise UsageError("data.mpi_io reads in this process, data.untrusted in another one")
-        if self.mpi_io:
-            MpiIo()  # refuses an h5py without it
         self.store_options.check("data.")
         check_readers(self.readers, self.store, "data.")
         self.augment.check("data.augment.")
