@@ -82,14 +82,7 @@ def from_tables(tables: dict[str, Any], source: str) -> Config:
     except ValidationError as error:
         lines = [_explain(e) for e in error.errors(include_url=False)]
         raise UsageError(f"{source}: " + "; ".join(lines)) from None
-    for name, path in (("data.path", config.data.path), ("output.folder", config.output.folder)):
-        if "\0" in str(path):
-            raise UsageError(f"{source}: {name} = {str(path)!r}: a path has no zero character")
-        if any("\ud800" <= character <= "\udfff" for character in str(path)):
-            raise UsageError(
-                f"{source}: {name} = {str(path)!r}: a path that is not UTF-8 can't be written to "
-                "the run's files; rename it, or set PYTHONUTF8=1"
-            )
+    _check_texts(to_dict(config), source)
     if isinstance(config.model, FactoryConfig):
         _check_arguments(config.model.args, f"{source}: model.args")
     try:
@@ -100,6 +93,25 @@ def from_tables(tables: dict[str, Any], source: str) -> Config:
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
     return config
+
+
+def _check_texts(given: Any, source: str, name: str = "") -> None:
+    """Raises `UsageError` for paths and texts that the run's files can't hold."""
+    if isinstance(given, dict):
+        for key, each in given.items():
+            _check_texts(each, source, f"{name}.{key}" if name else key)
+    elif isinstance(given, list | tuple):
+        for each in given:
+            _check_texts(each, source, name)
+    elif isinstance(given, str | Path):
+        if isinstance(given, Path) and "\0" in str(given):
+            raise UsageError(f"{source}: {name} = {str(given)!r}: a path has no zero character")
+        if any("\ud800" <= character <= "\udfff" for character in str(given)):
+            kind = "path" if isinstance(given, Path) else "text"
+            raise UsageError(
+                f"{source}: {name} = {str(given)!r}: a {kind} that is not UTF-8 can't be written "
+                "to the run's files; rename it, or set PYTHONUTF8=1"
+            )
 
 
 def _check_arguments(given: Any, where: str) -> None:

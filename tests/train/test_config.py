@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -147,17 +148,25 @@ def test_all_mistakes_are_reported_at_once():
     assert all(name in str(caught.value) for name in ("model.width", "model.x", "train.batch"))
 
 
-@pytest.mark.parametrize("table", ["data", "output"])
-def test_a_path_with_a_zero_character_is_refused(table):
-    key = {"data": "path", "output": "folder"}[table]
-    with pytest.raises(UsageError, match=rf"{table}\.{key} = 'a\\x00b': a path has no zero"):
-        config_io.loads(f'[{table}]\n{key} = "a\\u0000b"', "run.toml")
+PATHS = ("data.path", "data.store_folder", "data.allow_roots", "train.tuning", "output.folder")
 
 
-@pytest.mark.parametrize(("table", "key"), [("data", "path"), ("output", "folder")])
-def test_a_path_that_is_not_utf8_is_refused(table, key):
-    with pytest.raises(UsageError, match=rf"{table}\.{key} = 'a\\udcffb': a path that is not"):
-        config_io.from_tables({table: {key: "a\udcffb"}}, "the command line")
+def _given(name: str, text: str) -> dict[str, dict[str, object]]:
+    table, key = name.split(".")
+    return {table: {key: ["ok", text] if key == "allow_roots" else text}}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_with_a_zero_character_is_refused(name):
+    message = rf"run: {re.escape(name)} = 'a\\x00b': a path has no zero"
+    with pytest.raises(UsageError, match=message):
+        config_io.from_tables(_given(name, "a\0b"), "run")
+
+
+@pytest.mark.parametrize("name", [*PATHS, "model.factory"])
+def test_a_path_that_is_not_utf8_is_refused(name):
+    with pytest.raises(UsageError, match=rf"run: {re.escape(name)} = 'a\\udcff:b': a .* not UTF-8"):
+        config_io.from_tables(_given(name, "a\udcff:b"), "run")
 
 
 def test_files_that_are_no_toml_or_not_there_are_refused(tmp_path):
