@@ -123,7 +123,7 @@ def make_loader(
     return Loader(
         Augmented(data, augment, config.train.seed) if augmented else data,
         job.mesh,
-        batch_sizes(config, len(data)) if training else config.train.batch,
+        batch_sizes(config, len(data)) if training else _validated_together(config, data, job),
         training=training,
         prefetch=config.data.prefetch,
         readers=config.data.readers,
@@ -135,6 +135,15 @@ def make_loader(
         divide=job.stages is None,
         **vars(store or StoreOptions()),
     )
+
+
+def _validated_together(config: Config, data: ShardDataset, job: Job) -> int:
+    """Returns the number of validation samples in a batch of all sample groups.
+
+    Samples of several shapes, which only a crop brings to one, come one at a time for each group.
+    """
+    shapes = {data.shape_of(index) for index in range(len(data))}
+    return job.mesh.data_size if len(shapes) > 1 else config.train.batch
 
 
 def batch_sizes(config: Config, epoch: int) -> BatchSizes:

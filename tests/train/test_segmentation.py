@@ -26,6 +26,7 @@ from pydist.train.config import (
     UNet3dConfig,
 )
 from pydist.train.metadata import load_trained
+from support.data.volumes import labeled_volumes
 from support.training.runs import alone, change, curve, events, job, last_state
 
 
@@ -127,6 +128,26 @@ def test_groups_without_samples_enter_no_statistics(segmentation, tmp_path, loss
     one, other = (last_state(each)["model"] for each in (config, split))
     for name in one:
         torch.testing.assert_close(other[name], one[name], rtol=1e-4, atol=1e-5)
+
+
+def test_crops_of_unlike_volumes_are_validated_one_at_a_time(segmentation, tmp_path):
+    shapes = [(8, 8, 8), (16, 8, 8), (8, 16, 8), (16, 16, 8)]
+    files = [("train", shape) for shape in shapes] + [("val", shape) for shape in shapes[:3]]
+    config = change(
+        segmentation,
+        data={
+            "path": labeled_volumes(tmp_path / "data", files), "normalize": "none",
+            "augment": AugmentOptions(crop=(8, 8, 8)),
+        },
+        train={"batch": 4, "epochs": 2},
+    )  # fmt: skip
+    run_local(job, 4, change(config, train={"epochs": 1}), 2, (1, 2, 1))
+    found = run_local(job, 4, config, 2, (1, 2, 1))[0].validation
+    assert found.samples == 3
+    whole = change(config, output={"folder": tmp_path / "whole"})
+    expected = alone(whole).validation
+    assert found.loss == pytest.approx(expected.loss, abs=1e-4)
+    torch.testing.assert_close(found.dice, expected.dice, rtol=0, atol=0.02, equal_nan=True)
 
 
 def test_an_ignored_class_has_no_dice(segmentation):
