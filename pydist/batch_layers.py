@@ -25,6 +25,11 @@ _UNBATCHED: dict[type[nn.Module], int] = {nn.Dropout1d: 2, nn.Dropout3d: 4}
 Wrapper = Callable[[Tensor], ShardedTensor]
 
 
+def norms_by_input(layer: nn.Module) -> bool:
+    """Returns whether a layer is a batch norm that has no running statistics for evaluation."""
+    return isinstance(layer, _BatchNorm) and layer.running_mean is None
+
+
 class BatchLayers:
     """The hooks of layers that depend on the global batch.
 
@@ -52,7 +57,7 @@ class BatchLayers:
         # `norm(input=x)` is the same call as `norm(x)`.
         name = "" if inputs else next(iter(signature(layer.forward).parameters), "")
         x = inputs[0] if inputs else kwargs.get(name)
-        mixes = layer.training or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
+        mixes = layer.training or norms_by_input(layer)
         if (
             not isinstance(x, Tensor)
             or isinstance(x, (ShardedTensor, StageTensor))

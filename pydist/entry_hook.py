@@ -259,6 +259,15 @@ class EntryHook:
         """Whether this is a `no_sync` block."""
         return self._pauses > 0
 
+    @contextmanager
+    def normed_by_group(self) -> Iterator[None]:
+        """Restricts the statistics of batch norm to the sample group, in the block."""
+        given, self.statistics = self.statistics, "group"
+        try:
+            yield
+        finally:
+            self.statistics = given
+
     def reduce(self) -> None:
         """Reduces the gradients accumulated under `no_sync` now. Collective."""
         if self.mesh.session.accumulates is self:

@@ -93,7 +93,10 @@ class Predictor:
         self._manifest, self._sliding = found[0].manifest, sliding
         self.class_names = self._manifest.class_names
         """Names of the classes, in the order of the labels."""
-        models = [parallelize(own.network.to(self.device), mesh) for own in found]
+        # A batch norm without running statistics forms those of the group's volume or window.
+        models = [
+            parallelize(own.network.to(self.device), mesh, batch_norm="group") for own in found
+        ]
         normalizers = [own.normalizer for own in found]
         self._scorer = Scorer(mesh, models, normalizers, len(self.class_names), self.device)
 

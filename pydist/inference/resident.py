@@ -85,7 +85,8 @@ class Resident:
         manifest = self.loaded.manifest
         shape = without_flat(manifest.sample_shape, manifest.dims)
         self._checks = self._on_shapes is not None and not self._refusal(shape)
-        self._model = parallelize(self.loaded.network.to(self.device), mesh)
+        # A batch norm without running statistics forms those of the group's item.
+        self._model = parallelize(self.loaded.network.to(self.device), mesh, batch_norm="group")
 
     @property
     def groups(self) -> int:

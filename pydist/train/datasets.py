@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pydist.batch_layers import norms_by_input
 from pydist.data import Augmented, Manifest, MpiIo, ShardDataset
 from pydist.data.axes import without_flat
 from pydist.data.batch_sizes import BatchSizes, PassRule
@@ -16,6 +17,8 @@ from pydist.parsing import byte_count
 from pydist.train.device import choose_device, memory_format
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from pydist.train.config import Config
     from pydist.train.job import Job
     from pydist.train.tasks import Task
@@ -105,8 +108,8 @@ def make_loader(
     config: Config,
     data: ShardDataset,
     job: Job,
-    training: bool = True,
     store: StoreOptions | None = None,
+    validated: nn.Module | None = None,
 ) -> Loader:
     """Creates the loader of a data set, on the device of the network. Collective.
 
@@ -114,16 +117,22 @@ def make_loader(
         config: the configuration.
         data: the data set.
         job: the ranks.
-        training: whether it is the training set.
         store: its store on this rank, see `store_options`; by default there is none.
+        validated: the network, if it is the validation set; by default it is the training set.
     """
     device = choose_device(config.train.device, job.world)
     augment = config.data.augment
+    training = validated is None
     augmented = training and augment.changes
+    batch: int | BatchSizes
+    if validated is None:
+        batch = batch_sizes(config, len(data))
+    else:
+        batch = config.train.batch if _batches(data, validated) else job.mesh.data_size
     return Loader(
         Augmented(data, augment, config.train.seed) if augmented else data,
         job.mesh,
-        batch_sizes(config, len(data)) if training else _validated_together(config, data, job),
+        batch,
         training=training,
         prefetch=config.data.prefetch,
         readers=config.data.readers,
@@ -137,13 +146,15 @@ def make_loader(
     )
 
 
-def _validated_together(config: Config, data: ShardDataset, job: Job) -> int:
-    """Returns the number of validation samples in a batch of all sample groups.
+def _batches(data: ShardDataset, network: nn.Module) -> bool:
+    """Returns whether a sample group may validate several samples at a time.
 
-    Samples of several shapes, which only a crop brings to one, come one at a time for each group.
+    Not if they have several shapes, which only a crop brings to one, nor if batch norm mixes them:
+    then the result would depend on the groups.
     """
-    shapes = {data.shape_of(index) for index in range(len(data))}
-    return job.mesh.data_size if len(shapes) > 1 else config.train.batch
+    if any(map(norms_by_input, network.modules())):
+        return False
+    return len({data.shape_of(index) for index in range(len(data))}) == 1
 
 
 def batch_sizes(config: Config, epoch: int) -> BatchSizes:

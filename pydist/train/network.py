@@ -94,6 +94,7 @@ class Network(Protocol):
         """Returns the output for a batch, without a graph; `None` where another stage has it.
 
         Collective over the ranks with one data index: groups may have different numbers of batches.
+        So batch norms without running statistics form those of the group's samples.
         """
         ...
 
@@ -162,7 +163,7 @@ class MeshNetwork:
 
     def evaluate(self, inputs: Tensor) -> Tensor | None:
         """Returns the output, on all ranks."""
-        with torch.no_grad():
+        with torch.no_grad(), entry_hook_of(self.model).normed_by_group():
             output: Tensor = self.model(inputs)
         return output
 
@@ -230,7 +231,8 @@ class StagedNetwork:
 
     def evaluate(self, inputs: Tensor) -> Tensor | None:
         """Returns the output on the last stage."""
-        output: Tensor | None = self._pipe(inputs)
+        with entry_hook_of(self.model).normed_by_group():
+            output: Tensor | None = self._pipe(inputs)
         self._ahead += 1
         if self._stages.is_last:
             self._answer()

@@ -201,10 +201,18 @@ def _run_on(
     with ExitStack() as stack:
         task = task_of(config)
         with together(job.world, "opening the data"):
-            data, loader, validation_loader = _open(config, task, job, stack)
+            data, validation_data = open_datasets(config, task)
+            stores = store_options(config, data, validation_data)
+            loader = stack.enter_context(make_loader(config, data, job, stores[0]))
             stack.enter_context(own_stream(loader.device))
         require_same(job.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
         state = make_state(config, task, job, data, loader, prepare)
+        validation_loader: Loader | None = None
+        with together(job.world, "opening the data"):
+            if validation_data is not None:
+                validation_loader = stack.enter_context(
+                    make_loader(config, validation_data, job, stores[1], state.model)
+                )
         _resume(config, state, resume)
         rebalancing = None
         if config.mesh.rebalance is not None:
@@ -259,19 +267,6 @@ def _run_on(
         if job.writes and not drawn:
             _write_results(config, task, data, job, validation, log)
     return result, rebalancing
-
-
-def _open(
-    config: Config, task: Task, job: Job, stack: ExitStack
-) -> tuple[ShardDataset, Loader, Loader | None]:
-    """Opens the training set, its loader, and that of the validation set if there is one."""
-    data, validation_data = open_datasets(config, task)
-    stores = store_options(config, data, validation_data)
-    loader = stack.enter_context(make_loader(config, data, job, store=stores[0]))
-    if validation_data is None:
-        return data, loader, None
-    validation_loader = make_loader(config, validation_data, job, training=False, store=stores[1])
-    return data, loader, stack.enter_context(validation_loader)
 
 
 def _preload(loader: Loader, log: EventLog) -> None:

@@ -125,6 +125,52 @@ def test_full_volumes_are_those_of_the_predictor(folder):
         np.testing.assert_array_equal(scores.argmax(0), labels)
 
 
+@pytest.mark.parametrize(("ranks", "spatial"), [(2, (1, 1, 1)), (4, (2, 1, 1))])
+@pytest.mark.parametrize("name", ["universes", "ct"])
+def test_a_batch_norm_by_the_input_norms_each_item_by_itself(
+    name, ranks, spatial, folder, tmp_path
+):
+    """Two groups compute three samples, or the windows of a volume."""
+    of_voxels = name == "ct"
+    factory = f"support.networks.batch_normed:of_{'voxels' if of_voxels else 'samples'}"
+    config = Config(
+        model=FactoryConfig(factory=factory, task="segmentation" if of_voxels else "regression"),
+        data=DataConfig(folder / name, "ct" if of_voxels else "log1p"),
+        train=TrainConfig(epochs=1, batch=1, steps=1),
+        output=OutputConfig(tmp_path / "run", plot=False),
+    )
+    run_local(job, 1, config)
+    sliding = Sliding(12, 0.5) if of_voxels else None
+    data = ShardDataset(folder / name, "train", normalize="none")
+    images = [data[0][0].numpy() * scale for scale in (1, 3, 9)]
+    if of_voxels:
+        images = [images[0][:, :, :, :12]]
+
+    def use(resident):
+        return resident.predict([resident.prepared(x) for x in images])
+
+    def made(mesh):
+        return Resident(tmp_path / "run", mesh, sliding, factory=factory)
+
+    expected = on_ranks(1, made, use)
+    torch.testing.assert_close(on_ranks(ranks, made, use, spatial), expected)
+    if of_voxels:
+
+        def body(world):
+            predictor = Predictor(
+                tmp_path / "run", Mesh(world, 2, spatial), sliding, factory=factory
+            )
+            return predictor.probabilities(images[0] if world.rank == 0 else None)
+
+        found = torch.from_numpy(run_local(body, ranks)[0])
+        torch.testing.assert_close(found, expected[0].softmax(0))
+    else:
+        loaded = load_network(tmp_path / "run", factory)
+        inputs = [torch.from_numpy(np.log1p(x.astype("float32"))) for x in images]
+        with torch.no_grad():
+            torch.testing.assert_close(expected, [loaded.network(x[None])[0] for x in inputs])
+
+
 def test_what_can_not_be_predicted_is_refused(folder, tmp_path):
     def use(resident):
         for image, message in [

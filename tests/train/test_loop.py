@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 
 import h5py
 import pytest
@@ -12,21 +13,23 @@ import torch
 
 from pydist.cli.main import main
 from pydist.comm import run_local
-from pydist.data import UniverseOptions, generate_universes
+from pydist.data import ShardDataset, UniverseOptions, generate_universes
 from pydist.errors import (
     DataError,
     PydistError,
     UsageError,
 )  # fmt: skip
 from pydist.train import checkpoint
-from pydist.train.config import Config, SharesConfig
+from pydist.train.config import Config, FactoryConfig, SharesConfig
 from pydist.train.folder import TUNING_FILE
+from pydist.train.metadata import load_trained
 from support.training.runs import (
     alone,
     assert_same_bits,
     change,
     curve,
     events,
+    in_stages,
     job,
     last_state,
     slow_run,
@@ -205,6 +208,29 @@ def test_a_run_that_validates_every_0_epochs_validates_once(config, capsys):
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "Epochs between validations; 0 validates once, after the last step." in shown
+
+
+def test_batch_norms_by_the_input_are_validated_sample_by_sample(config, universes, tmp_path):
+    """Two groups share three samples; each sample is normed by itself, as by the plain network."""
+    factory = "support.networks.batch_normed:of_samples"
+    config = replace(config, model=FactoryConfig(factory=factory, task="regression"))
+    config = change(config, train={"epochs": 1})
+    staged = change(
+        config,
+        mesh={"stages": 2, "data": 2, "cuts": ("2",)},
+        output={"folder": tmp_path / "staged"},
+    )
+    one = change(config, output={"folder": tmp_path / "one"})
+    found = run_local(job, 4, config, 2, (2, 1, 1))[0].validation
+    for other in (in_stages(staged)[0].validation, alone(one).validation):
+        torch.testing.assert_close(other.predicted, found.predicted, rtol=0, atol=1e-5)
+    about, weights = load_trained(config.output.folder)
+    plain = about.task(factory).network(about.manifest).eval()
+    plain.load_state_dict(weights)
+    data = ShardDataset(universes, "val", normalize="log1p")
+    with torch.no_grad():
+        expected = torch.cat([plain(data.read_block(i)[None]) for i in range(3)]).double()
+    torch.testing.assert_close(found.predicted, expected, rtol=0, atol=1e-5)
 
 
 def test_wrong_width_and_missing_data_are_told_apart(config, tmp_path):
