@@ -35,7 +35,7 @@ def write_dice(path: Path, names: Sequence[str], files: Sequence[str], dice: NDA
     Args:
         path: the CSV file.
         names: names of the classes except background.
-        files: files of the volumes.
+        files: the file of each volume; one may hold several.
         dice: `[volumes, classes - 1]`, NaN where a class is neither present nor predicted.
 
     Raises:

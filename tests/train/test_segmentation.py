@@ -174,6 +174,17 @@ def test_the_log_and_the_table_tell_the_dice_of_each_class(segmentation):
     )
 
 
+def test_several_volumes_in_a_file_have_a_row_each(segmentation, tmp_path):
+    files = [("train", (24, 8, 8)), ("val", (24, 8, 8)), ("val", (24, 8, 8))]
+    data = {"path": labeled_volumes(tmp_path / "data", files, parts=3), "normalize": "none"}
+    config = change(segmentation, data=data, train={"epochs": 1})
+    dice = alone(config).validation.dice
+    _, *rows = (config.output.folder / "dice.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["1.h5"] * 3 + ["2.h5"] * 3
+    found = [[float(cell or "nan") for cell in row.split(",")[1:]] for row in rows]
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), dice, equal_nan=True)
+
+
 def test_a_resumed_run_is_bit_identical(segmentation, tmp_path):
     segmentation = change(segmentation, checkpoint={"every": 1})
     through = change(segmentation, output={"folder": tmp_path / "through"})

@@ -195,7 +195,8 @@ class Segmentation:
     def write_results(self, folder: Path, data: ShardDataset, validation: Validation) -> None:
         """Writes one row per volume: the Dice of each class."""
         assert isinstance(validation, SegmentationValidation)
-        files = [file.path for file in data.manifest.files if file.split == "val"]
+        table = data.manifest.table
+        files = [table.sample(int(number)).file.path for number in table.samples_of("val")]
         segmentation_report.write_dice(
             folder / segmentation_report.DICE_FILE,
             validation.class_names,
