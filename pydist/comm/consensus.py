@@ -24,8 +24,8 @@ def together(world: Transport, what: str = "work that one rank may do alone") ->
 
     Collective. For rank-local work (reading files, writing on rank 0): without it the other ranks
     would wait for the failed one. All ranks raise the error of the lowest failing rank, with its
-    class, so that all end with its exit code. Errors that are no `PydistError` propagate on the
-    rank that raised them.
+    class, or the next base of it in `pydist.errors`, so that all end with its exit code. Errors
+    that are no `PydistError` propagate on the rank that raised them.
 
     Args:
         world: the ranks.
@@ -40,16 +40,21 @@ def together(world: Transport, what: str = "work that one rank may do alone") ->
             yield
         except PydistError as error:
             mine = error
-        failures = world.all_gather_json([type(mine).__name__, str(mine)] if mine else None)
+        failures = world.all_gather_json([_family(mine), str(mine)] if mine else None)
     for rank, failure in enumerate(failures):
         if failure is None:
             continue
         name, message = failure
-        raised: PydistError = getattr(errors, name, PydistError)(message)
+        raised: PydistError = getattr(errors, name)(message)
         if rank == world.rank and mine is not None:
             raised = mine
         raised.on_all_ranks = True
         raise raised
+
+
+def _family(error: PydistError) -> str:
+    """Returns the name of an error's class, or of the next base of it, in `pydist.errors`."""
+    return next(c.__name__ for c in type(error).__mro__ if vars(errors).get(c.__name__) is c)
 
 
 def require_same(world: Transport, facts: Mapping[str, object]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from pydist.comm import run_local
 from pydist.comm.consensus import any_rank, require_same, together
+from pydist.data.dataset import BadSample
 from pydist.errors import CheckpointError, DataError, UsageError
 
 
@@ -24,6 +25,15 @@ def test_an_error_of_one_rank_is_raised_by_all_with_its_class_and_words():
 
     assert run_local(body, 3) == [(65, True)] * 3
     assert not DataError("of one rank").on_all_ranks
+
+
+def test_an_error_of_a_further_class_keeps_its_family_and_exit_code():
+    def body(world):
+        with pytest.raises(DataError, match="sample 3 is NaN") as caught:
+            meet(world, {1: BadSample("sample 3 is NaN")})
+        return caught.value.exit_code, isinstance(caught.value, BadSample)
+
+    assert run_local(body, 2) == [(65, False), (65, True)]
 
 
 def test_of_several_errors_the_lowest_ranks_is_raised():
