@@ -363,14 +363,14 @@ class Trainer:
         return found
 
     def _draw_sample(self, path: Path, found: Validation) -> None:
-        """Draws a sample, if the task does; a picture that can't be written ends no run."""
+        """Draws a sample, if the task does; a picture that can't be made ends no run."""
         draw = getattr(self.task, "draw_sample", None)
         if draw is None or self.validation_loader is None or not report.can_draw():
             return
         try:
             make_folder(path.parent)
             draw(path, self.validation_loader.dataset, found)
-        except DiskError as error:
+        except (DataError, DiskError) as error:
             self.log.emit("notice", text=f"no picture of a sample: {error}")
 
     def _publish_tuning(self) -> None:

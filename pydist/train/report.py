@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
 import io
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pydist.data import ShardDataset
+from pydist.data.dataset import BadSample
 from pydist.data.publish import publish
 from pydist.errors import DiskError, UsageError
 from pydist.grid import SPATIAL_AXES
@@ -65,7 +67,7 @@ def draw_run(
     Args:
         folder: the run's folder, with the predictions; `result.png` is written to it.
         curves: training loss by step, by the name of the run.
-        data: the training set, whose first sample is shown.
+        data: the training set, whose first good sample is shown.
         mesh: the configuration of the grid of ranks, whose blocks are shown.
 
     Returns:
@@ -76,15 +78,28 @@ def draw_run(
         DiskError: the file can't be written.
     """
     samples = data.reopened(data.split)
-    _, *extents = samples.sample_shape
-    sample = samples.read_block(0, Box([0, 0, 0, 0], [1, *extents]))[0].float().numpy()
+    sample = _first_good(samples)
     samples.close()
     figure = new_figure(15, 4.8)
     axes = figure.subplots(1, 3)
     draw_curves(axes[0], curves, "training loss (MSE)")
     _draw_predictions(axes[1], folder / PREDICTIONS_FILE)
-    _draw_sample(axes[2], sample, mesh)
+    if sample is None:
+        axes[2].set_axis_off()
+    else:
+        _draw_sample(axes[2], sample, mesh)
     return save_figure(figure, folder / PICTURE_FILE)
+
+
+def _first_good(data: ShardDataset) -> NDArray[Any] | None:
+    """Returns the first channel of the first sample that is not bad: a run may skip some."""
+    for index in range(len(data)):
+        _, *extents = data.shape_of(index)
+        with contextlib.suppress(BadSample):
+            block = data.read_block(index, Box([0, 0, 0, 0], [1, *extents]))
+            found: NDArray[Any] = block[0].float().numpy()
+            return found
+    return None
 
 
 def can_draw() -> bool:

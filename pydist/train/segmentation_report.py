@@ -56,6 +56,7 @@ def draw_run(
     curves: Mapping[str, Mapping[int, float]],
     data: ShardDataset,
     predicted: NDArray[Any] | None,
+    number: int,
     mesh: MeshConfig,
 ) -> Path:
     """Draws a run: loss curves, Dice, and a slice of a validation volume with truth and prediction.
@@ -64,7 +65,8 @@ def draw_run(
         folder: the run's folder, with the table of Dice; `result.png` is written to it.
         curves: training loss by step, by the name of the run.
         data: the training set.
-        predicted: `[D, H, W]`, the classes predicted in the first validation volume.
+        predicted: `[D, H, W]`, the classes predicted in a validation volume.
+        number: of this volume.
         mesh: the configuration of the grid of ranks, whose blocks are shown.
 
     Returns:
@@ -80,7 +82,7 @@ def draw_run(
     _draw_dice(axes[1], folder / DICE_FILE)
     if predicted is not None:
         unseen = data.reopened("val")
-        found = Slice(unseen)
+        found = Slice(unseen, number)
         unseen.close()
         found.draw_on(axes[2:], predicted)
         report.draw_blocks(axes[2], predicted.shape, mesh, found.place)
@@ -88,24 +90,26 @@ def draw_run(
 
 
 class Slice:
-    """Slice that shows a data set's first volume, where most voxels are of the last class.
+    """Slice that shows a volume of a data set, where most voxels are of the last class.
 
     Of images, whose depth is 1, it is the whole image. Only the slice is kept, and slabs are read
     to find it: the volume may be larger than the memory of a rank.
 
     Args:
         data: the data set.
+        number: of the volume.
     """
 
-    def __init__(self, data: ShardDataset) -> None:
-        _, *extents = data.shape_of(0)
+    def __init__(self, data: ShardDataset, number: int = 0) -> None:
+        self.number = number
+        _, *extents = data.shape_of(number)
         *shown, self._axis = report.shown_dims(extents)
         self._names = [SPATIAL_AXES[dim] for dim in shown]
         counts = np.zeros((len(data.manifest.class_names), extents[self._axis]), dtype=np.int64)
         planes = max(1, _VOXELS // (extents[1] * extents[2]))
         for first in range(0, extents[0], planes):
             slab = Box((first, 0, 0), (min(first + planes, extents[0]), *extents[1:]))
-            labels = data.read_labels(0, slab).numpy()
+            labels = data.read_labels(number, slab).numpy()
             for k, found in enumerate(counts):
                 start = first if self._axis == 0 else 0
                 here = (labels == k).sum(tuple(shown))
@@ -115,10 +119,12 @@ class Slice:
         self.place = int(counts[rarest].argmax())
         lo, hi = [0, 0, 0], list(extents)
         lo[self._axis], hi[self._axis] = self.place, self.place + 1
-        self._truth = data.read_labels(0, Box(lo, hi)).numpy().squeeze(self._axis)
+        self._truth = data.read_labels(number, Box(lo, hi)).numpy().squeeze(self._axis)
         if data.ignore_label is not None:
             self._truth[self._truth == data.ignore_label] = 0  # not drawn, as background
-        self._image = data.read_block(0, Box((0, *lo), (1, *hi)))[0].numpy().squeeze(self._axis)
+        self._image = (
+            data.read_block(number, Box((0, *lo), (1, *hi)))[0].numpy().squeeze(self._axis)
+        )
         self._range = np.percentile(self._image, (0.5, 99.5))
 
     def draw(self, path: Path, predicted: NDArray[Any]) -> None:

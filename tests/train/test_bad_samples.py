@@ -5,18 +5,23 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import h5py
 import pytest
+import torch
 
 from pydist.comm import run_local
-from pydist.data import Manifest
+from pydist.data import Manifest, ShardDataset
 from pydist.data.convert import convert_dataset
 from pydist.data.options import ConvertOptions
 from pydist.errors import DataError, UsageError
-from pydist.train import config_io
-from pydist.train.config import Config
+from pydist.train import config_io, segmentation_report
+from pydist.train.config import Config, DataConfig, OutputConfig, TrainConfig, UNet3dConfig
+from pydist.train.metadata import load_trained
 from support.data.damage import flip
-from support.training.runs import change, events, job
+from support.data.volumes import labeled_volumes
+from support.training.runs import alone, change, events, job
 
 BLOCK = 4 * 32**3 * 2
 """Bytes of a sample of int16 counts."""
@@ -85,6 +90,61 @@ def test_a_bad_sample_is_replaced_in_training_and_left_out_of_validation(
     assert notices[0].startswith("skipped train sample 2: ")
     assert "damaged" in notices[0]
     assert notices[1].startswith("skipped val sample 0: ")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "data", "spatial", "shown"), [(1, 1, (1, 1, 1), 1), (4, 2, (2, 1, 1), 2)]
+)
+def test_the_first_good_volume_is_drawn(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    data: int,
+    spatial: tuple[int, int, int],
+    shown: int,
+) -> None:
+    """Volume 0 of the validation set is bad. Of two groups the first one has volumes 0 and 2."""
+    pytest.importorskip("matplotlib")
+    files = [("train", (8, 8, 8))] * 4 + [("val", (8, 8, 8))] * 3
+    config = Config(
+        model=UNet3dConfig(features=4, levels=1),
+        data=DataConfig(labeled_volumes(tmp_path / "data", files, bad={4}), on_bad_sample="skip"),
+        train=TrainConfig(epochs=1, batch=2),
+        output=OutputConfig(folder=tmp_path / "run"),
+    )
+    drawn: list[tuple[int, Any]] = []
+
+    def draw_on(self: segmentation_report.Slice, axes: Any, predicted: Any) -> None:
+        drawn.append((self.number, predicted))
+
+    monkeypatch.setattr(segmentation_report.Slice, "draw_on", draw_on)
+    run_local(job, ranks, config, data, spatial)
+    assert [event["status"] for event in events(config, "end")] == ["done"]
+    assert [number for number, _ in drawn] == [shown, shown], "after the validation, and at the end"
+    about, weights = load_trained(config.output.folder)
+    plain = about.task().network(about.manifest).eval()
+    plain.load_state_dict(weights)
+    image = ShardDataset(tmp_path / "data", "val").read_block(shown)
+    with torch.no_grad():
+        expected = plain(image[None]).argmax(1)[0].numpy()
+    for _, predicted in drawn:
+        assert (predicted == expected).mean() > 0.99
+
+
+def test_a_run_whose_first_training_sample_is_skipped_is_drawn(
+    config: Config, universes: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    root = tmp_path / "data"
+    options = ConvertOptions("hdf5", chunks=(16, 32, 32), compression="gzip")
+    first = root / convert_dataset(universes, root, options).files[0].path
+    with h5py.File(first) as file:
+        chunk = file["full"].id.get_chunk_info(0)  # of the channel that is drawn
+    flip(first, chunk.byte_offset + chunk.size // 2)
+    config = change(config, data={"path": root, "on_bad_sample": "skip"}, output={"plot": True})
+    alone(config)
+    assert [event["status"] for event in events(config, "end")] == ["done"]
+    assert (config.output.folder / "result.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bytes_of_each_epoch_are_logged(config: Config) -> None:

@@ -80,6 +80,19 @@ def test_signed_samples_are_drawn(tmp_path):
     assert picture.stat().st_size > 20_000
 
 
+def test_a_run_without_a_good_sample_is_drawn_without_it(tmp_path):
+    for index in range(2):
+        with h5py.File(tmp_path / f"{index}.h5", "w") as file:
+            file["full"] = np.ones((1, 4, 4, 4), "float32")
+            file["unitPar"] = np.zeros(1, dtype="float32")
+    index_dataset(tmp_path, IndexOptions())
+    for index in range(2):
+        with h5py.File(tmp_path / f"{index}.h5", "r+") as file:
+            file["full"][0, 0, 0, 0] = np.nan
+    picture = report.draw_run(tmp_path, {"1 rank": {1: 0.5}}, ShardDataset(tmp_path), MeshConfig())
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_missing_plot_library_is_named_with_the_remedy(tmp_path, universes, monkeypatch):
     import sys
 

@@ -90,7 +90,10 @@ class Segmentation:
         self.config, self.described = config, f'model.name = "{config.name}"'
         self._loss = SegmentationLoss(kind, train.class_weights, train.ignore_label)
         self._class_names: tuple[str, ...] = ()
+        self._shown: int | None = None
+        """Number of the first validation volume of this group that was not skipped."""
         self._example: Tensor | None = None
+        """The classes predicted there, on the first rank of the group."""
         self._dims = 3
         self._slice: segmentation_report.Slice | None = None
 
@@ -168,10 +171,18 @@ class Segmentation:
         if self._loss.has_dice:
             sums[:, 2] = dice_loss(output, labels, ignored)
         predicted = output.argmax(1).cpu()
-        if batch.indices[0] == 0 and isinstance(predicted, ShardedTensor):
-            found = gather_to_first_rank(predicted)
-            self._example = None if found is None else found[0]
+        # The volumes of a group ascend, and begin again in the next validation.
+        is_first = self._shown is None or batch.indices[0] <= self._shown
+        if is_first and batch.inputs.mesh.data_index == 0 and isinstance(predicted, ShardedTensor):
+            self._keep_example(predicted, batch)
         return torch.cat([sums, counts.flatten(1)], dim=1)
+
+    def _keep_example(self, predicted: ShardedTensor, batch: Batch) -> None:
+        """Keeps the first volume of a batch that replaces no bad one. Collective over the group."""
+        good = batch.weight.nonzero().flatten().tolist()  # equal on all ranks of the group
+        found = gather_to_first_rank(predicted) if good else None
+        self._shown = batch.indices[good[0]] if good else None
+        self._example = None if found is None else found[good[0]]
 
     def judge(self, rows: Tensor) -> SegmentationValidation:
         """Computes the loss, and the Dice by volume and of all voxels."""
@@ -205,12 +216,12 @@ class Segmentation:
         )
 
     def draw_sample(self, path: Path, data: ShardDataset, validation: Validation) -> None:
-        """Draws a slice of the first validation volume: image, truth, prediction."""
+        """Draws a slice of the first good validation volume: image, truth, prediction."""
         del validation
-        if self._example is None:
+        if self._example is None or self._shown is None:
             return
-        if self._slice is None:
-            self._slice = segmentation_report.Slice(data)
+        if self._slice is None or self._slice.number != self._shown:
+            self._slice = segmentation_report.Slice(data, self._shown)
         self._slice.draw(path, self._volume_of(self._example))
 
     def _volume_of(self, labels: Tensor) -> npt.NDArray[Any]:
@@ -227,7 +238,7 @@ class Segmentation:
     ) -> Path:
         """Draws loss, Dice, and a slice of a volume: image, truth, prediction."""
         example = None if self._example is None else self._volume_of(self._example)
-        return segmentation_report.draw_run(folder, curves, data, example, mesh)
+        return segmentation_report.draw_run(folder, curves, data, example, self._shown or 0, mesh)
 
 
 class UNet3dSegmentation(Segmentation):
