@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pydist import distribute_tensor, layout_for_sample, parallelize
+from pydist.data import ShardDataset
+from pydist.data.loader import Batch
+from pydist.data.medical.generate import generate_ct
+from pydist.data.medical.options import CTOptions
+from pydist.errors import UsageError
+from pydist.train.config import FactoryConfig, TrainConfig
 from pydist.train.losses import SegmentationLoss, confusion, dice_loss, dice_scores
+from pydist.train.tasks.factory import AnySegmentation
 from support.equivalence import Cut, assert_same, check_function, on_ranks, randint, randn, shard
 
 SHAPE = (2, 4, 5, 4, 6)
@@ -192,3 +199,61 @@ def test_parts_of_a_batch_have_the_loss_of_the_batch(kind, weights, ignored):
         return sum(found) / 5
 
     assert sum(on_ranks((1, 1, 1), body, 2)) == pytest.approx(expected, rel=1e-12)
+
+
+CUT = ((8, 4), (4, 4))
+"""Extents of the volumes of two groups, pass by pass."""
+
+
+@pytest.fixture(scope="module")
+def weighing(tmp_path_factory):
+    """Returns a task of several outputs whose voxels have weights."""
+    folder = tmp_path_factory.mktemp("volumes")
+    generate_ct(folder, CTOptions(count=2, shape=(8, 8, 8), validation=0.5))
+    train = TrainConfig(class_weights=(1.0, 3.0, 0.5))
+    task = AnySegmentation(FactoryConfig(factory="torch.nn:Conv3d"), train)
+    task.check(ShardDataset(folder))
+    return task
+
+
+def passes_of(mesh, labels):
+    """Returns the passes of a group, with a volume each; the step has 4 volumes."""
+    return [
+        Batch(distribute_tensor(each[:, None].double(), mesh), each, torch.ones(1), (0,), 1, 0, 2,
+              0.5, 0, 0, 4, part=i, parts=len(labels), in_parts=True)
+        for i, each in enumerate(labels)
+    ]  # fmt: skip
+
+
+def test_unlike_volumes_weigh_voxels_as_one_batch(weighing):
+    """One group meets two extents, the other one: both exchange the same sums."""
+    labels = [[randint(3, 1, n, n, n, seed=n + i) for i, n in enumerate(own)] for own in CUT]
+    scores = [[[n * randn(1, 3, *[n // stride] * 3, seed=n + i) for stride in (1, 2)]
+               for i, n in enumerate(own)] for own in CUT]  # fmt: skip
+
+    def body(mesh):
+        mine, outputs = labels[mesh.data_index], scores[mesh.data_index]
+        criterion = weighing.criterion(passes_of(mesh, mine))
+        return sum(float(criterion(x, y)) / 4 for x, y in zip(outputs, mine, strict=True))
+
+    weights = torch.tensor((1.0, 3.0, 0.5), dtype=torch.float64)
+    expected = 0.0
+    for i, stride in enumerate((1, 2)):
+        flat = torch.cat([x[i].flatten(2) for own in scores for x in own], 2)
+        nearest = [y[:, ::stride, ::stride, ::stride].flatten(1) for own in labels for y in own]
+        expected += float(F.cross_entropy(flat, torch.cat(nearest, 1), weights)) * 0.5**i / 1.5
+    assert sum(on_ranks((1, 1, 1), body, 2)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_outputs_out_of_proportion_have_no_weighted_voxels(weighing):
+    """The weights of all passes are summed before the later ones have outputs."""
+    labels = [torch.zeros(1, n, n, n, dtype=torch.int64) for n in (8, 5)]
+    fine, coarse = ([randn(1, 3, n, n, n) for n in own] for own in ((8, 5), (4, 2)))
+
+    def body(mesh):
+        criterion = weighing.criterion(passes_of(mesh, labels))
+        criterion([fine[0], coarse[0]], labels[0])
+        with pytest.raises(UsageError, match=r"output 2 .* \(2, 2, 2\) for .* not \(3, 3, 3\)"):
+            criterion([fine[1], coarse[1]], labels[1])
+
+    on_ranks((1, 1, 1), body)

@@ -115,15 +115,26 @@ class AnySegmentation(Segmentation):
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the configured loss, over all outputs.
 
-        The weights of the voxels are those of each output's own labels.
+        The weights of the voxels are those of each output's own labels. Those of later passes are
+        summed before their outputs exist, whose extents are taken to be in proportion to those of
+        the volumes.
         """
-        of_extents: dict[tuple[int, ...], Criterion] = {}
+        known: list[tuple[Criterion, Callable[[Tensor], tuple[int, ...]]]] = []
 
-        def of_one(scores: Tensor, labels: Tensor) -> Tensor:
-            extents = tuple(labels.shape[1:])
-            if extents not in of_extents:  # on all ranks in the same order
-                of_extents[extents] = self._loss_of(batches, partial(_resized, extents=extents))
-            return of_extents[extents](scores, labels)
+        def of_one(number: int, scores: Tensor, labels: Tensor) -> Tensor:
+            own = tuple(scores.shape[2:])
+            if number == len(known):  # by the output's number: groups differ in their extents
+                here = partial(_in_proportion, tuple(labels.shape[1:]), own)
+                known.append((self._loss_of(batches, lambda y: _resized(y, here(y))), here))
+            loss, extents = known[number]
+            if self.weighs_targets and extents(labels) != own:
+                raise UsageError(
+                    f"output {number + 1} of the network has extents {own} for a volume of "
+                    f"{tuple(labels.shape[1:])}, and not {extents(labels)}, in proportion to those "
+                    "in an earlier pass: with train.class_weights or train.ignore_label, possible "
+                    "are volumes that the network's strides divide, or train.accumulate = 1"
+                )
+            return loss(scores, _resized(labels, own))
 
         return lambda output, labels: _over_outputs(of_one, self._scores(output), labels)
 
@@ -297,19 +308,24 @@ def _unexpected(output: Any, expected: str, task: str, names: str) -> UsageError
 
 
 def _over_outputs(
-    loss: Callable[[Tensor, Tensor], Tensor], outputs: Sequence[Tensor], labels: Tensor
+    loss: Callable[[int, Tensor, Tensor], Tensor], outputs: Sequence[Tensor], labels: Tensor
 ) -> Tensor:
     """Returns the weighted mean of the losses of all outputs."""
-    parts = [
-        loss(scores, _resized(labels, tuple(scores.shape[2:]))) * 0.5**i
-        for i, scores in enumerate(outputs)
-    ]
+    parts = [loss(i, scores, labels) * 0.5**i for i, scores in enumerate(outputs)]
     if len(parts) == 1:
         return parts[0]
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     return total / sum(0.5**i for i in range(len(parts)))
+
+
+def _in_proportion(
+    volume: tuple[int, ...], output: tuple[int, ...], labels: Tensor
+) -> tuple[int, ...]:
+    """Returns the extents of an output for the volumes of labels, by those for another volume."""
+    extents = zip(labels.shape[1:], volume, output, strict=True)
+    return tuple(-(-here * after // before) for here, before, after in extents)
 
 
 def _resized(labels: Tensor, extents: tuple[int, ...]) -> Tensor:
