@@ -183,19 +183,30 @@ class MeshSampler:
             return len(self._starts_of(epoch)) - 1
         return self.num_samples // size if self.drop_last else -(-self.num_samples // size)
 
+    def equal_epochs(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yields the epochs from `first` to before `stop`, those with equal steps together.
+
+        Its length depends on the changes of the batch alone: a run may have billions of epochs.
+
+        Yields:
+            An epoch, and the number of epochs from it on that have the same steps.
+        """
+        changing = {place // self.num_samples for place, _ in self.sizes.changes}
+        ends = {each for epoch in changing for each in (epoch, epoch + 1) if first < each < stop}
+        for begin, end in pairwise([first, *sorted(ends), max(first, stop)]):
+            if begin < end:
+                yield begin, end - begin
+
     def steps_until(self, epochs: float) -> int:
         """Returns the number of global batches in so many epochs, or parts of one."""
-        last = max((place for place, _ in self.sizes.changes), default=0) // self.num_samples + 1
         whole = int(epochs)
-        changing = min(whole, last)  # later epochs have equal steps
-        found = sum(self.steps(epoch) for epoch in range(changing))
-        found += (whole - changing) * self.steps(last)
+        found = sum(count * self.steps(epoch) for epoch, count in self.equal_epochs(0, whole))
         return found + round((epochs - whole) * self.steps(whole))
 
     def shortest(self, epochs: int) -> int:
         """Returns the least samples of a step in so many epochs."""
         found = []
-        for epoch in range(epochs):
+        for epoch, _ in self.equal_epochs(0, epochs):
             size = self._size_in(epoch)
             if size is not None:
                 found.append(self.num_samples % size or size)

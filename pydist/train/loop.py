@@ -124,12 +124,16 @@ class Trainer:
 
     def expected(self) -> tuple[int, int]:
         """Returns the steps and epochs at the end, if the batch has no changes but known ones."""
-        epoch, step = self.loader.sampler.next
+        sampler = self.loader.sampler
+        epoch, step = sampler.next
         most = math.inf if self.config.steps is None else self.config.steps
         steps = self.state.step - step
-        while epoch < self.config.epochs and steps < most:
-            steps += self.loader.sampler.steps(epoch)
-            epoch += 1
+        for first, count in sampler.equal_epochs(epoch, self.config.epochs):
+            if steps >= most:
+                break
+            each = sampler.steps(first)
+            more = int(min(count, -((steps - most) // each)))  # enough epochs for the last step
+            steps, epoch = steps + more * each, first + more
         return int(min(steps, most)), epoch
 
     def fit(self, validated: bool = False) -> Validation | None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pydist.data import MeshSampler
+from pydist.data.batch_sizes import BatchSizes
 from pydist.errors import UsageError
 from pydist.partition import divide
 
@@ -179,3 +180,40 @@ def test_nothing_left_after_dropping_is_refused() -> None:
         MeshSampler(3, 1, 0, 4, drop_last=True)
     with pytest.raises(UsageError, match="step 2: an epoch has 2 batches"):
         MeshSampler(9, 1, 0, 4, drop_last=True).batch(0, 2)
+
+
+CHANGES = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 9)), max_size=4).map(
+    lambda found: sorted(dict(found).items())
+)
+
+
+@given(num=st.integers(1, 12), batch=st.integers(1, 9), changes=CHANGES, epochs=st.integers(1, 12))
+def test_epochs_are_counted_as_one_by_one(num, batch, changes, epochs) -> None:
+    sampler = MeshSampler(num, 1, 0, BatchSizes(batch, changes))
+    each = [sampler.steps(epoch) for epoch in range(epochs)]
+    assert sampler.steps_until(epochs) == sum(each)
+    sizes = [sampler.batch(e, step).step_size for e in range(epochs) for step in range(each[e])]
+    assert sampler.shortest(epochs) == min(sizes)
+    first = epochs // 2
+    found = []
+    for begin, count in sampler.equal_epochs(first, epochs):
+        found += [(epoch, each[begin]) for epoch in range(begin, begin + count)]
+    assert found == list(enumerate(each))[first:]
+
+
+class Counted(BatchSizes):
+    """Sizes that are looked up a few times, however many epochs a run has."""
+
+    left = 200
+
+    def at(self, position: int) -> int:
+        self.left -= 1
+        assert self.left, "looked up for each epoch"
+        return super().at(position)
+
+
+def test_billions_of_epochs_are_counted_at_once() -> None:
+    most, late = 2**31 - 1, 10 * 2**30
+    sampler = MeshSampler(10, 1, 0, Counted(4, [(late, 5)]))
+    assert sampler.steps_until(most) == 3 * 2**30 + 2 * (most - 2**30)
+    assert sampler.shortest(most) == 2

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pydist.comm import run_local
+from pydist.data import MeshSampler
+from pydist.data.batch_sizes import BatchSizes
 from pydist.errors import UsageError
 from pydist.train import config_io
 from pydist.train.config import (
@@ -17,6 +20,7 @@ from pydist.train.config import (
     StageConfig,
 )  # fmt: skip
 from pydist.train.datasets import pass_rule
+from pydist.train.loop import Trainer
 from pydist.train.ranks import check_ranks
 from support.training.runs import (
     alone,
@@ -263,3 +267,26 @@ def test_the_example_runs(universes, tmp_path):
     (event,) = events(config, "layers")
     assert event["step"] == 4
     assert all(row["ratio"] > 0 for row in event["layers"].values())
+
+
+@pytest.mark.parametrize("most", [None, 0, 1, 7, 8, 20])
+@pytest.mark.parametrize(("place", "taken"), [((0, 0), 0), ((0, 2), 2), ((1, 1), 4), ((4, 0), 7)])
+def test_the_end_of_a_run_is_known_before_it(most, place, taken):
+    """Epochs of 3, 2, 1, 1, 1, 1 steps; of two billion epochs as of six."""
+    sampler = MeshSampler(6, 1, 0, BatchSizes(2, [(6, 3), (12, 6)]))
+    sampler.seek(*place)
+
+    def expected(epochs):
+        run = SimpleNamespace(
+            config=SimpleNamespace(epochs=epochs, steps=most),
+            loader=SimpleNamespace(sampler=sampler),
+            state=SimpleNamespace(step=taken),
+        )
+        return Trainer.expected(run)
+
+    epoch, steps = place[0], taken - place[1]
+    while epoch < 6 and steps < (99 if most is None else most):
+        steps, epoch = steps + sampler.steps(epoch), epoch + 1
+    assert expected(6) == (steps if most is None else min(steps, most), epoch)
+    many = 2**31 - 1
+    assert expected(many)[0] == (many + 3 if most is None else min(most, many + 3))
