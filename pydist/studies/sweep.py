@@ -109,6 +109,13 @@ def _settings(found: _File, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise UsageError(f"{path}: {_NAME} = {given_name!r}: a text is expected")
         if both := sorted(listed.keys() & found.grid.keys()):
             raise UsageError(f"{path}: {both[0]!r} is in the table grid and in a run")
+        keys = sorted({*listed, *found.grid})
+        for outer, key in itertools.product(keys, keys):
+            if key.startswith(f"{outer}."):
+                raise UsageError(
+                    f"{path}: {outer!r} and {key!r} are a table and a setting in it: give each "
+                    "setting by its own key"
+                )
         for values in itertools.product(*found.grid.values()):
             varied = dict(zip(found.grid, values, strict=True))
             shown = varied if given_name is not None else {**listed, **varied}
@@ -135,14 +142,14 @@ def _run(
     tables = copy.deepcopy(dict(base))
     for key, value in {**settings, _FOLDER: str(Path(found.folder, "runs", name))}.items():
         *places, last = key.split(".")
-        if key == _FOLDER and key in settings:
+        if key == _FOLDER and (key in settings or _has_folder(settings)):
             raise UsageError(f"{path}: {_FOLDER}: the sweep chooses the folders of its runs")
         inner = tables
         for place in places:
             inner = inner.setdefault(place, {})
             if not isinstance(inner, dict):
                 raise UsageError(f"{path}: {key}: {place} is no table")
-        inner[last] = value
+        inner[last] = copy.deepcopy(value)  # other runs have the same one
     config = config_io.from_tables(tables, f"{path}: {name}")
     of_sample = ranks_a_sample(config.mesh)
     ranks = found.ranks or of_sample * (config.mesh.data or 1)
@@ -151,6 +158,13 @@ def _run(
         needed = f"multiples of {of_sample}" if groups is None else f"{groups * of_sample}"
         raise UsageError(f"{path}: {name}: ranks = {ranks}; its mesh needs {needed}")
     return Run(name, config, ranks)
+
+
+def _has_folder(settings: Mapping[str, Any]) -> bool:
+    """Returns whether a table among the settings chooses the run's folder."""
+    table, _, key = _FOLDER.partition(".")
+    given = settings.get(table)
+    return isinstance(given, dict) and key in given
 
 
 def order_of(outcomes: Sequence[Outcome]) -> list[int]:

@@ -67,6 +67,17 @@ name = "plain"
     assert found.settings[2] == {"train.batch": 4, "model.batch_norm": True, "train.seed": 0}
 
 
+def test_a_table_is_a_setting_of_its_own(tmp_path):
+    found = load_sweep(write(tmp_path, """
+[grid]
+output = [{plot = false}]
+"train.seed" = [0, 1]
+"""))  # fmt: skip
+    assert [run.config.output.plot for run in found.runs] == [False, False]
+    assert {str(run.folder.parent) for run in found.runs} == {"out/runs"}
+    assert all(given["output"] == {"plot": False} for given in found.settings)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -77,6 +88,15 @@ name = "plain"
         ("[grid]\n'train.batch.x' = [1]", "batch is no table"),
         ("[grid]\n'train.batch' = [2, 2]", "two runs are 'batch=2': give them names"),
         ("[grid]\n'output.folder' = ['x']", "the sweep chooses the folders"),
+        ("[grid]\noutput = [{folder = 'x'}]", "the sweep chooses the folders"),
+        (
+            "[grid]\n'optimizer.lr' = [1e-2]\noptimizer = [{name = 'sgd'}]",
+            "'optimizer' and 'optimizer.lr' are a table and a setting in it: give each",
+        ),
+        (
+            "[grid]\noptimizer = [{name = 'sgd'}]\n[[runs]]\n'optimizer.weight_decay' = 0.1",
+            "'optimizer' and 'optimizer.weight_decay' are a table and a setting",
+        ),
         ("[grid]\n'train.batch' = [2]\n[[runs]]\n'train.batch' = 3", "in the table grid and in a"),
         ("[[runs]]\nname = 3", "name = 3: a text is expected"),
         ("rank = 2", "unknown key 'rank'; possible are config, folder, ranks"),
