@@ -45,6 +45,8 @@ SPLIT, WHOLE, PACKS, STORE, KEPT = "split files", "whole files", "packs", "store
 """Sources of data: a file for each sample; a file for the universe that has several; files in a
 pack, which `pydist store exec` shows as a folder; the ranks' memory, from which they send each
 other blocks; and blocks that each rank keeps, without reading."""
+_SAMPLES = 8
+"""Samples of a universe, and least samples of a data set."""
 _MOST_CHECKED = 8
 """Most ranks' work that one rank repeats, for its losses."""
 _CHECKED_STEPS = 4
@@ -188,16 +190,21 @@ class Scaling:
         """Makes the data sets and packs of all points; complete ones are kept."""
         points = self.points()
         for folder, point in {self.data(p): p for p in points}.items():
+            # Epochs of full batches for each point, as its rate counts the samples of full ones.
+            samples = math.lcm(_SAMPLES, *(p.batch for p in points if self.data(p) == folder))
             if point.network == COSMOFLOW:
                 width = point.extents[0]
                 layout: Any = "cosmoflow" if point.source == WHOLE else "channel-first"
-                # Eight samples of one universe.
                 options = UniverseOptions(
-                    count=1, width=width, box_width=2 * width, validation=0.0, layout=layout
+                    count=samples // _SAMPLES,
+                    width=width,
+                    box_width=2 * width,
+                    validation=0.0,
+                    layout=layout,
                 )
                 generate_universes(folder, options)
             else:
-                generate_ct(folder, CTOptions(count=8, shape=point.extents, validation=0.0))
+                generate_ct(folder, CTOptions(count=samples, shape=point.extents, validation=0.0))
         for point in points:
             if (packed := self.packed(point)) is not None:
                 pack(self.data(point), packed)

@@ -93,6 +93,19 @@ def test_the_series(tmp_path):
     assert len(made(tmp_path, 1).points()) == 9  # both networks, with their sources
 
 
+@pytest.mark.parametrize("network", [COSMOFLOW, UNET])
+def test_all_steps_have_the_samples_that_rates_count(tmp_path, network):
+    """Also the batch of 12 on 4 ranks, and the last step of an epoch."""
+    options = ScalingOptions((network,), width=32, edge=8, features=2, batch=3)
+    study = Scaling(tmp_path, options, 4)
+    points = [p for p in study.points() if p.series in (STRONG, WEAK_BATCH, CHECK)]
+    study.make_data()
+    for point in points:
+        count = len(ShardDataset(study.data(point), "train", normalize="none"))
+        assert count % point.batch == 0, point.name
+    assert max(p.batch for p in points) == 12
+
+
 def test_efficiency_counts_the_work():
     strong, weak = (next(p for p in made(None, 2).points() if p.series == s and p.ranks == 2)
                     for s in (STRONG, WEAK_BATCH))  # fmt: skip
