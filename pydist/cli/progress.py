@@ -208,7 +208,8 @@ def describe_place(facts: Mapping[str, Any]) -> str:
 def describe_validation(event: Event) -> str:
     """Describes the measures of a validation on one line."""
     if "mae" in event:
-        return f"mae {event['mae']:.3f}"
+        mae = event["mae"]  # a log, and the pipe to the launcher, have null for NaN
+        return "mae not finite" if mae is None else f"mae {mae:.3f}"
     if "dice" in event:
         found = {k: v for k, v in event["dice"].items() if v is not None}
         return "Dice " + " ".join(f"{name} {d:.3f}" for name, d in found.items())

@@ -74,6 +74,13 @@ def test_a_notice_ends_with_its_session(run, capsys):
     assert status_of(run)["step"]["step"] == 20
 
 
+def test_a_validation_that_is_not_finite_is_told(run, capsys):
+    nan = float("nan")
+    EventLog(run / "log.jsonl").emit("validation", step=20, epoch=1, samples=2, loss=nan, mae=nan)
+    assert main(["status", str(run)]) == 0
+    assert "validation step 20  mae not finite\n" in capsys.readouterr().out
+
+
 def test_a_folder_of_no_run_is_named(tmp_path, capsys):
     with pytest.raises(UsageError, match=r"has no log\.jsonl"):
         status_of(tmp_path)
