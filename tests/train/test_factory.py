@@ -56,6 +56,13 @@ def values(in_channels, outputs):
     return nn.Sequential(nn.Conv3d(in_channels, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool3d(1),
                          nn.Flatten(), nn.Linear(4, outputs))
 
+class Listed(nn.Sequential):
+    def forward(self, x):
+        return [super().forward(x)]
+
+def listed(in_channels, outputs):
+    return Listed(*values(in_channels, outputs))
+
 class Absolute(AnyRegression):
     def criterion(self, batches):
         return lambda output, targets: (output - targets).abs().mean()
@@ -204,6 +211,18 @@ def test_tasks(tmp_path, nets, factory, task, classes, figure):
     assert last[figure] == 1 if classes else last[figure] < 0.5
     assert last_state(config)["model"]["4.bias"].shape == (classes or 1,)
     assert len((tmp_path / "run/predictions.csv").read_text().splitlines()) == 3
+
+
+def test_values_in_a_list_are_validated_as_they_are_trained(tmp_path, nets):
+    data = values_data(tmp_path / "data")
+    runs = [
+        run_of(f'model = {{factory = "{nets}:{name}", task = "regression"}}', data, tmp_path / name)
+        for name in ("values", "listed")
+    ]
+    for run in runs:
+        alone(run)
+    assert curve(runs[1]) == curve(runs[0])
+    assert len(events(runs[1], "validation")) == 1
 
 
 def test_a_checkpoint_runs_its_factory_only_if_it_is_named(

@@ -172,7 +172,11 @@ class AnyRegression(Regression):
 
     def criterion(self, batches: Sequence[Batch]) -> Criterion:
         """Returns the mean squared error."""
-        return _squared_error
+        return lambda output, targets: F.mse_loss(_values(output, targets), targets)
+
+    def measure(self, output: Any, batch: Batch) -> Tensor:
+        """Returns the rows of `Regression.measure`, of the only output."""
+        return super().measure(_values(output, batch.targets), batch)
 
 
 @dataclass(frozen=True)
@@ -336,8 +340,9 @@ def _resized(labels: Tensor, extents: tuple[int, ...]) -> Tensor:
     return F.interpolate(channel, size=extents, mode="nearest")[:, 0].long()
 
 
-def _squared_error(output: Any, targets: Tensor) -> Tensor:
+def _values(output: Any, targets: Tensor) -> Tensor:
+    """Returns the only output, of the targets' shape."""
     found = outputs_of(output)
     if len(found) != 1 or found[0].shape != targets.shape:
         raise _unexpected(output, f"[N, {targets.shape[1]}]", "regression", "outputs")
-    return F.mse_loss(found[0], targets)
+    return found[0]
