@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +43,19 @@ def plan(arguments: Sequence[str]) -> int:
     from pydist.grid import Grid
     from pydist.plan import estimate_step, load_hardware, plan_meshes
     from pydist.plan.table import mesh_table
-    from pydist.train.planning import model_of, numbers_of_stages
+    from pydist.train.config import MeshConfig
+    from pydist.train.planning import accepted_meshes, model_of, numbers_of_stages
+    from pydist.train.ranks import check_ranks
 
     hardware = load_hardware(options.hardware)
     memory = _bytes_of(options.memory, hardware)
     model = model_of(config, hardware, options.ranks)
-    found = plan_meshes(model, options.ranks, memory, numbers_of_stages(config))
+    accepts = accepted_meshes(config, options.ranks)
+    found = plan_meshes(model, options.ranks, memory, numbers_of_stages(config), accepts)
     if not found:
+        if config.mesh.stages is None:  # the run says what it does not accept
+            one_group = MeshConfig(data=1, spatial=(options.ranks, 1, 1))
+            check_ranks(replace(config, mesh=one_group), options.ranks)
         raise UsageError(
             f"--ranks {options.ranks}: mesh.stages = {config.mesh.stages} does not divide them, or "
             "the network has fewer calls"

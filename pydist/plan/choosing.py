@@ -74,18 +74,17 @@ def choose_mesh(
     Raises:
         UsageError: no mesh fits, or has these parts.
     """
-    training = model.training
-    most = max(1, training.batch // training.passes)
     wanted = {axis: parts.get(axis, 1) for axis in OTHER_AXES}
 
     def allowed(grid: Grid) -> bool:
-        groups = grid.size(("data",))
-        fits = groups <= most if data is None else groups == data
+        fits = data is None or grid.size(("data",)) == data
         return fits and all(grid.size((axis,)) == size for axis, size in wanted.items())
 
     found = plan_meshes(model, ranks, allowed=allowed)
     if not found:
-        of_data = f"data {data}" if data is not None else f"at most {most} sample groups"
+        of_data = f"at most {model.training.most_groups} sample groups"
+        if data is not None:
+            of_data = f"data {data}, {of_data}"
         of_others = ", ".join(f"{axis} {size}" for axis, size in wanted.items())
         raise UsageError(f"no mesh of {ranks} ranks has {of_others} and {of_data}")
     best, limit = found[0], model.hardware.memory

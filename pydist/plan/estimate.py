@@ -65,6 +65,11 @@ class Training:
     prefetch: int = 0
     file_bytes: int = 0
 
+    @property
+    def most_groups(self) -> int:
+        """Returns the most sample groups: each has a sample in a pass."""
+        return max(1, self.batch // self.passes)
+
 
 @dataclass(frozen=True)
 class InStages:

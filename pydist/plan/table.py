@@ -50,7 +50,9 @@ def plan_meshes(
     stages: Sequence[int] = (1,),
     allowed: Callable[[Grid], bool] = lambda grid: True,
 ) -> list[Estimate]:
-    """Estimates a step on every legal mesh of a number of ranks, with a sample for each group.
+    """Estimates a step on every legal mesh of a number of ranks.
+
+    Each sample group has a sample in each pass.
 
     Args:
         model: of the step.
@@ -73,9 +75,11 @@ def plan_meshes(
     for count in stages:
         if ranks % count:
             continue
+        # In stages the micro-batches, which are chosen for each mesh, are the passes.
+        most = model.training.most_groups if count == 1 else model.training.batch
         grids = [
             grid for grid in legal_meshes(ranks // count, model.trace.dims)
-            if grid.size(("data",)) <= model.training.batch and allowed(grid)
+            if grid.size(("data",)) <= most and allowed(grid)
         ]  # fmt: skip
         each = sorted((estimate_step(model, grid) for grid in grids), key=order)
         if count > 1:

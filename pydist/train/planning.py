@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from pydist.data import Manifest
 from pydist.data.axes import without_flat
 from pydist.errors import NotSupported, PydistError, UsageError
-from pydist.grid import SPATIAL_AXES, Grid
+from pydist.grid import OTHER_AXES, SPATIAL_AXES, Grid
 from pydist.optim.partitioned import WORTHWHILE
 from pydist.plan import InStages, StepModel, Training, estimate_step, trace_network
 from pydist.plan.choosing import choose_mesh, hardware_here, step_model
@@ -28,7 +28,7 @@ from pydist.stages.shapes import tensors_of
 from pydist.train.config import MeshConfig
 from pydist.train.datasets import shape_in_training
 from pydist.train.parts import WARMUP
-from pydist.train.ranks import check_settings
+from pydist.train.ranks import check_ranks, check_settings
 from pydist.train.tasks import task_of
 
 if TYPE_CHECKING:
@@ -105,6 +105,27 @@ def numbers_of_stages(config: Config) -> tuple[int, ...]:
     except UsageError:
         return (1,)  # another setting needs the whole network
     return (1, 2, 4)
+
+
+def accepted_meshes(config: Config, ranks: int) -> Callable[[Grid], bool]:
+    """Returns a function that tells whether a run of a configuration accepts a mesh.
+
+    Args:
+        config: of the run; its table "mesh" does not matter.
+        ranks: number of ranks, in meshes of one stage or of several.
+    """
+
+    def accepts(grid: Grid) -> bool:
+        others: dict[str, Any] = {axis: grid.size((axis,)) for axis in OTHER_AXES}
+        stages = ranks // grid.size()
+        of_one = MeshConfig(stages=stages if stages > 1 else None, **others)
+        try:
+            check_ranks(on_grid(replace(config, mesh=of_one), grid), ranks)
+        except UsageError:
+            return False
+        return True
+
+    return accepts
 
 
 def chooser(config: Config, tell: Callable[[str], object] = print) -> Callable[[int], Grid]:

@@ -20,6 +20,9 @@ batch = 2
 folder = "run"
 """
 
+GROWING = ("--train.batch-schedule.noise-scale", "--train.batch-schedule.largest", "9")
+"""Options that need several sample groups, or passes."""
+
 
 def shown(capsys, *arguments: str) -> str:
     assert cli.main(["plan", "run.toml", *arguments]) == 0
@@ -59,6 +62,21 @@ def test_json_has_all_numbers(place, capsys):
 
 
 @pytest.mark.parametrize(
+    ("settings", "groups"),
+    [
+        (["--train.batch", "4", "--train.accumulate", "4"], {1}),
+        (["--train.batch", "4", "--train.accumulate", "2"], {1, 2}),
+        (["--train.batch", "4"], {1, 2, 4}),
+        (["--train.batch", "4", *GROWING], {2, 4}),
+    ],
+)
+def test_meshes_that_a_run_refuses_are_not_planned(settings, groups, place, capsys):
+    found = json.loads(shown(capsys, "--ranks", "4", "--json", *settings))
+    alone = [each for each in found["meshes"] if each["stages"] == 1]
+    assert {each["mesh"]["data"] for each in alone} == groups
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "--ranks N is missing"),
@@ -67,6 +85,7 @@ def test_json_has_all_numbers(place, capsys):
         (["--ranks", "2", "--hardware", "k80"], "hardware 'k80': possible are auto, cpu, v100"),
         (["--ranks", "2", "--data.path", "none"], "none"),
         (["--ranks", "3", "--mesh.stages", "2"], "--ranks 3: mesh.stages = 2 does not divide them"),
+        (["--ranks", "1", *GROWING], "compares parts of a step, which is one pass of one"),
         (["--ranks", "2", "--chart", "none/plan.png"], "can't write none/plan.png"),
         (["--ranks", "2", "--chart", "plan.txt"], "--chart plan.txt: Format 'txt'"),
     ],

@@ -71,6 +71,13 @@ def test_meshes_that_fit_come_first_and_the_fastest_of_them(model: StepModel) ->
     assert few == sorted(few)
 
 
+@pytest.mark.parametrize(("passes", "most"), [(1, 8), (3, 2), (8, 1), (9, 1)])
+def test_a_pass_has_a_sample_for_each_group(model: StepModel, passes: int, most: int) -> None:
+    fewer = StepModel(model.trace, Training(batch=8, passes=passes), model.hardware)
+    found = {each.grid.size(("data",)) for each in plan_meshes(fewer, 8)}
+    assert found == {n for n in (1, 2, 4, 8) if n <= most}
+
+
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     CPU.save(path)
