@@ -21,6 +21,13 @@ from pydist.errors import DiskError, UsageError
 from pydist.parsing import parse_json
 
 _GIB = 2**30
+_TEXTS = "name", "source", "machine"
+_TABLES = "flops", "crowding", "within", "between"
+_DIVISORS = {
+    "ranks_per_node", "threads", "bandwidth", "optimizing", "reading", "within.bandwidth",
+    "between.bandwidth",
+}  # fmt: skip
+"""Numbers that are not 0, besides those of the tables "flops" and "crowding"."""
 
 
 @dataclass(frozen=True)
@@ -286,13 +293,18 @@ def hardware_of(content: Any) -> Hardware:
     if not isinstance(content, dict) or content.keys() != {each.name for each in fields(Hardware)}:
         raise ValueError(f"expected {', '.join(each.name for each in fields(Hardware))}")
     given = dict(content)
+    numbers = {k: v for k, v in given.items() if k not in (*_TEXTS, *_TABLES)}
+    for name in _TABLES:
+        if not isinstance(given[name], dict):
+            raise ValueError(f"{name} must be a table")
+        numbers |= {f"{name}.{key}": value for key, value in given[name].items()}
     for name in ("within", "between"):
         given[name] = Interconnect(**given[name])
-    texts = {"name", "source", "machine", "flops", "within", "between", "crowding"}
-    numbers = [value for name, value in given.items() if name not in texts]
-    numbers += [*given["flops"].values(), *given["crowding"].values()]
-    numbers += vars(given["within"]).values()
-    numbers += vars(given["between"]).values()
-    if not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
+    if "float32" not in given["flops"]:
+        raise ValueError("flops has no float32")
+    if not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers.values()):
         raise ValueError("its numbers must be finite and not negative")
+    for name, value in numbers.items():
+        if not value and (name in _DIVISORS or name.startswith(("flops.", "crowding."))):
+            raise ValueError(f"{name} must be more than 0")
     return Hardware(**given)

@@ -92,6 +92,17 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"call": "fast"}, "its numbers must be finite and not negative"),
         ({"speed": 1.0}, "expected name, source"),
         ({"within": {"latency": 1.0}}, "bandwidth"),
+        ({"within": {"latency": 1.0, "bandwidth": 0}}, "within.bandwidth must be more than 0"),
+        ({"between": [1.0, 2.0]}, "between must be a table"),
+        ({"flops": [1e12]}, "flops must be a table"),
+        ({"flops": {"bfloat16": 1e12}}, "flops has no float32"),
+        ({"flops": {"float32": 1e12, "bfloat16": 0}}, "flops.bfloat16 must be more than 0"),
+        ({"crowding": [1.0]}, "crowding must be a table"),
+        ({"crowding": {"flops": 0.0}}, "crowding.flops must be more than 0"),
+        ({"reading": 0}, "reading must be more than 0"),
+        ({"bandwidth": 0.0}, "bandwidth must be more than 0"),
+        ({"optimizing": 0}, "optimizing must be more than 0"),
+        ({"ranks_per_node": 0}, "ranks_per_node must be more than 0"),
     ],
 )
 def test_a_wrong_profile_is_refused(change: dict, message: str, tmp_path: Path) -> None:
