@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from pydist.batch_layers import norms_by_input
 from pydist.data import Augmented, Manifest, MpiIo, ShardDataset
 from pydist.data.axes import without_flat
@@ -155,6 +157,34 @@ def _batches(data: ShardDataset, network: nn.Module) -> bool:
     if any(map(norms_by_input, network.modules())):
         return False
     return len({data.shape_of(index) for index in range(len(data))}) == 1
+
+
+def check_one_sample(task: Task, data: ShardDataset, network: nn.Module) -> None:
+    """Checks before the first step that a network which norms by its input validates one sample.
+
+    Args:
+        task: makes the plain network again, which is run on shapes.
+        data: the validation set.
+        network: the network on the ranks.
+
+    Raises:
+        UsageError: a batch norm without running statistics gets one value of each channel.
+    """
+    if not any(map(norms_by_input, network.modules())):
+        return
+    with torch.device("meta"), torch.no_grad():
+        plain = task.network(data.manifest)
+        if plain is network:  # an object that the factory's module has, on the ranks already
+            return
+        try:
+            plain.eval()(torch.empty(1, *without_flat(data.shape_of(0), data.dims)))
+        except Exception as error:  # a user's network may raise anything, also for want of values
+            if "more than 1 value per channel" in str(error):
+                raise UsageError(
+                    "a batch norm with track_running_stats=False gets one value per channel of a "
+                    "sample, and validation norms each sample by itself: give it running "
+                    "statistics, or leave out the validation set"
+                ) from error
 
 
 def batch_sizes(config: Config, epoch: int) -> BatchSizes:

@@ -28,7 +28,12 @@ from pydist.train import checkpoint, config_io, report
 from pydist.train.config.optimizers import LayerwiseConfig
 from pydist.train.curves import drawn_in
 from pydist.train.data_folder import refuse_data_folder
-from pydist.train.datasets import make_loader, open_datasets, store_options
+from pydist.train.datasets import (
+    check_one_sample,
+    make_loader,
+    open_datasets,
+    store_options,
+)
 from pydist.train.device import (
     facts_of_run,
     in_format,
@@ -210,6 +215,7 @@ def _run_on(
         validation_loader: Loader | None = None
         with together(job.world, "opening the data"):
             if validation_data is not None:
+                check_one_sample(task, validation_data, state.model)
                 validation_loader = stack.enter_context(
                     make_loader(config, validation_data, job, stores[1], state.model)
                 )

@@ -233,6 +233,14 @@ def test_batch_norms_by_the_input_are_validated_sample_by_sample(config, univers
     torch.testing.assert_close(found.predicted, expected, rtol=0, atol=1e-5)
 
 
+def test_a_network_that_norms_one_value_of_a_sample_is_refused_before_the_first_step(config):
+    factory = "support.networks.batch_normed:of_features"
+    config = replace(config, model=FactoryConfig(factory=factory, task="regression"))
+    with pytest.raises(UsageError, match="gets one value per channel of a sample"):
+        run_local(job, 2, config, 2)
+    assert not events(config, "step")
+
+
 def test_wrong_width_and_missing_data_are_told_apart(config, tmp_path):
     with pytest.raises(UsageError, match=r"width is 64, but the samples .* are 32 × 32 × 32"):
         alone(change(config, model={"width": 64}))
