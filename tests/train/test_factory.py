@@ -56,13 +56,6 @@ def values(in_channels, outputs):
     return nn.Sequential(nn.Conv3d(in_channels, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool3d(1),
                          nn.Flatten(), nn.Linear(4, outputs))
 
-class Listed(nn.Sequential):
-    def forward(self, x):
-        return [super().forward(x)]
-
-def listed(in_channels, outputs):
-    return Listed(*values(in_channels, outputs))
-
 class Absolute(AnyRegression):
     def criterion(self, batches):
         return lambda output, targets: (output - targets).abs().mean()
@@ -213,7 +206,18 @@ def test_tasks(tmp_path, nets, factory, task, classes, figure):
     assert len((tmp_path / "run/predictions.csv").read_text().splitlines()) == 3
 
 
+LISTED = """
+class Listed(nn.Sequential):
+    def forward(self, x):
+        return [super().forward(x)]
+
+def listed(in_channels, outputs):
+    return Listed(*values(in_channels, outputs))
+"""
+
+
 def test_values_in_a_list_are_validated_as_they_are_trained(tmp_path, nets):
+    nets.write_text(NETS + LISTED)
     data = values_data(tmp_path / "data")
     runs = [
         run_of(f'model = {{factory = "{nets}:{name}", task = "regression"}}', data, tmp_path / name)
