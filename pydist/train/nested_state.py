@@ -103,9 +103,9 @@ def _flatten(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) -
     if isinstance(value, list | tuple):
         items = [_flatten(item, (*path, str(i)), tensors) for i, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": repr(value)}
     # Exact types: a NumPy number or an enum would not be restored as such.
+    if type(value) is float and not math.isfinite(value):
+        return {"$float": repr(value)}
     if value is None or type(value) in (str, int, float, bool):
         if isinstance(value, str):
             _require_text(value, path)

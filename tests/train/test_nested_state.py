@@ -7,6 +7,7 @@ import math
 from collections import Counter, OrderedDict, defaultdict
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -124,7 +125,9 @@ def test_tied_and_strided_tensors_are_stored_as_copies():
     assert len({t.data_ptr() for t in tensors.values()}) == 2
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), print, b"bytes", 1j])
+@pytest.mark.parametrize(
+    "value", [{1, 2}, object(), print, b"bytes", 1j, np.float64(1), np.float64("nan")]
+)
 def test_anything_else_is_refused_by_its_path(value):
     with pytest.raises(CheckpointError, match=r"can't store hooks\.0: a "):
         nested_state.flatten_state({"hooks": [value]})
