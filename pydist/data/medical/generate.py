@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from pydist.data.file_image import RECIPE, recipe_hash
 from pydist.data.lock import FolderLock
-from pydist.data.manifest import Manifest
+from pydist.data.manifest import FILE_NAME, Manifest
 from pydist.data.medical.collection import (
     LabeledVolume,
     Progress,
@@ -27,10 +28,14 @@ from pydist.data.medical.nifti_writing import write_nifti
 from pydist.data.medical.options import CTOptions
 from pydist.data.publish import make_folder, publish, require_room
 from pydist.errors import UsageError
-from pydist.owner import remove_temporaries
+from pydist.owner import remove, remove_temporaries
+from pydist.parsing import parse_json
 
 _VOXEL = np.dtype(np.int16).itemsize + np.dtype(np.uint8).itemsize
 """Bytes of a voxel's value and label, as `make_volume` returns them."""
+_NIFTI_FOLDERS = ("imagesTr", "labelsTr")
+_NIFTI_NAME = re.compile(r"ct_[0-9]{4,}(_0000)?\.nii\.gz")
+"""Names that `write_nifti_set` gives to images and labels."""
 
 
 def generate_ct(
@@ -48,7 +53,8 @@ def generate_ct(
 
     Raises:
         UsageError: the folder holds a data set made with other options, and `overwrite` is off; or
-            NIfTI is requested and nibabel is not installed.
+            NIfTI is requested, and the folder holds files of other origin, or nibabel is not
+            installed.
         DiskError: not enough space, or the folder can't be written.
     """
     root = Path(out_dir)
@@ -89,24 +95,73 @@ def generate_ct(
 def write_nifti_set(root: Path, options: CTOptions, progress: Progress | None = None) -> None:
     """Writes the volumes in nnU-Net's folders; see `generate_ct`."""
     make_folder(root)
+    recipe = recipe_hash([options.recipe(), options.count])
+    record = {
+        "channel_names": {"0": "CT"},
+        "labels": {name: number for number, name in enumerate(CLASS_NAMES)},
+        "numTraining": options.count,
+        "file_ending": ".nii.gz",
+        RECIPE: recipe,
+    }
     with FolderLock(root):
-        for name in ("imagesTr", "labelsTr"):
+        _make_way(root, options, recipe)
+        for name in _NIFTI_FOLDERS:
             make_folder(root / name)
             remove_temporaries(root / name)
         for i in range(options.count):
             image, label = make_volume(options, i)
-            name = f"ct_{i:04d}"
-            _write(root / "imagesTr" / f"{name}_0000.nii.gz", image, options)
-            _write(root / "labelsTr" / f"{name}.nii.gz", label, options)
+            image_path, label_path = _nifti_paths(root, i)
+            _write(image_path, image, options)
+            _write(label_path, label, options)
             if progress:
-                progress(i + 1, options.count, f"{name} written")
-        record = {
-            "channel_names": {"0": "CT"},
-            "labels": {name: number for number, name in enumerate(CLASS_NAMES)},
-            "numTraining": options.count,
-            "file_ending": ".nii.gz",
-        }
-        publish(root / "dataset.json", (json.dumps(record, indent=1) + "\n").encode())
+                progress(i + 1, options.count, f"ct_{i:04d} written")
+        publish(root / FILE_NAME, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def _nifti_paths(root: Path, index: int) -> tuple[Path, Path]:
+    """Returns the paths of one volume's image and label."""
+    images, labels = _NIFTI_FOLDERS
+    name = f"ct_{index:04d}"
+    return root / images / f"{name}_0000.nii.gz", root / labels / f"{name}.nii.gz"
+
+
+def _make_way(root: Path, options: CTOptions, recipe: str) -> None:
+    """Removes a set that was made with other options, if `overwrite` is on.
+
+    Readers of nnU-Net's folders take every file in them, so no other file may stay.
+
+    Raises:
+        UsageError: there is such a set and `overwrite` is off, or there are files that
+            `write_nifti_set` does not write.
+    """
+    description = root / FILE_NAME
+    made = _recipe_of(description) if description.exists() else recipe
+    written = {path for i in range(options.count) for path in _nifti_paths(root, i)}
+    present = (path for name in _NIFTI_FOLDERS for path in (root / name).glob("[!.]*"))
+    others = sorted(path for path in present if path not in written)
+    foreign = [path for path in others if not _NIFTI_NAME.fullmatch(path.name)]
+    if made is None or foreign:
+        found = description if made is None else foreign[0]
+        raise UsageError(f"{found} is no file of synthetic CT as NIfTI; choose another folder")
+    if (made != recipe or others) and not options.overwrite:
+        raise UsageError(
+            f"{root} holds volumes that were made with other options; choose another folder, or "
+            "overwrite to replace them"
+        )
+    if made != recipe:  # an interrupted run leaves no description of files of two sets
+        description.unlink(missing_ok=True)
+    for path in others:
+        remove(path)
+
+
+def _recipe_of(description: Path) -> str | None:
+    """Returns the recipe in a `dataset.json` of `write_nifti_set`; None for another file."""
+    try:
+        record = parse_json(description.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    recipe = record.get(RECIPE) if isinstance(record, dict) else None
+    return recipe if isinstance(recipe, str) else None
 
 
 def _write(path: Path, values: npt.NDArray[Any], options: CTOptions) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from contextlib import nullcontext
 
 import numpy as np
@@ -96,6 +98,51 @@ def test_nifti_alone_and_a_set_made_otherwise(tmp_path):
     generate_ct(tmp_path / "h", CTOptions(count=1, shape=(8,) * 3))
     with pytest.raises(UsageError, match="made from something else"):
         generate_ct(tmp_path / "h", CTOptions(count=1, shape=(8,) * 3, seed=1))
+
+
+def test_nifti_of_other_options_replaces_a_set_with_overwrite_alone(tmp_path):
+    three = CTOptions(count=3, shape=(8,) * 3, format="nifti")
+    generate_ct(tmp_path, three)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    one = dataclasses.replace(three, count=1, seed=1)
+    with pytest.raises(UsageError, match="made with other options"):
+        generate_ct(tmp_path, one)
+    (tmp_path / "dataset.json").rename(tmp_path / "kept")  # as an interrupted run leaves it
+    with pytest.raises(UsageError, match="made with other options"):
+        generate_ct(tmp_path, one)
+    (tmp_path / "kept").rename(tmp_path / "dataset.json")
+    generate_ct(tmp_path, three)
+    assert {path: path.read_bytes() for path in before} == before
+    generate_ct(tmp_path, dataclasses.replace(one, overwrite=True))
+    names = sorted(path.name for path in tmp_path.rglob("*.nii.gz"))
+    assert names == ["ct_0000.nii.gz", "ct_0000_0000.nii.gz"]
+    assert json.loads((tmp_path / "dataset.json").read_text())["numTraining"] == 1
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "name", ["dataset.json", "imagesTr/spleen_2_0000.nii.gz", "labelsTr/spleen_2.nii.gz"]
+)
+def test_nifti_replaces_no_files_of_other_origin(tmp_path, name, overwrite):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"modality": {"0": "CT"}}')
+    options = CTOptions(count=1, shape=(8,) * 3, format="nifti", overwrite=overwrite)
+    with pytest.raises(UsageError, match=f"{name} is no file of synthetic CT"):
+        generate_ct(tmp_path, options)
+    assert path.read_text() == '{"modality": {"0": "CT"}}'
+    assert len([path for path in tmp_path.rglob("*.*") if path.is_file()]) == 1
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_nifti_alone_replaces_no_manifest(tmp_path, overwrite):
+    generate_ct(tmp_path, CTOptions(count=1, shape=(8,) * 3))
+    before = (tmp_path / "dataset.json").read_bytes()
+    with pytest.raises(UsageError, match="is no file of synthetic CT as NIfTI"):
+        generate_ct(
+            tmp_path, CTOptions(count=1, shape=(8,) * 3, format="nifti", overwrite=overwrite)
+        )
+    assert (tmp_path / "dataset.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
