@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -258,54 +258,72 @@ def _files(folder: Path, file_format: str, trust: FileTrust) -> tuple[str, list[
     names = FORMATS.names if file_format == "auto" else (file_format,)
     kinds: dict[str, type[StoredFile]] = {name: FORMATS.get(name) for name in names}
     found: dict[str, list[Path]] = {}
-    for name, path in _below(folder, kinds):
+    links: set[Path] = set()
+    for name, path, is_linked in _below(folder, kinds, trust):
         found.setdefault(name, []).append(path)
+        if is_linked:
+            links.add(path)
     if not found:
         raise DataError(f"{folder}: no files of the format {', '.join(names)} below it")
     if len(found) > 1:
         counts = ", ".join(f"{len(found[name])} of {name}" for name in names if name in found)
         raise UsageError(f"{folder} has files of several formats: {counts}; choose one: --format")
     ((name, paths),) = found.items()
-    _check_links(folder, paths, trust)
+    _refuse_second_names(paths, links)
     return name, paths
 
 
-def _check_links(folder: Path, paths: Sequence[Path], trust: FileTrust) -> None:
-    """Raises `DataError` for a link that leads to an untrusted place, or to another sample's file.
+def _refuse_second_names(paths: Sequence[Path], links: Set[Path]) -> None:
+    """Raises `DataError` for a link that leads to another sample's file.
 
     One file under two names could be in the training and the validation data.
     """
-    links = {path for path in paths if path.is_symlink()}
     if not links:
         return
     known = {os.path.realpath(path): path for path in paths if path not in links}
     for link in sorted(links):
-        trust.path(folder, link.relative_to(folder).as_posix())
         other = known.setdefault(os.path.realpath(link), link)
         if other is not link:
             raise DataError(f"{link} is a link to the same file as {other}: remove one of them")
 
 
 def _below(
-    folder: Path, kinds: Mapping[str, type[StoredFile]], depth: int = 0
-) -> Iterator[tuple[str, Path]]:
-    """Yields the files of some formats below a folder, with the format's name."""
-    if depth > _DEEPEST:
-        raise DataError(f"{folder}: below more than {_DEEPEST} folders of the data set")
+    folder: Path, kinds: Mapping[str, type[StoredFile]], trust: FileTrust
+) -> Iterator[tuple[str, Path, bool]]:
+    """Yields the files of some formats below a folder: format, path, and whether by a link."""
+    entered = {os.path.realpath(folder): folder}
+
+    def walk(inside: Path, depth: int, is_linked: bool) -> Iterator[tuple[str, Path, bool]]:
+        if depth > _DEEPEST:
+            raise DataError(f"{inside}: below more than {_DEEPEST} folders of the data set")
+        for path in _sorted(inside):
+            name, is_folder = _kind_of(path, kinds)
+            is_link = path.is_symlink()
+            if is_link and (name is not None or is_folder):
+                trust.path(folder, path.relative_to(folder).as_posix())
+            if name is not None:
+                yield name, path, is_linked or is_link
+            elif is_folder:
+                if is_link and (other := entered.setdefault(os.path.realpath(path), path)) != path:
+                    raise DataError(f"{path} is a link to the same folder as {other}: remove it")
+                yield from walk(path, depth + 1, is_linked or is_link)
+
+    return walk(folder, 0, False)
+
+
+def _sorted(folder: Path) -> list[Path]:
+    """Returns the visible entries of a folder in the order of their names."""
     try:
-        inner = sorted(folder.iterdir())
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from error
-    for path in inner:
-        if path.name.startswith("."):
-            continue
-        if path.is_symlink() and not path.exists():
-            raise DataError(f"{path} is a link to {path.readlink()}, which is not there")
-        name = next((name for name, kind in kinds.items() if kind.is_one(path)), None)
-        if name is not None:
-            yield name, path
-        elif path.is_dir() and not path.is_symlink():
-            yield from _below(path, kinds, depth + 1)
+
+
+def _kind_of(path: Path, kinds: Mapping[str, type[StoredFile]]) -> tuple[str | None, bool]:
+    """Returns the format of a file, if it has one of them, and whether it is a folder."""
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"{path} is a link to {path.readlink()}, which is not there")
+    return next((name for name, kind in kinds.items() if kind.is_one(path)), None), path.is_dir()
 
 
 def _indexed(

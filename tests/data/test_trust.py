@@ -87,6 +87,42 @@ def test_a_link_within_the_data_set_is_followed(universes: Path, tmp_path: Path)
     assert verify_dataset(tmp_path) == []
 
 
+def test_indexed_samples_of_a_linked_folder(universes: Path, tmp_path: Path) -> None:
+    """The folder's link names their split; without `allow_roots` it is refused with its target."""
+    data, pool = tmp_path / "data", tmp_path / "pool"
+    for n, path in enumerate(sorted(universes.glob("*.hdf5"))[:4]):
+        folder = (data / "train", pool / "kept")[n % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        os.link(path, folder / path.name)
+    (data / "val").symlink_to(pool / "kept")
+    with pytest.raises(
+        DataError, match=f"data/val: a link to {pool / 'kept'}, outside allow_roots"
+    ):
+        index_dataset(data)
+    trust = FileTrust((pool,))
+    assert index_dataset(data, trust=trust).splits == {"train": 2, "val": 2}
+    assert verify_dataset(data, trust=trust) == []
+    read_all(ShardDataset(data, "val", allow_roots=[pool]))
+
+
+@pytest.mark.parametrize(
+    ("target", "refusal"),
+    [("train", "a link to the same file as .*/train/univ_0"), (".", "the same folder as"),
+     ("val", "the same folder as"), ("val/inner", "the same folder as")],
+)  # fmt: skip
+def test_a_linked_folder_with_the_samples_of_another_is_refused(
+    universes: Path, tmp_path: Path, target: str, refusal: str
+) -> None:
+    for name in ("train", "val/inner"):
+        (tmp_path / name).mkdir(parents=True)
+    for n, path in enumerate(sorted(universes.glob("*.hdf5"))[:2]):
+        os.link(path, tmp_path / ("train", "val/inner")[n] / path.name)
+    for name in ("test", "val/again") if target == "val/inner" else ("val/again",):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    with pytest.raises(DataError, match=refusal):
+        index_folder(tmp_path)
+
+
 def faults_of(folder: Path, **options: Any) -> list[str]:
     return [fault for facts in deep_facts(folder, **options).values() for fault in facts.faults]
 
