@@ -321,9 +321,13 @@ def _sorted(folder: Path) -> list[Path]:
 
 def _kind_of(path: Path, kinds: Mapping[str, type[StoredFile]]) -> tuple[str | None, bool]:
     """Returns the format of a file, if it has one of them, and whether it is a folder."""
-    if path.is_symlink() and not path.exists():
-        raise DataError(f"{path} is a link to {path.readlink()}, which is not there")
-    return next((name for name, kind in kinds.items() if kind.is_one(path)), None), path.is_dir()
+    try:
+        if path.is_symlink() and not path.exists():
+            raise DataError(f"{path} is a link to {path.readlink()}, which is not there")
+        name = next((name for name, kind in kinds.items() if kind.is_one(path)), None)
+        return name, path.is_dir()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
 
 
 def _indexed(

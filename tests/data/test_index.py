@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,22 @@ def test_manifest_of_a_folder_that_can_not_be_written(foreign: Path) -> None:
     dataset = ShardDataset(foreign, manifest=index_folder(foreign))
     assert len(dataset) == 4
     assert dataset.sample_shape == (4, 16, 16, 16)
+
+
+def test_a_folder_that_can_not_be_read(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `lost+found`; root may read it, so that the error is made here."""
+    inner = foreign / "lost+found"
+    inner.mkdir()
+    iterdir = Path.iterdir
+
+    def denied(path: Path) -> Iterator[Path]:
+        if path == inner:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(DataError, match=r"lost\+found: Permission denied"):
+        index_folder(foreign)
 
 
 def test_folders_name_splits(universes: Path, tmp_path: Path) -> None:
