@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 from pydist.data.axes import as_volume, channels_last
 from pydist.data.file_table import Sample
 from pydist.data.formats import Driver, StoredArray
+from pydist.data.made import state_of
 from pydist.data.manifest import Manifest
 from pydist.data.normalize import Normalizer, staged_dtype
 from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
@@ -138,6 +140,24 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         chosen += [str(normalizer.window)] if normalizer.window else []
         chosen += [] if self.ignore_label is None else [f"ignores {self.ignore_label}"]
         return " ".join(chosen)
+
+    @property
+    def files_state(self) -> str:
+        """Text that differs after a file has changed; empty where the manifest has checksums.
+
+        Raises:
+            DataError: a file is missing.
+        """
+        if self.manifest.table.has_checksums:
+            return ""
+        found = hashlib.sha256()
+        for file in self.manifest.files:
+            path = self.root / file.path
+            try:
+                found.update(f"{state_of(path)} ".encode())
+            except OSError as error:
+                raise DataError(f"{path}: {error.strerror}") from error
+        return found.hexdigest()
 
     @property
     def value_range(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:

@@ -197,6 +197,11 @@ class FileTable(Sequence[DataFile]):
         """Whether the mean of every sample is known."""
         return not np.isnan(self._samples["mean"]).any()
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the checksum of every file is known."""
+        return bool((self._files["checksum"] > 0).all())
+
     def samples_of(self, split: str) -> npt.NDArray[np.int64]:
         """Returns the numbers of a split's samples, for `sample`, in order."""
         if split not in self._splits:

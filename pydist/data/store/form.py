@@ -56,13 +56,20 @@ class BlockForm:
         return self._formats[shape]
 
     def facts(self) -> dict[str, Any]:
-        """Returns what determines the bytes of this rank's entries, as JSON values."""
+        """Returns what determines the bytes of this rank's entries, as JSON values.
+
+        Raises:
+            DataError: a file without a checksum is missing.
+        """
         dataset, mesh = self._dataset, self._mesh
+        # Manifests without checksums are equal for any data of equal names and sizes.
+        files: str = getattr(dataset, "files_state", "")
         shapes = sorted({dataset.shape_of(sample) for sample in range(len(dataset))})
         boxes = [layout_for_sample(mesh, (1, *shape)).box for shape in shapes]
         return {
             "pydist": native.__version__,
             "data set": dataset.identity,
+            **({"files": files} if files else {}),
             "samples": len(dataset),
             "keeps": str(self),
             "stored values": self.raw,

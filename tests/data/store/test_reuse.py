@@ -6,11 +6,13 @@ import contextlib
 import os
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from pydist import owner
 from pydist.comm import Transport, run_local
-from pydist.data import Loader
+from pydist.data import IndexOptions, Loader, ShardDataset, index_dataset
 from pydist.mesh import Mesh
 from support.data.spilled import SIZE, Run, batches_of, compare, seen
 
@@ -76,6 +78,45 @@ def test_a_run_of_another_kind_keeps_its_own_blocks(other: Run, tmp_path: Path) 
     for first, *_ in compare(Run(**{**vars(other), "reuse": True}), tmp_path):
         assert first[0].hit_rate == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.mark.parametrize("change", ["another data set", "a changed file"])
+def test_without_checksums_files_tell_data_sets_apart(change: str, tmp_path: Path) -> None:
+    """Manifests of equal names and sizes without checksums and means are equal."""
+    options = IndexOptions(validation=0, statistics=False, checksums=False)
+    first, scratch = tmp_path / "first", tmp_path / "scratch"
+
+    def write(path: Path, value: int) -> None:
+        path.parent.mkdir(exist_ok=True)
+        with h5py.File(path, "w") as file:
+            file["full"] = np.full((1, 4, 4, 4), value, "int16")
+            file["unitPar"] = np.full(1, value, "float32")
+
+    def trained_on(folder: Path) -> tuple[list[float], int]:
+        """Returns the values of the targets, and the bytes read from files."""
+
+        def job(transport: Transport) -> tuple[list[float], int]:
+            data = ShardDataset(folder)
+            with Loader(
+                data, Mesh(transport, 1), 2, store="memory", store_disk="1MB",
+                store_folder=scratch, store_reuse=True,
+            ) as loader:  # fmt: skip
+                seen = [x for batch in loader.epoch(0) for x in batch.targets.flatten().tolist()]
+            data.close()
+            return sorted(seen), data.bytes_read
+
+        return run_local(job, 1, timeout=60)[0]
+
+    for n in range(4):
+        write(first / f"{n}.h5", n)
+    index_dataset(first, options)
+    assert trained_on(first)[1] > 0
+    assert trained_on(first) == ([0, 1, 2, 3], 0)
+    changed = tmp_path / "second" if change == "another data set" else first
+    for n in range(4) if changed != first else [0]:
+        write(changed / f"{n}.h5", n + 10)
+    assert index_dataset(changed, options).digest == index_dataset(first, options).digest
+    assert trained_on(changed)[0] == ([10, 11, 12, 13] if changed != first else [1, 2, 3, 10])
 
 
 def test_ranks_that_found_the_same_blocks_agree_on_one(tmp_path: Path) -> None:
