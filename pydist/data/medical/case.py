@@ -17,7 +17,7 @@ from pydist.data.medical.dicom import read_dicom
 from pydist.data.medical.grid import VoxelGrid
 from pydist.data.medical.layouts import Case
 from pydist.data.medical.nifti import Nifti, OpenNifti, read_nifti
-from pydist.data.medical.nifti_header import NiftiHeader, without_private
+from pydist.data.medical.nifti_header import NiftiHeader, with_affine, without_private
 from pydist.data.medical.nifti_writing import write_nifti
 from pydist.data.medical.options import GridOptions
 from pydist.data.safe_open import SafeFile
@@ -44,8 +44,12 @@ def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False)
     image, first = read_image(case.images, options)
     label = read_part(case.label)
     require_alike(first, label)
-    grid = VoxelGrid(label.block, options, str(case.label))
-    blocks = {IMAGE_HEADER: first.block, LABEL_HEADER: label.block}
+    # Not the label's own grid: affines that are nearly equal may round to other extents or axes.
+    grid = VoxelGrid(first.block, options, str(first.path))
+    kept = label.block
+    if not VoxelGrid(kept, options, str(case.label)).is_like(grid):
+        kept = with_affine(kept, first.block)  # `write_labels` makes the grid from it
+    blocks = {IMAGE_HEADER: first.block, LABEL_HEADER: kept}
     if not keep_header:
         blocks = {name: without_private(block) for name, block in blocks.items()}
     attributes = {name: base64.b64encode(block).decode() for name, block in blocks.items()}

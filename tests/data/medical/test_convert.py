@@ -64,6 +64,41 @@ def test_labels_go_to_hdf5_and_back_to_the_bit(pairs, tmp_path, storage):
         assert gzip.decompress((tmp_path / name).read_bytes()) == theirs
 
 
+def turned(angle: float) -> np.ndarray:
+    affine = np.eye(4)
+    affine[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    return affine
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize(
+    ("image", "label", "spacing"),
+    [
+        (np.diag([0.75, 0.75, 0.75, 1]), np.diag([0.750001, 0.75, 0.75, 1]), (1.5, 1.5, 1.5)),
+        (turned(np.pi / 4 - 1e-5), turned(np.pi / 4 + 1e-5), None),
+    ],
+    ids=["extents", "axes"],
+)
+def test_a_label_has_the_grid_of_its_image(tmp_path, write, image, label, spacing, multiple):
+    """The affines are nearly equal, but round to other extents or axes."""
+    voxels = np.ones((21, 9, 8), np.int16)  # 21 voxels of 0.75 mm are 10.5 of 1.5 mm
+    voxels[:4] = spacing is not None
+    write(tmp_path / "images" / "case.nii", voxels, image)
+    write(tmp_path / "labels" / "case.nii", voxels, label)
+    grid = GridOptions(spacing=spacing, multiple=multiple)
+    options = NiftiOptions(labels=tmp_path / "labels", validation=0, grid=grid)
+    convert_nifti(tmp_path / "images", tmp_path / "out", options)
+    data = ShardDataset(tmp_path / "out", normalize="none")
+    labels = data.read_labels(0).numpy()
+    assert labels.shape == tuple(data.sample_shape[1:])
+    assert labels.sum() == (voxels.sum() if spacing is None else 4 * 4 * 10)
+    inner = labels > 0
+    np.testing.assert_array_equal(data.read_block(0)[0].numpy()[inner], 1)
+    with safe_open(tmp_path / "out" / "case.hdf5") as file:
+        write_labels(tmp_path / "back.nii", labels, *geometry_of(file, LABEL_HEADER))
+    np.testing.assert_array_equal(nib.load(tmp_path / "back.nii").dataobj, voxels)
+
+
 def test_an_ignored_label_stays_in_the_files_and_is_no_class(pairs, tmp_path):
     plain = convert(pairs, tmp_path / "plain", dtype="int16")
     label = nib.load(pairs / "labels" / "case0.nii.gz")
