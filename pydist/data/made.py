@@ -80,7 +80,7 @@ class MadeFiles:
     def read(self, name: str) -> bytes | None:
         """Returns the content of a file that is unchanged since it was made, else `None`."""
         noted = self._journal.get(name) or self._before.get(name)
-        if not noted:
+        if not noted or not isinstance(noted, str):  # `convert_dataset` notes lists
             return None
         try:
             content = (self._root / name).read_bytes()

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from pydist.data import ShardDataset
+from pydist.data import ConvertOptions, ShardDataset, convert_dataset
 from pydist.data.index import verify_dataset
 from pydist.data.medical.collection import VOLUME
 from pydist.data.medical.convert import convert_nifti
@@ -69,6 +69,19 @@ def test_a_bit_that_flipped_after_an_earlier_run_is_not_blessed(tmp_path, comple
         if path.is_file():
             assert path.read_bytes() == (root / path.relative_to(tmp_path / "whole")).read_bytes()
     assert len(list(root.iterdir())) == 4
+
+
+def test_files_of_an_interrupted_conversion_are_made_again(tmp_path):
+    """Its journal has the same name and other entries."""
+    options = CTOptions(count=2, shape=(8, 8, 8))
+    generate_ct(tmp_path / "source", options)
+    chunked = ConvertOptions("hdf5", chunks=(8, 8, 8))
+    with pytest.raises(KeyboardInterrupt):
+        convert_dataset(tmp_path / "source", tmp_path / "out", chunked, interrupt_at_the_end)
+    generate_ct(tmp_path / "out", options)
+    for name in ("ct_0000.hdf5", "ct_0001.hdf5", "dataset.json"):
+        whole, again = ((tmp_path / folder / name).read_bytes() for folder in ("source", "out"))
+        assert whole == again
 
 
 def test_hdf5_and_nifti_hold_the_same_volumes(tmp_path):
