@@ -249,6 +249,11 @@ def _names(manifest: Manifest, options: ConvertOptions) -> list[tuple[str, ...]]
     often = Counter(name for each in names for name in each).most_common(1)
     if often and often[0][1] > 1:
         raise DataError(f"two files of the source would become {often[0][0]!r}")
+    written = {name for each in names for name in each}
+    for name in sorted(written):
+        for outer in map(str, PurePosixPath(name).parents):
+            if outer in written:  # to publish it would remove what is in it
+                raise DataError(f"files of the source would become {outer!r} and, in it, {name!r}")
     return names
 
 

@@ -189,6 +189,16 @@ def test_wrong_options(universes: Path, tmp_path: Path, options: dict[str, Any],
     assert not (tmp_path / "new").exists()
 
 
+def test_a_file_that_would_be_in_the_folder_of_another(universes: Path, tmp_path: Path) -> None:
+    """The folder of the first sample would replace the one with the second in it."""
+    manifest = Manifest.load(universes)
+    pair = [module.replace(manifest.files[0], path=name) for name in ("a.h5", "a/b.h5")]
+    module.replace(manifest, files=tuple(pair)).save(tmp_path)
+    with pytest.raises(DataError, match="would become 'a' and, in it, 'a/b'"):
+        convert_dataset(tmp_path, tmp_path / "new", ConvertOptions("numpy"))
+    assert not (tmp_path / "new").exists()
+
+
 def test_into_itself_or_two_into_one(universes: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(universes, target_is_directory=True)
     with pytest.raises(UsageError, match="overwrite what it is made from"):
