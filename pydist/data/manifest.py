@@ -50,13 +50,14 @@ def _name(value: Any) -> str:
 
 
 def _dtype(value: Any) -> str:
+    """Returns NumPy's name of a type, for spellings such as "<f4" too."""
     try:
         found = np.dtype(value) if isinstance(value, str) else None
     except TypeError:
         found = None
     if found is None or found.kind not in "biuf" or found.itemsize > 8:
         raise ValueError("a type of numbers of up to 8 bytes is expected")
-    return str(value)
+    return found.name
 
 
 def _ordered(value: Intensity) -> Intensity:

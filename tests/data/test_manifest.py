@@ -281,6 +281,13 @@ def in_file(**entries: Any) -> Callable[[dict[str, Any]], None]:
     return lambda record: record["files"][0].update(entries)
 
 
+@pytest.mark.parametrize("spelling", ["<f4", ">f4", "f4", "float32", "single"])
+def test_a_type_has_one_name(spelling: str) -> None:
+    """`getattr(torch, manifest.dtype)` needs it."""
+    text = dataclasses.replace(EXAMPLE, dtype=spelling).dumps()
+    assert Manifest.loads(text, "test").dtype == "float32"
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
