@@ -17,7 +17,13 @@ from pydist.data.medical.dicom import read_dicom
 from pydist.data.medical.grid import VoxelGrid
 from pydist.data.medical.layouts import Case
 from pydist.data.medical.nifti import Nifti, OpenNifti, read_nifti
-from pydist.data.medical.nifti_header import NiftiHeader, with_affine, without_private
+from pydist.data.medical.nifti_header import (
+    NiftiHeader,
+    header_of,
+    scaling_of,
+    with_affine,
+    without_private,
+)
 from pydist.data.medical.nifti_writing import write_nifti
 from pydist.data.medical.options import GridOptions
 from pydist.data.safe_open import SafeFile
@@ -110,14 +116,20 @@ def write_labels(
         dtype: the stored type; None keeps the header's type and the full header.
 
     Raises:
-        UsageError: another suffix, or labels of another grid.
+        UsageError: another suffix, labels of another grid, or labels that do not fit the type.
         DiskError: the disk is full, or the folder can't be written.
     """
     grid = VoxelGrid(block, options, str(path))
     if tuple(label.shape) != grid.padded:
         raise UsageError(f"{path}: labels {label.shape}, but the grid has {grid.padded}")
-    header = block if dtype is None else without_private(block)
-    write_nifti(path, grid.label_back(label), header, dtype)
+    stored = grid.label_back(label)
+    if dtype is not None:
+        write_nifti(path, stored, without_private(block), dtype)
+        return
+    slope, intercept = scaling_of(header_of(block, str(path)), str(path))
+    if (slope, intercept) != (1, 0):  # the header keeps them, so readers apply them
+        stored = (stored.astype(np.float64) - intercept) / slope
+    write_nifti(path, stored, block)
 
 
 def geometry_of(file: SafeFile, name: str = IMAGE_HEADER) -> tuple[bytes, GridOptions]:

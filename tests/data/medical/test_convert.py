@@ -64,6 +64,24 @@ def test_labels_go_to_hdf5_and_back_to_the_bit(pairs, tmp_path, storage):
         assert gzip.decompress((tmp_path / name).read_bytes()) == theirs
 
 
+@pytest.mark.parametrize(("slope", "intercept"), [(2, 0), (0.5, 1), (1, 3)])
+def test_scaled_labels_come_back_as_they_were(tmp_path, write, slope, intercept):
+    values = np.random.default_rng(0).integers(0, 2, (8, 8, 8)).astype(np.uint8) * 2
+    write(tmp_path / "images" / "case.nii", values)
+    path = write(tmp_path / "labels" / "case.nii", values)
+    with path.open("r+b") as file:
+        file.seek(112)
+        file.write(np.array([slope, intercept], "<f4").tobytes())  # and the stored voxels stay
+    options = NiftiOptions(labels=tmp_path / "labels", validation=0, keep_header=True)
+    convert_nifti(tmp_path / "images", tmp_path / "out", options)
+    labels = ShardDataset(tmp_path / "out").read_labels(0).numpy()
+    assert set(np.unique(labels)) == {intercept, 2 * slope + intercept}
+    with safe_open(tmp_path / "out" / "case.hdf5") as file:
+        block, grid = geometry_of(file, LABEL_HEADER)
+    write_labels(tmp_path / "back.nii", labels, block, grid, dtype=None)
+    assert (tmp_path / "back.nii").read_bytes() == path.read_bytes()
+
+
 def turned(angle: float) -> np.ndarray:
     affine = np.eye(4)
     affine[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
