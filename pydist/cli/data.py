@@ -291,7 +291,7 @@ def _describe(chosen: _Info, workers: Workers) -> None:
         _describe_pack(chosen, console)
         return
     described = outline(chosen.folder)
-    found = kept_facts(chosen.folder)
+    found = kept_facts(chosen.folder, chosen.trust)
     if chosen.deep and found is None:
         with progress_bar(console) as told:
             found = deep_facts(chosen.folder, told, workers=workers, trust=chosen.trust)

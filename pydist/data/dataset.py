@@ -154,7 +154,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         for file in self.manifest.files:
             path = self.root / file.path
             try:
-                found.update(f"{state_of(path)} ".encode())
+                found.update(f"{state_of(path, self._allow_roots)} ".encode())
             except OSError as error:
                 raise DataError(f"{path}: {error.strerror}") from error
         return found.hexdigest()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pydist.data.axes import Axes, as_volume, channels_last, file_order
 from pydist.data.formats import StoredArray, StoredFile
 from pydist.data.isolated import kept_process
-from pydist.data.made import checksum_of_file, state_of
+from pydist.data.made import checksum_of_file, entries_of, state_of
 from pydist.data.manifest import DataFile
 from pydist.data.open_files import in_one_line
 from pydist.data.trust import FileTrust
@@ -69,7 +69,7 @@ class FileTask:
         """What the result depends on: the options, and the file's size and time."""
         others = ("root", "path", "trust")
         options = [value for name, value in asdict(self).items() if name not in others]
-        return [*options, *state_of(self.path)]
+        return [*options, *state_of(self.path, self.trust.allow_roots)]
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,10 @@ def _described(task: FileTask, file: StoredFile) -> Indexed:
         means.append(sums / np.prod(kind.sample_shape, dtype=np.float64).item())
         if not np.isfinite(means[-1]):
             raise DataError(f"{task.path}: {task.dataset!r} has NaN or infinity in {offset}")
-    size, checksum = checksum_of_file(task.path) if task.checksums else (_size(task.path), "")
+    roots = task.trust.allow_roots
+    size, checksum = _size(task.path, roots), ""
+    if task.checksums:
+        size, checksum = checksum_of_file(task.path, allow_roots=roots)
     entry = DataFile(task.name, task.split, size, checksum, offsets, tuple(means))
     return Indexed(kind, entry, total.voxels, tuple(total.sums), tuple(total.squares))
 
@@ -284,7 +287,7 @@ def _corners(extents: Sequence[int], sample: Sequence[int]) -> Iterator[tuple[in
     yield from itertools.product(depth, height, width)
 
 
-def _size(path: Path) -> int:
+def _size(path: Path, allow_roots: Sequence[Path]) -> int:
     if not path.is_dir():
         return path.stat().st_size
-    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    return sum(p.stat().st_size for p in entries_of(path, allow_roots) if p.is_file())

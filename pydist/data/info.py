@@ -186,7 +186,7 @@ def _found(
     """Returns the facts of each file; `keeps`: results, and uses those of earlier calls."""
     with lock_if_writable(folder):
         # Before the files are read: what was found in a file that changes meanwhile is not kept.
-        states = _states(folder, manifest) if keeps else {}
+        states = _states(folder, manifest, trust) if keeps else {}
         found = _kept(folder, manifest, states) if keeps else {}
         missing = [entry for entry in manifest.files if entry.path not in found]
         journal = Journal(folder / _JOURNAL) if keeps else None
@@ -208,11 +208,16 @@ def _found(
     return found
 
 
-def kept_facts(root: str | Path) -> dict[str, Facts] | None:
-    """Returns what the last `deep_facts` has found; `None` if that is not complete or is old."""
+def kept_facts(root: str | Path, trust: FileTrust | None = None) -> dict[str, Facts] | None:
+    """Returns what the last `deep_facts` has found; `None` if that is not complete or is old.
+
+    Args:
+        root: the data set's folder.
+        trust: how far the files are trusted.
+    """
     folder = Path(root)
     manifest = Manifest.load(folder)
-    found = _kept(folder, manifest, _states(folder, manifest))
+    found = _kept(folder, manifest, _states(folder, manifest, trust or FileTrust()))
     return _by_split(manifest, found) if len(found) == len(manifest.files) else None
 
 
@@ -285,14 +290,14 @@ def _facts(manifest: Manifest, entry: DataFile, opened: OpenedFile) -> Facts:
     return facts
 
 
-def _states(root: Path, manifest: Manifest) -> dict[str, list[Any] | None]:
+def _states(root: Path, manifest: Manifest, trust: FileTrust) -> dict[str, list[Any] | None]:
     """Returns what the facts of each file depend on; `None` for a missing one."""
-    return {entry.path: _state(root, manifest, entry) for entry in manifest.files}
+    return {entry.path: _state(root, manifest, entry, trust) for entry in manifest.files}
 
 
-def _state(root: Path, manifest: Manifest, entry: DataFile) -> list[Any] | None:
+def _state(root: Path, manifest: Manifest, entry: DataFile, trust: FileTrust) -> list[Any] | None:
     try:
-        state = state_of(root / entry.path)
+        state = state_of(root / entry.path, trust.allow_roots)
     except OSError:
         return None
     arrays = [manifest.dataset, manifest.target, manifest.label, manifest.axes, manifest.dtype]

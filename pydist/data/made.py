@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pydist._loader import native
@@ -121,15 +121,18 @@ def checksum_of(content: bytes | memoryview, kind: str = "crc32c") -> str:
     return _written(_UPDATES[kind](content, 0), kind)
 
 
-def checksum_of_file(path: Path, kind: str = "crc32c") -> tuple[int, str]:
+def checksum_of_file(
+    path: Path, kind: str = "crc32c", allow_roots: Sequence[str | Path] = ()
+) -> tuple[int, str]:
     """Returns a file's size in bytes and its checksum.
 
     For a folder: the size of all files in it, and the checksum of their names and contents, in the
-    order of the names.
+    order of the names; see `entries_of`.
 
     Args:
         path: the file or folder.
         kind: see `checksum_of`.
+        allow_roots: folders outside of a folder to which links in it may lead.
 
     Raises:
         DataError: it is missing, or it is or holds no regular file.
@@ -140,19 +143,52 @@ def checksum_of_file(path: Path, kind: str = "crc32c") -> tuple[int, str]:
         size, crc = _checksum(path, 0, update)
         return size, _written(crc, kind)
     size, crc = 0, 0
-    for each in sorted(p for p in path.rglob("*") if not p.is_dir()):
+    for each in sorted(p for p in entries_of(path, allow_roots) if not p.is_dir()):
         crc = update(f"{each.relative_to(path).as_posix()}\0".encode(), crc)
         length, crc = _checksum(each, crc, update)
         size += length
     return size, _written(crc, kind)
 
 
-def state_of(path: Path) -> list[int]:
+def state_of(path: Path, allow_roots: Sequence[str | Path] = ()) -> list[int]:
     """Returns numbers that differ after a file, or a file in a folder, was changed."""
     if not path.is_dir():
         return list(Stamp.of(path.stat()))
-    stamps = sorted(Stamp.of(each.lstat()) for each in path.rglob("*"))
+    entries = entries_of(path, allow_roots)
+    stamps = sorted(Stamp.of(each.stat() if each.exists() else each.lstat()) for each in entries)
     return [len(stamps), zlib.crc32(repr(stamps).encode())]
+
+
+def entries_of(folder: Path, allow_roots: Sequence[str | Path] = ()) -> Iterator[Path]:
+    """Yields what is below a folder, and below the folders to which its links may lead.
+
+    Readers refuse other links, and what is below these is left out. So are second names of a
+    folder, as links may form circles.
+
+    Args:
+        folder: the folder.
+        allow_roots: folders outside of it to which links may lead.
+    """
+    tree = TrustedTree(folder, allow_roots)
+    entered = {os.path.realpath(folder)}
+    waiting = [folder]
+    while waiting:
+        try:
+            inner = sorted(waiting.pop().iterdir())
+        except PermissionError:  # readers report it, if they need it
+            continue
+        for path in inner:
+            yield path
+            if path.is_symlink() and path.is_dir():
+                try:
+                    tree.path(path.relative_to(folder).as_posix())
+                except DataError:
+                    continue
+                if (real := os.path.realpath(path)) in entered:
+                    continue
+                entered.add(real)
+            if path.is_dir():
+                waiting.append(path)
 
 
 def _checksum(path: Path, crc: int, update: _Update) -> tuple[int, int]:

@@ -23,6 +23,8 @@ from pydist.data import (
     index_folder,
     verify_dataset,
 )
+from pydist.data.info import kept_facts
+from pydist.data.made import checksum_of_file
 from pydist.data.safe_open import SafeFile
 from pydist.errors import DataError
 
@@ -121,6 +123,42 @@ def test_a_linked_folder_with_the_samples_of_another_is_refused(
         (tmp_path / name).symlink_to(tmp_path / target)
     with pytest.raises(DataError, match=refusal):
         index_folder(tmp_path)
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_change_at_the_target_of_a_link_in_a_sample_is_found(
+    tmp_path: Path, is_folder: bool
+) -> None:
+    data, pool = tmp_path / "data", tmp_path / "pool"
+    (data / "sample").mkdir(parents=True)
+    pool.mkdir()
+    np.save(pool / "full.npy", np.ones((1, 4, 4, 4), "float32"))
+    np.save(data / "sample" / "unitPar.npy", np.ones(1, "float32"))
+    link = data / "sample" / ("arrays" if is_folder else "full.npy")
+    link.symlink_to(pool if is_folder else pool / "full.npy")
+    (pool / "circle").symlink_to(pool)
+    trust = FileTrust((pool,))
+    options = IndexOptions(validation=0, dataset="arrays/full" if is_folder else "full")
+    index_dataset(data, options, trust=trust)
+    assert verify_dataset(data, trust=trust) == []
+    assert deep_facts(data, trust=trust)["train"].nan == 0
+    assert kept_facts(data, trust) is not None
+    np.save(pool / "full.npy", np.full((1, 4, 4, 4), np.nan, "float32"))
+    os.utime(pool / "full.npy", ns=(0, 0))  # so that the times differ, however fast this is
+    assert kept_facts(data, trust) is None
+    (fault,) = verify_dataset(data, trust=trust)
+    assert "the manifest says" in fault
+    assert faults_of(data, trust=trust) == [fault]
+
+
+def test_folders_outside_allow_roots_are_not_part_of_a_sample(tmp_path: Path) -> None:
+    sample, outside = tmp_path / "sample", tmp_path / "outside"
+    sample.mkdir()
+    outside.mkdir()
+    (outside / "file").write_text("content")
+    (sample / "link").symlink_to(outside)
+    assert checksum_of_file(sample)[0] == 0
+    assert checksum_of_file(sample, allow_roots=[outside])[0] == len("content")
 
 
 def faults_of(folder: Path, **options: Any) -> list[str]:
