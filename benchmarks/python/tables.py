@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import plan_accuracy
 from device_tables import device_parts
 from formatting import ratio_text, result_of, table, three_digits
 
@@ -99,6 +100,28 @@ A training step of MONAI's transformers, unmodified, batch 1, in seconds. pydist
 which the third column runs torch, keeps freed memory: most of the gain over torch as it comes.
 """
 
+UNEQUAL = """\
+## Ranks of unequal speed
+
+A step of CosmoFlow 128³ on two ranks, of which one has half a core, with even parts and with those
+that `pydist balance` finds. Ideal: the work of both ranks over the sum of their speeds, plus
+communication and waiting.
+"""
+
+PLANS = """\
+## Plans
+
+Seconds of a step of two samples, forward, backward and Adam, as `pydist plan` predicts them and as
+measured on the meshes in turns; and megabytes at the peak of a step, predicted and counted.
+"""
+
+SERVING = """\
+## A server
+
+Latency of `pydist serve`: a U-Net segments a volume of 64³ by windows of 32³, dealt out to the
+ranks. Each client sends its next request when it has the last answer.
+"""
+
 REVISIONS = """\
 ## Steps of two revisions
 
@@ -117,8 +140,9 @@ def page() -> str:
     """Returns the page, as Markdown."""
     parts = [INTRODUCTION, STEP, _steps(), STACK, _stack(), HALO, _halo(), MEMORY, _memory()]
     parts += [ACTIVATIONS, _activations(), *_frontier(), FORMS, _forms(), ATTENTION, _attention()]
-    parts += [TRANSFORMERS, _transformers()]
-    return "\n".join([*parts, *_revisions(), *device_parts()])
+    parts += [TRANSFORMERS, _transformers(), UNEQUAL, _unequal(), PLANS, _plans()]
+    parts += [SERVING, _serving(), *_revisions(), *device_parts()]
+    return "\n".join(parts)
 
 
 def _steps() -> str:
@@ -257,6 +281,44 @@ def _attention() -> str:
         [
             [tokens, *(ratio_text(found.get((tokens, form))) for form in forms)]
             for tokens in dict.fromkeys(row["tokens"] for row in rows)
+        ],
+    )
+
+
+def _unequal() -> str:
+    rows = []
+    for row in result_of("unequal_ranks")["rows"]:
+        even, balanced = row["even"], row["balanced"]
+        parts = " : ".join(map(str, balanced["sizes"]))
+        times = [even["seconds"], balanced["seconds"], row["ideal"]]
+        gain = ratio_text(even["seconds"] / balanced["seconds"])
+        rows.append([row["axis"], parts, *map(three_digits, times), gain])
+    return table(["axis", "balanced parts", "even, s", "balanced, s", "ideal, s", "speedup"], rows)
+
+
+def _plans() -> str:
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        taken, predicted = row["measured"]["median"], row["step"]
+        of_step = sum(row["memory"][part] for part in plan_accuracy.COUNTED)
+        counted = row["counted"]
+        return [
+            *(three_digits(predicted), three_digits(taken), ratio_text(predicted / taken)),
+            *(f"{of_step / 1e6:.0f}", f"{counted / 1e6:.0f}", ratio_text(of_step / counted)),
+        ]
+
+    head = ["network", "mesh", "predicted, s", "measured, s", "ratio", "MB predicted", "counted"]
+    rows = result_of("plan_accuracy")["rows"]
+    return table([*head, "ratio"], [[row["network"], row["mesh"], *cells(row)] for row in rows])
+
+
+def _serving() -> str:
+    return table(
+        ["ranks", "clients", "p50, ms", "p99, ms", "requests/s"],
+        [
+            [str(row["ranks"]), str(row["clients"])]
+            + [f"{row[each] * 1e3:.0f}" for each in ("p50", "p99")]
+            + [ratio_text(row["requests_per_second"])]
+            for row in result_of("serving")["rows"]
         ],
     )
 
