@@ -177,10 +177,12 @@ class StagedGradients:
                 found[id(p)] = self._whole(p)
         return found
 
-    def changed(self) -> list[Tensor]:
-        """Returns the parameters to whose gradients a step has added, before `reduce_shared`."""
-        found = (p for _, p in self._parameters.named() if id(p) in self._known)
-        return [p for p in found if self._knowledge(p, {}) & _HAS_GRADIENT]
+    def added_to(self) -> list[Tensor]:
+        """Returns the parameters to whose gradients a step has added that ends by an exception."""
+        known = (p for _, p in self._parameters.named() if id(p) in self._known)
+        found = [p for p in known if self._knowledge(p, {}) & _HAS_GRADIENT]
+        self._known = {}  # the next step may raise before it knows the gradients
+        return found
 
     @torch.no_grad()
     def reduce_shared(self, before: Mapping[int, Tensor]) -> None:

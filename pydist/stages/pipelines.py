@@ -316,7 +316,7 @@ class Pipeline:
                 if is_step:
                     self._transfers.end(self._next, reason)
             if is_step and len(self.stages.meshes) > 1:
-                self._watch.note_failed(self._gradients.changed())
+                self._watch.note_failed(self._gradients.added_to())
             raise
         finally:
             self._uses.end_batch(completed=completed)

@@ -237,6 +237,9 @@ def test_an_exception_in_the_last_pass_of_a_mesh_is_named_by_the_others(meshes):
             with pytest.raises(NotSupported, match=r"raised.*zero_grad\(\)"):
                 use()
         optimizer.zero_grad()
+        sum(p.square().sum() for p in net.parameters()).backward()  # not of the step
+        with pytest.raises(UsageError, match="expected a count"):
+            made.step(X, TARGET, F.mse_loss, micro_batches=0)
         made.step(X, TARGET, F.mse_loss)
         optimizer.step()
 
