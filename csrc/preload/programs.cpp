@@ -164,7 +164,7 @@ PYDIST_HOOK(int, execv, const char* path, char* const* arguments) {
 
 PYDIST_HOOK(int, execvpe, const char* file, char* const* arguments, char* const* environment) {
   char found[kPathSize];
-  if (find_packed(file, found)) file = found;
+  if (find_packed(file, found)) return hook_execve(found, arguments, environment);
   if (!has_slash(file)) return real_execvpe(file, arguments, environment);
   const Program program(file);
   if (program.path() == nullptr) return -1;
@@ -216,7 +216,8 @@ PYDIST_HOOK(int, posix_spawnp, pid_t* child, const char* file,
             const posix_spawn_file_actions_t* actions, const posix_spawnattr_t* attributes,
             char* const* arguments, char* const* environment) {
   char found[kPathSize];
-  if (find_packed(file, found)) file = found;
+  if (find_packed(file, found))
+    return hook_posix_spawn(child, found, actions, attributes, arguments, environment);
   if (!has_slash(file))
     return real_posix_spawnp(child, file, actions, attributes, arguments, environment);
   return hook_posix_spawn(child, file, actions, attributes, arguments, environment);

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,8 @@ _ORIGIN = "indexed files"
 _JOURNAL = ".indexed.jsonl"
 _DEEPEST = 100
 """Folders below that of a data set, within each other."""
+_MOST_LOOKED_AT = 10_000
+"""Entries of a linked folder among which there may be no file of data."""
 _SPLITS = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 """Splits by the name of a folder."""
 
@@ -300,6 +303,8 @@ def _below(
             name, is_folder = _kind_of(path, kinds)
             is_link = path.is_symlink()
             if is_link and (name is not None or is_folder):
+                if name is None and _is_beside_data(path, kinds):
+                    continue
                 trust.path(folder, path.relative_to(folder).as_posix())
             if name is not None:
                 yield name, path, is_linked or is_link
@@ -309,6 +314,22 @@ def _below(
                 yield from walk(path, depth + 1, is_linked or is_link)
 
     return walk(folder, 0, False)
+
+
+def _is_beside_data(link: Path, kinds: Mapping[str, type[StoredFile]]) -> bool:
+    """Returns whether a link leads back to a folder above it, or to one without files of data."""
+    target = Path(os.path.realpath(link))
+    if Path(os.path.realpath(link.parent)).is_relative_to(target):
+        return True
+    walked = os.walk(target)
+    entries = (Path(inside, each) for inside, *names in walked for each in chain(*names))
+    try:
+        for number, each in enumerate(entries):
+            if number == _MOST_LOOKED_AT or any(kind.is_one(each) for kind in kinds.values()):
+                return False
+    except OSError:
+        return False
+    return True
 
 
 def _sorted(folder: Path) -> list[Path]:

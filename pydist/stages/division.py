@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -149,16 +150,30 @@ def _check_network(model: nn.Module, stages: Stages, form: Gradients) -> None:
 
 
 def _refuse_shared(model: nn.Module, stages: Stages) -> None:
-    """Refuses parameters of another network in the same stages, whose users it does not know."""
-    for other in stages.networks:
-        known = {id(p) for p in other.parameters()}
-        for name, p in model.named_parameters():
-            if id(p) in known:
-                raise UsageError(
-                    f"the parameter {name} is also one of another network in these stages, "
-                    f"{type(other).__name__}: each would train copies of its own; put both "
-                    "networks into one module, and that into pipeline()"
-                )
+    """Refuses trained parameters of another network in the same stages. Collective.
+
+    Neither network knows the meshes on which the other one trains them.
+    """
+    if len(stages.meshes) == 1:
+        return
+    shared = _shared(model, stages)
+    if shared is not None:
+        gc.collect()  # a network that a script has dropped refers to itself
+        shared = _shared(model, stages)
+    # One rank alone may keep a network.
+    shared = next(filter(None, stages.world.all_gather_json(shared)), None)
+    if shared is not None:
+        raise UsageError(
+            f"the parameter {shared} is also one of another network in these stages: each would "
+            "train copies of its own; put both networks into one module, and that into pipeline()"
+        )
+
+
+def _shared(model: nn.Module, stages: Stages) -> str | None:
+    """Returns the name of a trained parameter that another network in the stages has, too."""
+    known = {id(p) for other in list(stages.networks) for p in other.parameters()}
+    trained = (name for name, p in model.named_parameters() if p.requires_grad and id(p) in known)
+    return next(trained, None)
 
 
 def _check_settings(

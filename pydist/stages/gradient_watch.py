@@ -86,6 +86,7 @@ class GradientWatch:
 
     def note(self) -> None:
         """Notes the gradients, after what all stages have done together."""
+        self._partial = {}
         self._known = {
             id(p): _version_of(grad)
             for p in self._model.parameters()

@@ -132,6 +132,20 @@ def test_a_file_under_two_names_is_refused(foreign: Path, tmp_path_factory: Any)
     assert len(index_dataset(foreign, trust=trust).files) == 5
 
 
+def test_links_to_folders_without_data_or_back_are_left_out(
+    foreign: Path, tmp_path_factory: Any
+) -> None:
+    notes = tmp_path_factory.mktemp("notes")
+    (notes / "README").write_text("words")
+    (foreign / "notes").symlink_to(notes)
+    (foreign / "self").symlink_to(".")
+    count = len([*foreign.glob("*.hdf5")])
+    assert len(index_dataset(foreign).files) == count
+    shutil.copy(foreign / "univ_000001.hdf5", notes)
+    with pytest.raises(DataError, match=r"notes.* a link to "):
+        index_dataset(foreign)
+
+
 def test_a_folder_with_several_formats_needs_a_choice(foreign: Path) -> None:
     (foreign / "sample").mkdir()
     np.save(foreign / "sample" / "full.npy", np.zeros((4, 6, 4, 2), np.int16))

@@ -402,6 +402,13 @@ def test_a_parameter_of_two_networks_in_stages_is_refused():
         kept = pipeline(first, stages, x, cuts=["1"])
         with pytest.raises(UsageError, match=r"1\.weight is also one of another network"):
             pipeline(second, stages, x, cuts=["1"])
-        assert kept.model is first
+        del kept
+        second[1].weight.requires_grad_(False)  # so that nothing trains it
+        pipeline(second, stages, x, cuts=["1"])
+        # Or of a network that is no more.
+        third = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        third[0].bias = second[1].bias
+        del first, second
+        pipeline(third, stages, x, cuts=["1"])
 
     on_stages([ONE, ONE], rank)

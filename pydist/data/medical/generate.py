@@ -34,6 +34,12 @@ from pydist.parsing import parse_json
 _VOXEL = np.dtype(np.int16).itemsize + np.dtype(np.uint8).itemsize
 """Bytes of a voxel's value and label, as `make_volume` returns them."""
 _NIFTI_FOLDERS = ("imagesTr", "labelsTr")
+_DESCRIPTION = {
+    "channel_names": {"0": "CT"},
+    "labels": {name: number for number, name in enumerate(CLASS_NAMES)},
+    "file_ending": ".nii.gz",
+}
+"""What every `dataset.json` of `write_nifti_set` has."""
 _NIFTI_NAME = re.compile(r"ct_[0-9]{4,}(_0000)?\.nii\.gz")
 """Names that `write_nifti_set` gives to images and labels."""
 
@@ -96,13 +102,7 @@ def write_nifti_set(root: Path, options: CTOptions, progress: Progress | None = 
     """Writes the volumes in nnU-Net's folders; see `generate_ct`."""
     make_folder(root)
     recipe = recipe_hash([options.recipe(), options.count])
-    record = {
-        "channel_names": {"0": "CT"},
-        "labels": {name: number for number, name in enumerate(CLASS_NAMES)},
-        "numTraining": options.count,
-        "file_ending": ".nii.gz",
-        RECIPE: recipe,
-    }
+    record = {**_DESCRIPTION, "numTraining": options.count, RECIPE: recipe}
     with FolderLock(root):
         _make_way(root, options, recipe)
         for name in _NIFTI_FOLDERS:
@@ -155,12 +155,18 @@ def _make_way(root: Path, options: CTOptions, recipe: str) -> None:
 
 
 def _recipe_of(description: Path) -> str | None:
-    """Returns the recipe in a `dataset.json` of `write_nifti_set`; None for another file."""
+    """Returns the recipe in a `dataset.json` of `write_nifti_set`; None for another file.
+
+    Earlier versions wrote none: "", which is unlike any.
+    """
     try:
         record = parse_json(description.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    recipe = record.get(RECIPE) if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    is_own = all(record.get(key) == value for key, value in _DESCRIPTION.items())
+    recipe = record.get(RECIPE, "" if is_own else None)
     return recipe if isinstance(recipe, str) else None
 
 
