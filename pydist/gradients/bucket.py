@@ -77,8 +77,8 @@ class Bucket:
         Args:
             gradient_set: collects gradients that stay partitioned.
             exists: returns whether any rank has a gradient for the parameter.
-            is_new: returns whether any rank has added to it. An older one is a mean already, and
-                is left alone: stages see by a change that the mesh has contributed.
+            is_new: returns whether any rank has added to it. One that is the mean already is left
+                alone: stages see by a change that the mesh has contributed.
         """
         assert self._row is not None
         self._form.complete(self._row)
@@ -91,7 +91,9 @@ class Bucket:
             if grad is None:
                 if exists(leaf) and leaf.describes(parameter):
                     parameter.grad = piece.clone()
-            elif is_new(leaf) and fits(leaf, grad) and grad.data_ptr() != piece.data_ptr():
+            elif not is_new(leaf) and leaf.has_mean(grad):
+                pass
+            elif fits(leaf, grad) and grad.data_ptr() != piece.data_ptr():
                 # A gradient with a graph (create_graph) keeps it. If it was fully reduced before,
                 # it is its own mean; but a pass without a graph may have added a part.
                 grads.append(grad)

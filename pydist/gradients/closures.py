@@ -48,7 +48,7 @@ def install() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     place = "closure" if "closure" in kwargs else 1
     closure = kwargs.get("closure") if place == "closure" else args[1] if len(args) > 1 else None
-    if closure is None or not _decides(optimizer):
+    if not callable(closure) or not _decides(optimizer):
         return None
     agreed = _agreed(closure, optimizer)
     if place == "closure":
@@ -84,12 +84,12 @@ def _mesh_of_members(optimizer: Optimizer) -> Mesh | None:
     return None
 
 
-def _agreed(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+def _agreed(closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
     of_model = _mesh_of_model(optimizer)
 
-    def evaluate() -> Any:
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
         with batches_entering() as entered:
-            loss = closure()
+            loss = closure(*args, **kwargs)
         # Now, as the first backward pass makes a head or a learned input a member.
         mesh = of_model or _mesh_of_members(optimizer)
         if loss is None or mesh is None:

@@ -118,7 +118,8 @@ def _on_any_rank(
     """
     if not asked:
         return []
-    own = [[i in arrived for i in asked], [found[i] is not None for i in asked]]
+    # Gradients of members of other meshes are not this one's to average.
+    own = [[i in arrived for i in asked], [i in arrived and found[i] is not None for i in asked]]
     counts = torch.tensor(own).long()
     mesh.world.all_reduce(counts)
     used = [(i, n) for i, n, present in zip(asked, *counts.tolist(), strict=True) if present]

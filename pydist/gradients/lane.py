@@ -172,9 +172,12 @@ class Lane:
         gradient_set = GradientSet(self.holders)
         for bucket in self.buckets:
             bucket.finish(gradient_set, exists, is_new)
-        self.form.conclude(exists)
+        # What a form keeps of an older gradient would be lost with its mean.
+        self.form.conclude(is_new)
         self.pending = False
         for leaf in self.leaves:
+            if is_new(leaf):
+                leaf.remember_mean()
             leaf.fired = leaf.paused = leaf.keeps_graph = False
         self.reset()
 

@@ -105,6 +105,7 @@ class Leaf:
         self.is_placed = False
         self.base: Tensor | None = None
         self._stamp: tuple[int, int] | None = None
+        self._mean: tuple[weakref.ref[Tensor] | None, int] = None, 0
         tensor: Any = parameter
         self.attach(parameter, tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
 
@@ -183,6 +184,20 @@ class Leaf:
         """Records the gradient after a backward that does not reduce it."""
         self.paused = True
         self._stamp = _stamp_of(parameter.grad)
+
+    def remember_mean(self) -> None:
+        """Records the gradient, into which the mean of all ranks was stored."""
+        parameter = self.parameter()
+        grad = None if parameter is None else parameter.grad
+        if grad is None or isinstance(grad, PartitionedGradient):
+            self._mean = None, 0
+        else:
+            self._mean = weakref.ref(grad), grad._version
+
+    def has_mean(self, grad: Tensor) -> bool:
+        """Returns whether a gradient is the mean as it was stored, and not a script's."""
+        known, version = self._mean
+        return known is not None and known() is grad and grad._version == version
 
     def forget(self) -> None:
         """Resets the state of an accumulated gradient, which the caller has cleared."""

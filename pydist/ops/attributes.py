@@ -258,6 +258,8 @@ def _seeds(func: Any, given: Any, outputs: Any) -> Any:
         sharded = [y if isinstance(y, ShardedTensor) else None for y in _as_sequence(outputs)]
         if any(y is not None and y.numel() != 1 for y in sharded):
             raise refusal(func, (outputs,), {}, "it is not a scalar: give the gradient")
+        if any(y is not None and local_of(y).is_complex() for y in sharded):
+            return None  # torch raises the error
         # One rank alone has the element if its dims are split.
         return tuple(None if y is None else torch.ones_like(local_of(y)) for y in sharded)
     given, outputs = _as_sequence(given), _as_sequence(outputs)

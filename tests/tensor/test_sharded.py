@@ -267,6 +267,15 @@ def test_a_scalar_is_judged_by_the_global_shape(extent):
     run_local(body, 2)
 
 
+def test_a_complex_scalar_needs_a_gradient():
+    def body(x, mesh):
+        total = torch.complex(x, x).sum(dim=[*range(x.dim())], keepdim=True)
+        with pytest.raises(RuntimeError, match="only for real scalar outputs"):
+            total.backward()
+
+    on_shards(body)
+
+
 def test_autograd_grad_of_sharded_and_plain_inputs():
     def body(x, mesh):
         weight = randn(3, 1, 1, 1, seed=1).requires_grad_()

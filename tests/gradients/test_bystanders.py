@@ -1,0 +1,117 @@
+"""Tests of what the reducer leaves alone: others' gradients, optimizers, and older means."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pydist import Mesh, distribute_tensor, parallelize, run_local
+from pydist.gradients import PowerSGD
+from pydist.optim import gradient_state
+from support.equivalence import on_ranks, randn, whole_of
+from support.networks.small import initialized
+
+X = randn(2, 4, 4, 4, 4)
+
+
+class Two(nn.Module):
+    """Network of two layers that are called one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
+        return getattr(self, which)(x)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_of_another_mesh_in_one_request(create_graph):
+    """Slices of weights would be averaged with each other."""
+    net = initialized(nn.Sequential(nn.Conv3d(4, 64, 1), nn.Tanh(), nn.Conv3d(64, 4, 1)))
+    expected = torch.autograd.grad(net(X).square().mean(), [*net.parameters()])
+
+    def rank(world):
+        channels, groups = Mesh(world, axes={"channel": 2}), Mesh(world, data=2)
+        one = parallelize(copy.deepcopy(net), channels, sharded_weights=True)
+        two = parallelize(copy.deepcopy(net), groups)
+        of_one = one(distribute_tensor(X, channels)).square().mean()
+        of_two = two(X[world.rank : world.rank + 1]).square().mean()
+        found = torch.autograd.grad(
+            of_one + of_two,
+            [*one.parameters(), *two.parameters()],
+            allow_unused=True,
+            create_graph=create_graph,
+        )
+        for mine, grad in zip(found, (*expected, *expected), strict=True):
+            assert torch.allclose(whole_of(mine), grad, rtol=0, atol=1e-12)
+
+    run_local(rank, 2)
+
+
+def test_steps_of_other_optimizers_take_any_argument():
+    class Scaled(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, scale):
+            for p in self.param_groups[0]["params"]:
+                p.sub_((scale() if callable(scale) else scale) * p.grad)
+
+    class Called(Scaled):
+        def step(self, closure):
+            super().step(lambda: closure(0.5))
+
+    def body(mesh):
+        model = parallelize(initialized(nn.Conv3d(4, 4, 1)), mesh)
+        before = model.bias.detach().clone()
+        for kind, given in ((Scaled, 0.5), (Called, lambda scale: scale)):
+            optimizer = kind(model.parameters(), {})
+            optimizer.zero_grad()
+            model(X).mean().backward()
+            optimizer.step(given)
+        assert torch.allclose(model.bias, before - 2 * 0.5 * 0.25, rtol=0, atol=1e-12)
+
+    for spatial, data in (((2, 1, 1), 1), ((1, 1, 1), 2)):
+        on_ranks(spatial, body, data)
+
+
+def test_gradients_that_a_script_assigns_are_averaged():
+    net = initialized(Two())
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(net), mesh)
+        x = randn(2, 8, seed=mesh.data_index)
+        for step in range(3):
+            model.zero_grad()
+            model.second.weight.grad = torch.full((8, 8), step + mesh.data_index).double()
+            model(x, "first").square().mean().backward()
+            assert torch.equal(model.second.weight.grad, torch.full((8, 8), step + 0.5).double())
+
+    on_ranks((1, 1, 1), body, data=2)
+
+
+def test_an_older_mean_keeps_its_error_feedback():
+    """A compressed gradient is sent again with another one's, and stays as it was."""
+    net = initialized(Two())
+    form = PowerSGD(rank=1, start=0, least_saving=1)
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(net), mesh, gradients=form)
+        x = randn(2, 8, seed=mesh.data_index)
+        model(x, "first").square().sum().backward()
+        grad = model.first.weight.grad.clone()
+
+        def kept():
+            entries = gradient_state(model).get("parameters", {})  # whole on rank 0
+            return [e["error"].clone() for name, e in entries.items() if "first" in name]
+
+        errors = kept()
+        assert all(error.abs().max() > 0 for error in errors)
+        model(x, "second").square().sum().backward()
+        assert torch.equal(model.first.weight.grad, grad)
+        assert all(map(torch.equal, kept(), errors))
+        return len(errors)
+
+    assert on_ranks((1, 1, 1), body, data=2) == [1, 0]
