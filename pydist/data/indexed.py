@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pydist.data.axes import Axes, as_volume, channels_last, file_order
 from pydist.data.formats import StoredArray, StoredFile
 from pydist.data.isolated import kept_process
-from pydist.data.made import checksum_of_file, entries_of, state_of
+from pydist.data.made import checksum_of_file, read_entries, state_of
 from pydist.data.manifest import DataFile
 from pydist.data.open_files import in_one_line
 from pydist.data.trust import FileTrust
@@ -290,4 +290,4 @@ def _corners(extents: Sequence[int], sample: Sequence[int]) -> Iterator[tuple[in
 def _size(path: Path, allow_roots: Sequence[Path]) -> int:
     if not path.is_dir():
         return path.stat().st_size
-    return sum(p.stat().st_size for p in entries_of(path, allow_roots) if p.is_file())
+    return sum(p.stat().st_size for p in read_entries(path, allow_roots) if p.is_file())

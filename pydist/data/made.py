@@ -127,7 +127,7 @@ def checksum_of_file(
     """Returns a file's size in bytes and its checksum.
 
     For a folder: the size of all files in it, and the checksum of their names and contents, in the
-    order of the names; see `entries_of`.
+    order of the names; see `read_entries`.
 
     Args:
         path: the file or folder.
@@ -143,7 +143,7 @@ def checksum_of_file(
         size, crc = _checksum(path, 0, update)
         return size, _written(crc, kind)
     size, crc = 0, 0
-    for each in sorted(p for p in entries_of(path, allow_roots) if not p.is_dir()):
+    for each in sorted(p for p in read_entries(path, allow_roots) if not p.is_dir()):
         crc = update(f"{each.relative_to(path).as_posix()}\0".encode(), crc)
         length, crc = _checksum(each, crc, update)
         size += length
@@ -154,12 +154,12 @@ def state_of(path: Path, allow_roots: Sequence[str | Path] = ()) -> list[int]:
     """Returns numbers that differ after a file, or a file in a folder, was changed."""
     if not path.is_dir():
         return list(Stamp.of(path.stat()))
-    entries = entries_of(path, allow_roots)
+    entries = read_entries(path, allow_roots)
     stamps = sorted(Stamp.of(each.stat() if each.exists() else each.lstat()) for each in entries)
     return [len(stamps), zlib.crc32(repr(stamps).encode())]
 
 
-def entries_of(folder: Path, allow_roots: Sequence[str | Path] = ()) -> Iterator[Path]:
+def read_entries(folder: Path, allow_roots: Sequence[str | Path] = ()) -> Iterator[Path]:
     """Yields what is below a folder, and below the folders to which its links may lead.
 
     Readers refuse other links, and what is below these is left out. So are second names of a

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
 
+_MEAN = "_pydist_mean"
+"""Attribute of a gradient: its version when the mean of all ranks was stored."""
+
+
 class GradientKind(NamedTuple):
     """The properties of a gradient that determine its message."""
 
@@ -105,7 +109,6 @@ class Leaf:
         self.is_placed = False
         self.base: Tensor | None = None
         self._stamp: tuple[int, int] | None = None
-        self._mean: tuple[weakref.ref[Tensor] | None, int] = None, 0
         tensor: Any = parameter
         self.attach(parameter, tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
 
@@ -186,18 +189,15 @@ class Leaf:
         self._stamp = _stamp_of(parameter.grad)
 
     def remember_mean(self) -> None:
-        """Records the gradient, into which the mean of all ranks was stored."""
+        """Marks the gradient, into which the mean of all ranks was stored."""
         parameter = self.parameter()
-        grad = None if parameter is None else parameter.grad
-        if grad is None or isinstance(grad, PartitionedGradient):
-            self._mean = None, 0
-        else:
-            self._mean = weakref.ref(grad), grad._version
+        grad: Any = None if parameter is None else parameter.grad
+        if grad is not None and not isinstance(grad, PartitionedGradient):
+            grad.__dict__[_MEAN] = grad._version  # torch swaps no tensor with a weak reference
 
     def has_mean(self, grad: Tensor) -> bool:
         """Returns whether a gradient is the mean as it was stored, and not a script's."""
-        known, version = self._mean
-        return known is not None and known() is grad and grad._version == version
+        return grad.__dict__.get(_MEAN) == grad._version
 
     def forget(self) -> None:
         """Resets the state of an accumulated gradient, which the caller has cleared."""
