@@ -43,7 +43,8 @@ def test_several_shapes_are_said(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for count, extent in ((1, "8"), (2, "16")):
         shape = ["--shape", "8", "8", extent]
-        assert main(["data", "ct", "a", "--count", str(count), *shape, "--format", "nifti"]) == 0
+        options = ["--count", str(count), *shape, "--format", "nifti", "--overwrite"]
+        assert main(["data", "ct", "a", *options]) == 0
         first = tmp_path / "a" / "imagesTr" / "ct_0000_0000.nii.gz"
         if count == 1:
             kept = first.read_bytes(), (tmp_path / "a/labelsTr/ct_0000.nii.gz").read_bytes()
