@@ -46,8 +46,8 @@ COMMANDS = {
     "script by other ways": "PATH=.:$PATH; script x 'a b'; find . -name script -exec {} y \\; ; "
     'python3 -c \'import os; os.spawnlp(os.P_WAIT, "./script", "name", "z")\'',
     "programs on the path": "PATH=$ROOT:$PATH; env script a; nice script b; echo | xargs script; "
-    "timeout 9 script c; env no; PATH=: /usr/bin/env script d; cd class; PATH=..:/bin env script e; "
-    "PATH=: /usr/bin/env script",
+    "timeout 9 script c; env no; PATH=: /usr/bin/env script d; cd class; "
+    "PATH=..:/bin env script e; PATH=: /usr/bin/env script",
     "programs on the path, by calls": """PATH=$ROOT:$PATH exec python3 -c '
 import os
 child = os.posix_spawnp("script", ["name", "a"], os.environ)
