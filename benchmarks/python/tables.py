@@ -103,9 +103,9 @@ which the third column runs torch, keeps freed memory: most of the gain over tor
 UNEQUAL = """\
 ## Ranks of unequal speed
 
-A step of CosmoFlow 128³ on two ranks, of which one has half a core, with even parts and with those
-that `pydist balance` finds. Ideal: the work of both ranks over the sum of their speeds, plus
-communication and waiting.
+Seconds of a training step of CosmoFlow 128³ on two ranks, one of which shares its core with a busy
+process: with equal parts, and with the parts that `pydist balance` chooses. Ideal: the work of both
+ranks divided by the sum of their speeds, plus communication and waiting.
 """
 
 PLANS = """\

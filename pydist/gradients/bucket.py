@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pydist.gradients.leaf import NEW
 from pydist.gradients.partitioned import GradientSet, PartitionedGradient
 from pydist.gradients.pieces import pieces_of
 from pydist.gradients.rows import in_order_of, memory_of
@@ -66,19 +67,15 @@ class Bucket:
         assert self._work is not None
         self._work.wait()
 
-    def finish(
-        self,
-        gradient_set: GradientSet,
-        exists: Callable[[Leaf], bool],
-        is_new: Callable[[Leaf], bool],
-    ) -> None:
+    def finish(self, gradient_set: GradientSet, flag: Callable[[Leaf], int]) -> None:
         """Stores the means in the gradients.
+
+        An older one that is the mean already is left alone: stages see by a change that the mesh
+        has contributed.
 
         Args:
             gradient_set: collects gradients that stay partitioned.
-            exists: returns whether any rank has a gradient for the parameter.
-            is_new: returns whether any rank has added to it. One that is the mean already is left
-                alone: stages see by a change that the mesh has contributed.
+            flag: returns the parameter's flag: 0, `OLD` or `NEW`.
         """
         assert self._row is not None
         self._form.complete(self._row)
@@ -89,10 +86,10 @@ class Bucket:
                 continue
             grad = parameter.grad
             if grad is None:
-                if exists(leaf) and leaf.describes(parameter):
+                if flag(leaf) and leaf.describes(parameter):
                     parameter.grad = piece.clone()
-            elif not is_new(leaf) and leaf.has_mean(grad):
-                pass
+            elif flag(leaf) != NEW and leaf.has_mean(grad):
+                continue
             elif fits(leaf, grad) and grad.data_ptr() != piece.data_ptr():
                 # A gradient with a graph (create_graph) keeps it. If it was fully reduced before,
                 # it is its own mean; but a pass without a graph may have added a part.
@@ -187,6 +184,8 @@ class Bucket:
         parameter = self.leaves[0].parameter()
         grad = None if parameter is None else parameter.grad
         if grad is None or parameter is None or not fits(self.leaves[0], grad):
+            return None
+        if self.leaves[0].has_mean(grad):  # it stays, unless another rank has added to it
             return None
         if not in_order_of(grad, parameter):
             return None

@@ -12,6 +12,7 @@ from torch import Tensor
 from pydist.errors import NotSupported
 from pydist.exchange.adjoints import mean_ranks
 from pydist.gradients.forms.stateful import SteppedForm
+from pydist.gradients.leaf import NEW, OLD
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 # that are frozen and unfrozen alternately (GANs) keep their places, and so do the parameters of a
 # form that counts steps or keeps state.
 _IDLE_PASSES = 3
-OLD, NEW = 1, 2
-"""A gradient from before this backward, and one that this backward has added to."""
 FROZEN, SHOWN = 1, 2
 """A parameter that stores no gradient, and one whose hooks still see arriving gradients."""
 _COUNTED = 0, 1, 1 << 31

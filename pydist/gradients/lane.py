@@ -15,7 +15,7 @@ from pydist.gradients.buckets import make_buckets
 from pydist.gradients.forms.form import DenseForm
 from pydist.gradients.forms.settings import make_form
 from pydist.gradients.graph import is_reached
-from pydist.gradients.leaf import Leaf
+from pydist.gradients.leaf import NEW, Leaf
 from pydist.gradients.partitioned import GradientSet
 from pydist.gradients.partitioned_bucket import PartitionedBucket
 from pydist.grid import AXES
@@ -165,18 +165,18 @@ class Lane:
         while self._next < len(self.buckets):
             self._start_next()
 
-    def finish(self, exists: Callable[[Leaf], bool], is_new: Callable[[Leaf], bool]) -> None:
+    def finish(self, flag: Callable[[Leaf], int]) -> None:
         """Waits for the means and stores them in the gradients; see `Bucket.finish`."""
         for bucket in self.buckets:
             bucket.wait()
         gradient_set = GradientSet(self.holders)
         for bucket in self.buckets:
-            bucket.finish(gradient_set, exists, is_new)
+            bucket.finish(gradient_set, flag)
         # What a form keeps of an older gradient would be lost with its mean.
-        self.form.conclude(is_new)
+        self.form.conclude(lambda leaf: flag(leaf) == NEW)
         self.pending = False
         for leaf in self.leaves:
-            if is_new(leaf):
+            if flag(leaf) == NEW:
                 leaf.remember_mean()
             leaf.fired = leaf.paused = leaf.keeps_graph = False
         self.reset()

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
 
+OLD, NEW = 1, 2
+"""Flags of a gradient that is older than the backward pass, and of one to which the pass has added
+on any rank; 0 if there is none."""
 _MEAN = "_pydist_mean"
 """Attribute of a gradient: its version when the mean of all ranks was stored."""
 

@@ -16,7 +16,7 @@ from pydist.exchange.own_slice import own_slice
 from pydist.gradients import graph, step_check
 from pydist.gradients.forms.stateful import SteppedForm
 from pydist.gradients.lane import Lane, make_lane
-from pydist.gradients.leaf import Leaf, LeafReducer, leaf_of
+from pydist.gradients.leaf import NEW, Leaf, LeafReducer, leaf_of
 from pydist.gradients.newcomers import compare_newcomers
 from pydist.gradients.partitioned_bucket import ParameterPartition, PartitionedBucket
 from pydist.grid import AXES
@@ -267,7 +267,7 @@ class Members:
             known = found.leaves
             self.plan(found, arrived)  # alone at first: the others were already sent
             found.start_rest()
-            found.finish(lambda leaf: leaf not in unused, lambda leaf: leaf not in unused)
+            found.finish(lambda leaf: 0 if leaf in unused else NEW)
             for leaf in arrived:
                 if leaf in unused:
                     unused[leaf] = mean_ranks(unused[leaf], self.mesh, axes, "gradients")

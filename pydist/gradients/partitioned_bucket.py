@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pydist.comm.consensus import any_rank
 from pydist.gradients.bucket import Bucket, Remnant, fits, pending_gradient
+from pydist.gradients.leaf import NEW
 from pydist.gradients.partitioned import GradientSet, PartitionedGradient
 from pydist.gradients.rows import in_order_of, memory_of
 
@@ -108,12 +109,7 @@ class PartitionedBucket(Bucket):
         """Returns whether this rank has or had the gradient; see `Bucket.has_gradient`."""
         return leaf.key in self._released or super().has_gradient(leaf)
 
-    def finish(
-        self,
-        gradient_set: GradientSet,
-        exists: Callable[[Leaf], bool],
-        is_new: Callable[[Leaf], bool],
-    ) -> None:
+    def finish(self, gradient_set: GradientSet, flag: Callable[[Leaf], int]) -> None:
         """Replaces the gradients by placeholders for the mean."""
         assert self._own is not None
         for leaf, part in self.parts():
@@ -126,13 +122,11 @@ class PartitionedBucket(Bucket):
             earlier = self.kept.get(leaf.key)
             if earlier is None and isinstance(grad, PartitionedGradient):
                 earlier = grad
-            if earlier is None and not exists(leaf):
+            if earlier is None and not flag(leaf):
                 continue
             piece = self._own[self._place(part)]
-            if earlier is not None and is_new(leaf):
-                piece += earlier.piece
-            elif earlier is not None:
-                piece = earlier.piece
+            if earlier is not None:
+                piece = piece.add_(earlier.piece) if flag(leaf) == NEW else earlier.piece
             parameter.grad = PartitionedGradient(parameter, piece, gradient_set)
         self._forget()
 

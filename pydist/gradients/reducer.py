@@ -19,10 +19,10 @@ from pydist.gradients import graph
 from pydist.gradients.aliases import Aliases
 from pydist.gradients.bucket import fits
 from pydist.gradients.engine_run import EngineRun, mean_of_member
-from pydist.gradients.flags import NEW, Flags, own_flags, read_flags, refuse_frozen, show_unused
+from pydist.gradients.flags import Flags, own_flags, read_flags, refuse_frozen, show_unused
 from pydist.gradients.interrupted import interrupt, settle
 from pydist.gradients.lane import Lane, is_capturing
-from pydist.gradients.leaf import Leaf
+from pydist.gradients.leaf import NEW, Leaf
 from pydist.gradients.members import Members
 from pydist.gradients.partitioned import PartitionedGradient
 
@@ -313,9 +313,7 @@ class Reducer:
                 lane.start_rest()
             checks.sum_parameters(mesh, held)
             for lane in agreed.used:
-                lane.finish(
-                    lambda leaf: agreed.flags[leaf] > 0, lambda leaf: agreed.flags[leaf] == NEW
-                )
+                lane.finish(agreed.flags.__getitem__)
             unused, self._unused = self._unused, {}
             show_unused(mesh, agreed, unused)
             self._queued = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -43,7 +43,8 @@ class GradientWatch:
         self._partial: dict[int, tuple[Tensor, int]] = {}  # after a step that raised; with versions
         self._has_warned = self._is_within = False
         self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        if len(stages.meshes) == 1:
+        self._is_alone = len(stages.meshes) == 1
+        if self._is_alone:
             return  # it has all gradients
         with _lock:
             if not _installed:
@@ -51,20 +52,22 @@ class GradientWatch:
             _watches.add(self)
 
     @contextmanager
-    def within_step(self) -> Iterator[None]:
-        """Refuses optimizers in the `with` block, in which a step of the pipeline runs."""
+    def within_step(self, added_to: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        """Refuses optimizers in the `with` block, in which a step of the pipeline runs.
+
+        Args:
+            added_to: returns the parameters to whose gradients the step has added, if it raises.
+        """
         self._is_within = True
         try:
             yield
+        except BaseException:
+            if not self._is_alone:
+                grads = ((id(p), own_slice(p).grad) for p in added_to())
+                self._partial = {key: _with_version(g) for key, g in grads if g is not None}
+            raise
         finally:
             self._is_within = False
-
-    def note_failed(self, parameters: Iterable[Tensor]) -> None:
-        """Notes the gradients to which a step has added before it raised."""
-        grads = {id(p): own_slice(p).grad for p in parameters}
-        self._partial = {
-            key: _with_version(grad) for key, grad in grads.items() if grad is not None
-        }
 
     def refuse_partial(self, parameters: Iterable[Tensor]) -> None:
         """Refuses gradients of a step that raised: on another mesh they have other parts of it.

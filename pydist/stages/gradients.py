@@ -205,7 +205,6 @@ class StagedGradients:
         rows = stages.world.all_gather(
             torch.tensor([self._knowledge(p, before) for _, p in parameters], dtype=torch.uint8)
         )
-        self._known = {}  # which keeps gradients alive
         for i, (name, p) in enumerate(parameters):
             seen = [int(rows[each.rank(0, 0), i]) for each in stages.meshes]
             found = {s for s, each in enumerate(seen) if each & _HAS_GRADIENT}
@@ -243,6 +242,7 @@ class StagedGradients:
             if stages.index in found and p.requires_grad:
                 total = message.view(p.shape).to(own_slice(p).device)
                 self._assign(p, total if old is None else old + total)
+        self._known = {}  # which keeps gradients alive
 
     @torch.no_grad()
     def reduce_inputs(self, inputs: Sequence[tuple[Tensor, Tensor | None]]) -> None:

@@ -118,44 +118,54 @@ class Pipeline:
         entry = entry_hook_of(self.model)
         count = self._micro_batches if micro_batches is None else micro_batches
         self._parameters.criterion = module_of(criterion)
-        number = count if is_count(count) else self._micro_batches
-        with self._over((inputs, target), number, is_step=True), self._watch.within_step():
-            check_count(count)
-            if not torch.is_grad_enabled():
-                raise UsageError(
-                    "a step without gradients (torch.no_grad): call the pipeline for its output"
+        begun = count if is_count(count) else self._micro_batches
+        with self._watch.within_step(self._gradients.added_to):
+            with self._over((inputs, target), begun, is_step=True):
+                self._check_step(count)
+                trained = self._trained_inputs((inputs, target))
+                before = self._gradients.of_shared()
+                found = split_batch(
+                    inputs, target, count, self.stages.mesh, entry.dims, weighs=entry.batches.weighs
                 )
-            if entry.accumulates:
-                raise NotSupported(
-                    "a step of stages under no_sync: each step reduces its gradients, and adds to "
-                    "those that are there"
-                )
-            self._watch.refuse_partial(self.model.parameters())
-            trained = self._trained_inputs((inputs, target))
-            before = self._gradients.of_shared()
-            found = split_batch(
-                inputs, target, count, self.stages.mesh, entry.dims, weighs=entry.batches.weighs
-            )
-            parts = list(found)
-            passes = self._schedule.passes(count)[self.stages.index]
-            try:
-                losses, factors, reads = self._run(passes, parts, criterion)
-            except StageStopped:
-                # A criterion that raises for a micro-batch raises on all ranks; let it, here, too.
-                for part in parts:
-                    if not self._state_of.has_begun(part.number):
-                        self._forward_of(part, NO_STAGE, criterion)
-                raise
-            self._transfers.end(self._next)
-            self._transfers.await_ends(self._next)
-        given = f"{self._parameters.of_criterion()} and {len(trained)} inputs with a gradient"
-        self._gradients.compare_values(factors, reads, given)
-        self._gradients.reduce_shared(before)
-        self._gradients.reduce_inputs(trained)
+                parts = list(found)
+                passes = self._schedule.passes(count)[self.stages.index]
+                try:
+                    losses, factors, reads = self._run(passes, parts, criterion)
+                except StageStopped:
+                    # A criterion that raises for a micro-batch raises on all ranks: here as well.
+                    for part in parts:
+                        if not self._state_of.has_begun(part.number):
+                            self._forward_of(part, NO_STAGE, criterion)
+                    raise
+                self._transfers.end(self._next)
+                self._transfers.await_ends(self._next)
+            given = f"{self._parameters.of_criterion()} and {len(trained)} inputs with a gradient"
+            self._gradients.compare_values(factors, reads, given)
+            self._gradients.reduce_shared(before)
+            self._gradients.reduce_inputs(trained)
         self._watch.note()
         if self._statistics is not None:
             self._statistics.update()
         return self._everywhere(losses, len(parts))
+
+    def _check_step(self, micro_batches: int) -> None:
+        """Checks what a step needs before its first pass.
+
+        Raises:
+            UsageError: the number of micro-batches is no count, or gradients are off.
+            NotSupported: gradients accumulate under `no_sync`, or a step that raised has left some.
+        """
+        check_count(micro_batches)
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "a step without gradients (torch.no_grad): call the pipeline for its output"
+            )
+        if entry_hook_of(self.model).accumulates:
+            raise NotSupported(
+                "a step of stages under no_sync: each step reduces its gradients, and adds to "
+                "those that are there"
+            )
+        self._watch.refuse_partial(p for _, p in self._parameters.named())
 
     def _run(
         self, passes: Sequence[Pass], parts: Sequence[BatchPart], criterion: Callable[..., Any]
@@ -315,8 +325,6 @@ class Pipeline:
                 self._transfers.stop(self._next, reason)
                 if is_step:
                     self._transfers.end(self._next, reason)
-            if is_step and len(self.stages.meshes) > 1:
-                self._watch.note_failed(self._gradients.added_to())
             raise
         finally:
             self._uses.end_batch(completed=completed)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import pydist.gradients.buckets
 from pydist import Mesh, distribute_tensor, parallelize, run_local
 from pydist.gradients import PowerSGD
 from pydist.optim import gradient_state
@@ -92,8 +93,10 @@ def test_gradients_that_a_script_assigns_are_averaged():
     on_ranks((1, 1, 1), body, data=2)
 
 
-def test_an_older_mean_keeps_its_error_feedback():
-    """A compressed gradient is sent again with another one's, and stays as it was."""
+@pytest.mark.parametrize("alone", [1, 1 << 30])
+def test_an_older_mean_keeps_its_error_feedback(monkeypatch, alone):
+    """A compressed gradient is sent again beside or with another one's, and stays as it was."""
+    monkeypatch.setattr(pydist.gradients.buckets, "ALONE_BYTES", alone)
     net = initialized(Two())
     form = PowerSGD(rank=1, start=0, least_saving=1)
 

@@ -271,3 +271,19 @@ def test_gradients_owed_by_two_meshes_after_a_failed_step():
             assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=0, atol=1e-12)
 
     on_stages([ONE] * 3, rank)
+
+
+def test_gradients_of_a_step_that_the_ranks_refuse_at_its_end_are_not_used():
+    def rank(stages):
+        net = layers(nn.Tanh())
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        made = pipeline(net, stages, X[:2], micro_batches=2)
+        with pytest.raises(UsageError, match="the criterion scales the loss by"):
+            made.step(X, TARGET, lambda y, t: F.mse_loss(y, t) * (1 + stages.index))
+        with pytest.raises(NotSupported, match="before it raised"):
+            optimizer.step()
+        optimizer.zero_grad()
+        made.step(X, TARGET, F.mse_loss)
+        optimizer.step()
+
+    on_stages(IN_LINE, rank)
