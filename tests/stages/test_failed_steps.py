@@ -278,8 +278,9 @@ def test_gradients_of_a_step_that_the_ranks_refuse_at_its_end_are_not_used():
         net = layers(nn.Tanh())
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         made = pipeline(net, stages, X[:2], micro_batches=2)
+        factor = torch.tensor(1.0 + stages.index)
         with pytest.raises(UsageError, match="the criterion scales the loss by"):
-            made.step(X, TARGET, lambda y, t: F.mse_loss(y, t) * (1 + stages.index))
+            made.step(X, TARGET, lambda y, t: F.mse_loss(y, t) * factor)
         with pytest.raises(NotSupported, match="before it raised"):
             optimizer.step()
         optimizer.zero_grad()
