@@ -126,8 +126,10 @@ Words collect(const char* first, va_list rest) {
 bool has_slash(const char* path) { return path != nullptr && std::strchr(path, '/') != nullptr; }
 
 // Whether the first program of that name in the folders of PATH is packed; `found` is its path. The
-// C library searches by calls of its own, which see no pack.
-bool find_packed(const char* name, char (&found)[kPathSize]) {
+// C library searches by calls of its own, which see no pack. `denied`: the error for a name that is
+// found nowhere, as a packed file that may not run was passed over.
+bool find_packed(const char* name, char (&found)[kPathSize], int& denied) {
+  denied = ENOENT;
   const char* folders = std::getenv("PATH");
   if (name == nullptr || *name == '\0' || has_slash(name)) return false;
   while (folders != nullptr) {
@@ -142,6 +144,7 @@ bool find_packed(const char* name, char (&found)[kPathSize]) {
       if (packed ? permits(status.st_mode, kExecute)
                  : syscall(SYS_faccessat, AT_FDCWD, found, X_OK) == 0)
         return packed;
+      denied = EACCES;
     }
     folders = *end == '\0' ? nullptr : end + 1;
   }
@@ -164,9 +167,14 @@ PYDIST_HOOK(int, execv, const char* path, char* const* arguments) {
 
 PYDIST_HOOK(int, execvpe, const char* file, char* const* arguments, char* const* environment) {
   char found[kPathSize];
-  if (find_packed(file, found)) return hook_execve(found, arguments, environment);
-  if (!has_slash(file)) return real_execvpe(file, arguments, environment);
-  const Program program(file);
+  int denied;
+  const bool packed = find_packed(file, found, denied);
+  if (!packed && !has_slash(file)) {
+    real_execvpe(file, arguments, environment);
+    if (errno == ENOENT) errno = denied;
+    return -1;
+  }
+  const Program program(packed ? found : file);
   if (program.path() == nullptr) return -1;
   return program.start(arguments, [&](const char* start, char* const* words) {
     return real_execvpe(start, words, environment);
@@ -216,10 +224,13 @@ PYDIST_HOOK(int, posix_spawnp, pid_t* child, const char* file,
             const posix_spawn_file_actions_t* actions, const posix_spawnattr_t* attributes,
             char* const* arguments, char* const* environment) {
   char found[kPathSize];
-  if (find_packed(file, found))
+  int denied;
+  if (find_packed(file, found, denied))
     return hook_posix_spawn(child, found, actions, attributes, arguments, environment);
-  if (!has_slash(file))
-    return real_posix_spawnp(child, file, actions, attributes, arguments, environment);
+  if (!has_slash(file)) {
+    const int error = real_posix_spawnp(child, file, actions, attributes, arguments, environment);
+    return error == ENOENT ? denied : error;
+  }
   return hook_posix_spawn(child, file, actions, attributes, arguments, environment);
 }
 

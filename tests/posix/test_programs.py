@@ -111,6 +111,19 @@ def test_parents_of_the_mount_point_need_not_exist(tmp_path: Path) -> None:
     assert not (tmp_path / "gone").exists()
 
 
+def test_programs_on_the_path_without_a_first_line_are_those_of_the_shell(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    (there / "bin").mkdir(parents=True)
+    (there / "bin" / "plain").write_text("echo ran $1\n")
+    (there / "bin" / "plain").chmod(0o755)
+    (there / "bin" / "closed").write_text("#!/bin/sh\n")
+    pack(there, tmp_path / "packs")
+    case = Case(there, tmp_path / "packs", tmp_path / "mount")
+    command = ["bash", "-c", "PATH=$ROOT/bin:$PATH; env plain a; timeout 9 plain b; env closed"]
+    assert b"ran a\nran b\n" in case.loose(*command)
+    assert case.packed(*command) == case.loose(*command)
+
+
 def test_a_path_leaves_the_mount_point_often_in_a_thread_with_a_small_stack(case: Case) -> None:
     script = """
 import os, pathlib, threading
