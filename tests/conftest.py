@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -50,6 +51,13 @@ _LATE = f"no time left ({_DEADLINE})"
 _TEST_SECONDS = 120
 """Within which a job of ranks reports the end of another test."""
 
+_STUCK_SECONDS = 800
+"""After which a test that pytest-timeout can't interrupt ends its process, with all stacks shown.
+
+pytest-timeout raises an exception in the main thread, which comes never while that waits in native
+code.
+"""
+
 if _REPORT not in os.environ:  # in a job, each rank would wait for the import, and draw its own
     import hypothesis
 
@@ -73,6 +81,8 @@ def world() -> Transport:
 
 def pytest_configure(config: pytest.Config) -> None:
     _keep_freed_memory()
+    # Here, output is not captured yet.
+    config.stash[_stderr_key] = os.dup(2)
     # Convolutions use the fixed rule: autotuning on a loaded machine is not reproducible. The
     # autotune tests must not write to the user's cache. Child processes inherit both variables.
     if _REPORT not in os.environ:
@@ -103,6 +113,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_stderr_key = pytest.StashKey[int]()
+
+
 # -- outside the job ------------------------------------------------------------------------
 
 
@@ -125,10 +138,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    # Ranks of a job would not agree on the time.
-    if _REPORT not in os.environ and _is_late():
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if _REPORT in os.environ:
+        return
+    stderr = item.config.stash[_stderr_key]
+    faulthandler.dump_traceback_later(_STUCK_SECONDS, exit=True, file=stderr)
+    if _is_late():  # ranks of a job would not agree on the time
         pytest.skip(_LATE)
+
+
+def pytest_runtest_logfinish() -> None:
+    if _REPORT not in os.environ:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -246,6 +267,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(5)
+    process.kill()
 
 
 _directory_key = pytest.StashKey[Path]()
