@@ -134,7 +134,7 @@ class Hardware:
 
 
 # The CPU's numbers are those of the repository's machine of 2 cores (docs/performance.md), also for
-# the choices of forms: `benchmarks/python/thin_blocks.py` and `channel_forms.py` measure those.
+# the choices of forms: `benchmarks/python/channel_forms.py` measures those.
 CPU = Hardware(
     name="cpu",
     source="a 2-core machine, a thread per rank, Open MPI: docs/performance.md",

@@ -5,8 +5,7 @@ an exchange then costs more than the computation that it saves. If the ranks gat
 input, each of them computes the whole layer, or some of its output channels (`idle_split`).
 Correctness does not depend on this module: thin and empty blocks give exact results. It only
 compares estimated times, by the costs of the machine if `pydist env --bench` has measured it
-(`Mesh.hardware`), else by those of the profile "cpu". `benchmarks/python/thin_blocks.py` measures
-the effect of the resulting choices.
+(`Mesh.hardware`), else by those of the profile "cpu".
 """
 
 from __future__ import annotations
