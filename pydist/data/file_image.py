@@ -17,16 +17,13 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.formats import Storage
+from pydist.data.formats import SIDE, Storage
+from pydist.data.options import Compression
 from pydist.data.publish import make_folder, publish
 from pydist.errors import DataError
 
 RECIPE = "pydist_recipe"
 """File attribute: hash of a file's sources and options, so that a second run can keep the file."""
-
-CHUNK = 32
-"""Side of a chunk in voxels: 64 kB of int16."""
-
 
 _GZIP = {"compression": "gzip", "compression_opts": 4, "shuffle": True}
 
@@ -51,15 +48,10 @@ def write_hdf5(
     for name, values in arrays.items():
         if values.dtype.kind == "b":
             raise DataError(f"{path}: {name!r} holds booleans, and HDF5 files hold numbers alone")
-    chunked = storage.chunks or storage.compression == "gzip"
 
     def fill(file: h5py.File) -> None:
         for name, values in arrays.items():
-            more: dict[str, Any] = {}
-            if chunked and values.ndim in (3, 4):
-                more = {"chunks": storage.of(values.shape)[0], "fletcher32": True}
-                more |= _GZIP if storage.compression == "gzip" else {}
-            file.create_dataset(name, data=values, **more)
+            file.create_dataset(name, data=values, **h5py_arguments(values.shape, storage))
         for name, text in texts.items():
             file.attrs[name] = np.bytes_(text.encode(errors="surrogateescape"))
 
@@ -72,27 +64,23 @@ def recipe_hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def storage_options(
-    storage: str, compression: str, shape: Sequence[int], channel_axis: int | None
-) -> dict[str, Any]:
-    """Returns the arguments with which h5py stores an array.
+def storage_of(storage: str, compression: Compression, *, channels_last: bool = False) -> Storage:
+    """Returns how the files of made and converted sets store arrays.
 
     Args:
         storage: "contiguous": only a block's bytes are read, a depth block as one run; only the
             manifest's checksum detects flipped bits. "chunked": a read unpacks every chunk that
             it meets, and checks the chunk's checksum.
         compression: "gzip" or "none", for chunks.
-        shape: of the array.
-        channel_axis: the axis of channels, if there is one; chunks hold one channel where it
-            comes first, all where it comes last.
+        channels_last: whether channels come last.
     """
-    if storage == "contiguous":
+    chunks = (SIDE,) * 3 if storage == "chunked" else ()
+    return Storage(chunks, (), compression, channels_last)
+
+
+def h5py_arguments(shape: Sequence[int], storage: Storage) -> dict[str, Any]:
+    """Returns the arguments with which h5py stores an array, in chunks with checksums if any."""
+    gzip = storage.compression == "gzip"
+    if not (storage.chunks or gzip) or len(shape) not in (3, 4):
         return {}
-    chunk = [min(CHUNK, n) for n in shape]
-    if channel_axis is not None:
-        chunk[channel_axis] = 1 if channel_axis == 0 else shape[channel_axis]
-    return {
-        "chunks": tuple(chunk),
-        "fletcher32": True,
-        **(_GZIP if compression == "gzip" else {}),
-    }
+    return {"chunks": storage.of(shape)[0], "fletcher32": True, **(_GZIP if gzip else {})}

@@ -104,7 +104,7 @@ class Storage:
 
 
 SIDE = 32
-"""Voxels along a side of a chunk, by default."""
+"""Voxels along a side of a chunk, by default: 64 kB of int16."""
 
 
 class StoredFile(ABC):

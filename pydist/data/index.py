@@ -10,14 +10,13 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-
 from pydist.data.data_file import kind_of
 from pydist.data.each_file import Progress, Workers, for_each
 from pydist.data.formats import StoredFile
 from pydist.data.indexed import FileTask, Indexed, check_target, index_file
 from pydist.data.journal import Journal
 from pydist.data.lock import FolderLock, lock_if_writable
+from pydist.data.log1p import log1p_statistics
 from pydist.data.made import checksum_of_file
 from pydist.data.manifest import FILE_NAME, DataFile, Manifest
 from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
@@ -90,7 +89,7 @@ def index_folder(
             raise DataError(
                 f"{folder / each.file.path} holds {each.kind}, but {first} holds {kind}"
             )
-    mean, std = _log1p(found)
+    mean, std = log1p_statistics(each.logs for each in found)
     return Manifest(
         sample_shape=kind.sample_shape,
         axes=kind.axes,
@@ -373,19 +372,6 @@ def _indexed(
         if progress:
             progress(len(found), len(tasks), tasks[number].path.name)
     return [found[number] for number in range(len(tasks))]
-
-
-def _log1p(found: Sequence[Indexed]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns mean and standard deviation of log(1 + x); empty without samples or logarithms."""
-    voxels = sum(each.voxels for each in found)
-    if not voxels:
-        return (), ()
-    mean = np.sum([each.sums for each in found], axis=0) / voxels
-    square = np.sum([each.squares for each in found], axis=0) / voxels
-    std = np.sqrt(np.maximum(square - mean**2, 0))
-    if not np.isfinite(std).all():
-        return (), ()
-    return tuple(map(float, mean)), tuple(map(float, std))
 
 
 def _splits(root: Path, paths: list[Path], validation: float) -> list[str]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pydist.data.axes import Axes, as_volume, channels_last, file_order
 from pydist.data.formats import StoredArray, StoredFile
 from pydist.data.isolated import kept_process
+from pydist.data.log1p import Log1pSums
 from pydist.data.made import checksum_of_file, read_entries, state_of
 from pydist.data.manifest import DataFile
 from pydist.data.open_files import in_one_line
@@ -97,16 +98,12 @@ class Indexed:
     Attributes:
         kind: what it has in common with the other files.
         file: its entry in the manifest.
-        voxels: number of its voxels in `sums`; 0 outside of the training set.
-        sums: sum of log(1 + x) over them, per channel.
-        squares: sum of its square.
+        logs: what it adds to the statistics of the training set.
     """
 
     kind: Kind
     file: DataFile
-    voxels: int
-    sums: tuple[float, ...]
-    squares: tuple[float, ...]
+    logs: Log1pSums
 
     def record(self) -> dict[str, Any]:
         """Returns plain values, for `of`."""
@@ -119,7 +116,7 @@ class Indexed:
         Raises:
             LookupError, TypeError or ValueError: it is no such record.
         """
-        kind, file = record["kind"], record["file"]
+        kind, file, logs = record["kind"], record["file"], record["logs"]
         depth, height, width = zip(*file["offsets"], strict=True)
         return cls(
             Kind(
@@ -130,9 +127,7 @@ class Indexed:
                 file["path"], file["split"], file["bytes"], file["checksum"],
                 tuple(zip(depth, height, width, strict=True)), tuple(file["means"]),
             ),
-            record["voxels"],
-            tuple(record["sums"]),
-            tuple(record["squares"]),
+            Log1pSums(list(logs["sums"]), list(logs["squares"]), logs["voxels"]),
         )  # fmt: skip
 
 
@@ -167,7 +162,7 @@ def _described(task: FileTask, file: StoredFile) -> Indexed:
     kind, extents = _kind(task, file, array)
     offsets = tuple(_corners(extents, kind.sample_shape[1:]))
     means = []
-    total = _Totals(kind.sample_shape[0])
+    total = Log1pSums.empty(kind.sample_shape[0])
     for offset in offsets if task.statistics else ():
         sums = 0.0
         for slab in slabs(file, array, kind.axes, offset, kind.sample_shape[1:]):
@@ -182,7 +177,7 @@ def _described(task: FileTask, file: StoredFile) -> Indexed:
     if task.checksums:
         size, checksum = checksum_of_file(task.path, allow_roots=roots)
     entry = DataFile(task.name, task.split, size, checksum, offsets, tuple(means))
-    return Indexed(kind, entry, total.voxels, tuple(total.sums), tuple(total.squares))
+    return Indexed(kind, entry, total)
 
 
 def slabs(
@@ -209,23 +204,6 @@ def slabs(
         part = slice(start, min(start + step, depth.stop)), height, width
         found = file.read(array, file_order(axes, (slice(0, channels), *part)))
         yield as_volume(axes, found)
-
-
-class _Totals:
-    """Computes sums of log(1 + x) per channel."""
-
-    def __init__(self, channels: int) -> None:
-        self.voxels = 0
-        self.sums = [0.0] * channels
-        self.squares = [0.0] * channels
-
-    def add(self, slab: npt.NDArray[Any]) -> None:
-        self.voxels += slab[0].size
-        for channel, values in enumerate(slab):
-            with np.errstate(invalid="ignore", divide="ignore"):  # below -1; then there are none
-                logs = np.log1p(values, dtype=np.float64)
-            self.sums[channel] += float(logs.sum())
-            self.squares[channel] += float((logs * logs).sum())
 
 
 def _kind(task: FileTask, file: StoredFile, array: StoredArray) -> tuple[Kind, tuple[int, ...]]:

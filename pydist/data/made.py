@@ -38,8 +38,8 @@ def present_set(root: Path, recipe: str, overwrite: bool) -> Manifest | None:
     present = Manifest.load(root) if (root / FILE_NAME).exists() else None
     if present is not None and not overwrite and present.origin.get(RECIPE) != recipe:
         raise UsageError(
-            f"{root} holds a data set that was made from something else; choose another folder, "
-            "or overwrite to replace it"
+            f"{root} holds a data set that was made of other files or with other options; "
+            "choose another folder, or overwrite (--overwrite) to replace it"
         )
     return present
 

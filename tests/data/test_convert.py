@@ -122,7 +122,7 @@ def test_an_interrupted_copy_goes_on(
 def test_another_copy_is_not_overwritten(universes: Path, tmp_path: Path) -> None:
     convert_dataset(universes, tmp_path, ConvertOptions("numpy"))
     other = ConvertOptions("hdf5")
-    with pytest.raises(UsageError, match="made from something else"):
+    with pytest.raises(UsageError, match="made of other files or with other options"):
         convert_dataset(universes, tmp_path, other)
     convert_dataset(universes, tmp_path, ConvertOptions("hdf5", overwrite=True))
     equal(universes, tmp_path)

@@ -13,7 +13,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.file_image import RECIPE, file_image, storage_options
+from pydist.data.file_image import RECIPE, file_image, h5py_arguments
+from pydist.data.formats import Storage
 from pydist.data.lock import FolderLock
 from pydist.data.made import MadeFiles, checksum_of, present_set
 from pydist.data.manifest import DataFile, Intensity, Manifest
@@ -68,25 +69,11 @@ class Source:
     ignore_label: int | None = None
 
 
-@dataclass(frozen=True)
-class VolumeStorage:
-    """Options that say how volumes are stored.
-
-    Attributes:
-        dtype: "int16" or "float32".
-        storage: "contiguous" or "chunked"; see `storage_options`.
-        compression: "gzip" for chunked storage, or "none".
-    """
-
-    dtype: str
-    storage: str = "contiguous"
-    compression: str = "none"
-
-
 def write_set(
     root: Path,
     sources: Sequence[Source],
-    storage: VolumeStorage,
+    dtype: str,
+    storage: Storage,
     *,
     class_names: Sequence[str],
     channel_names: Sequence[str],
@@ -103,7 +90,8 @@ def write_set(
     Args:
         root: the folder, made if missing.
         sources: the files to write.
-        storage: storage options.
+        dtype: of the images, "int16" or "float32".
+        storage: how arrays are stored; see `storage_of`.
         class_names: in the order of the labels; if empty, made up from the highest label.
         channel_names: of the images.
         origin: for the manifest; its `RECIPE` identifies the data set.
@@ -122,6 +110,7 @@ def write_set(
         return _write_set(
             root,
             sources,
+            dtype,
             storage,
             class_names,
             channel_names,
@@ -135,7 +124,8 @@ def write_set(
 def _write_set(
     root: Path,
     sources: Sequence[Source],
-    storage: VolumeStorage,
+    dtype: str,
+    storage: Storage,
     class_names: Sequence[str],
     channel_names: Sequence[str],
     origin: Mapping[str, Any],
@@ -155,7 +145,7 @@ def _write_set(
     for done, source in enumerate(sources, 1):
         try:
             like = made[0] if made else None
-            made.append(_write(files, source, storage, len(class_names), like))
+            made.append(_write(files, source, dtype, storage, len(class_names), like))
         except DataError as error:
             if not skip_bad:
                 raise
@@ -167,7 +157,7 @@ def _write_set(
         first = next(iter(rejected.values()))
         raise DataError(f"none of {len(sources)} volumes can be used: {first}")
     told = {**origin, "rejected": rejected}
-    manifest = _manifest(made, storage, class_names, channel_names, told)
+    manifest = _manifest(made, dtype, class_names, channel_names, told)
     manifest.save(root)
     files.complete(manifest)
     return manifest
@@ -185,7 +175,12 @@ class _Made:
 
 
 def _write(
-    files: MadeFiles, source: Source, storage: VolumeStorage, classes: int, like: _Made | None
+    files: MadeFiles,
+    source: Source,
+    dtype: str,
+    storage: Storage,
+    classes: int,
+    like: _Made | None,
 ) -> _Made:
     """Makes one file, which must have as many channels as `like`."""
     name = f"{source.name}{_SUFFIX}"
@@ -195,7 +190,7 @@ def _write(
     if like is not None and len(volume.image) != like.channels:
         other = like.file.path.removesuffix(_SUFFIX)
         raise DataError(unlike(source.name, len(volume.image), other, like.channels))
-    image = as_stored(volume.image, storage.dtype, name, ": use float32")
+    image = as_stored(volume.image, dtype, name, ": use float32")
     label = volume.label.astype(_label_type(volume.label), copy=False)
     labeled = label if source.ignore_label is None else label[label != source.ignore_label]
     highest = int(labeled.max(initial=0))
@@ -203,11 +198,8 @@ def _write(
         raise DataError(f"{source.name}: labels go up to {highest}; there are {classes} classes")
 
     def fill(file: h5py.File) -> None:
-        for dataset, array, channel_axis in ((VOLUME, image, 0), (LABEL, label, None)):
-            chosen = storage_options(
-                storage.storage, storage.compression, array.shape, channel_axis
-            )
-            file.create_dataset(dataset, data=array, **chosen)
+        for dataset, array in ((VOLUME, image), (LABEL, label)):
+            file.create_dataset(dataset, data=array, **h5py_arguments(array.shape, storage))
         for attribute, text in {**volume.attributes, RECIPE: source.recipe}.items():
             file.attrs[attribute] = np.bytes_(text)
 
@@ -287,7 +279,7 @@ def _read_again(name: str, content: bytes, recipe: str) -> LabeledVolume | None:
 
 def _manifest(
     made: Sequence[_Made],
-    storage: VolumeStorage,
+    dtype: str,
     class_names: Sequence[str],
     channel_names: Sequence[str],
     origin: Mapping[str, Any],
@@ -298,7 +290,7 @@ def _manifest(
     return Manifest(
         sample_shape=(made[0].channels, depth, height, width),
         axes="CDHW",
-        dtype=storage.dtype,
+        dtype=dtype,
         files=tuple(each.file for each in made),
         dataset=VOLUME,
         target="",

@@ -12,11 +12,11 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from pydist.data.file_image import RECIPE, recipe_hash
+from pydist.data.file_image import RECIPE, recipe_hash, storage_of
 from pydist.data.made import state_of
 from pydist.data.manifest import Manifest
 from pydist.data.medical.case import convert_case
-from pydist.data.medical.collection import Progress, Source, VolumeStorage, unlike, write_set
+from pydist.data.medical.collection import Progress, Source, unlike, write_set
 from pydist.data.medical.dicom import outline_of_dicom
 from pydist.data.medical.layouts import Case, find_cases
 from pydist.data.medical.nifti import Outline, outline_of
@@ -77,7 +77,8 @@ def convert_nifti(
     return write_set(
         Path(out_dir),
         sources,
-        VolumeStorage(dtype, options.storage, options.compression),
+        dtype,
+        storage_of(options.storage, options.compression),
         class_names=found.class_names,
         channel_names=found.channel_names,
         origin={

@@ -12,16 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.file_image import RECIPE, recipe_hash
+from pydist.data.file_image import RECIPE, recipe_hash, storage_of
 from pydist.data.lock import FolderLock
 from pydist.data.manifest import FILE_NAME, Manifest
-from pydist.data.medical.collection import (
-    LabeledVolume,
-    Progress,
-    Source,
-    VolumeStorage,
-    write_set,
-)
+from pydist.data.medical.collection import LabeledVolume, Progress, Source, write_set
 from pydist.data.medical.ct import CLASS_NAMES, make_volume
 from pydist.data.medical.nifti_header import MISSING_LIBRARY
 from pydist.data.medical.nifti_writing import write_nifti
@@ -85,7 +79,8 @@ def generate_ct(
     return write_set(
         root,
         sources,
-        VolumeStorage("int16", options.storage, options.compression),
+        "int16",
+        storage_of(options.storage, options.compression),
         class_names=CLASS_NAMES,
         channel_names=("CT",),
         origin={

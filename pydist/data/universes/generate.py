@@ -14,15 +14,16 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.file_image import RECIPE, file_image, recipe_hash, storage_options
+from pydist.data.file_image import RECIPE, file_image, h5py_arguments, recipe_hash, storage_of
 from pydist.data.lock import FolderLock
-from pydist.data.made import MadeFiles, checksum_of
-from pydist.data.manifest import FILE_NAME, DataFile, Manifest
+from pydist.data.log1p import Log1pSums, log1p_statistics
+from pydist.data.made import MadeFiles, checksum_of, present_set
+from pydist.data.manifest import DataFile, Manifest
 from pydist.data.publish import make_folder, require_room
 from pydist.data.safe_open import safe_open
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES, UniverseOptions
 from pydist.data.universes.simulate import UniverseParameters, draw_parameters, simulate
-from pydist.errors import DataError, UsageError
+from pydist.errors import DataError
 from pydist.owner import remove_temporaries
 
 Progress = Callable[[int, int, str], None]
@@ -63,7 +64,7 @@ def generate_universes(
 def _generate(root: Path, options: UniverseOptions, progress: Progress | None) -> Manifest:
     """Does the work of `generate_universes` in an existing folder, with its lock held."""
     recipe = recipe_hash(options.recipe())
-    before = _check_folder(root, options, recipe)
+    before = present_set(root, recipe, options.overwrite)
     files = MadeFiles(root, before)
     if before is not None and before.origin.get(RECIPE) != recipe:
         files.replace()
@@ -90,11 +91,8 @@ class _Made:
     """Manifest entry that one universe adds, and its sums for the statistics per channel."""
 
     files: tuple[DataFile, ...]
-    split: str
     what: str
-    voxels: int
-    log_sum: npt.NDArray[np.float64]
-    log_square: npt.NDArray[np.float64]
+    logs: Log1pSums
 
 
 def _make(made: MadeFiles, options: UniverseOptions, recipe: str, index: int) -> _Made:
@@ -114,15 +112,11 @@ def _make(made: MadeFiles, options: UniverseOptions, recipe: str, index: int) ->
         means = [float(_sample(options, part, o).mean(dtype=np.float64)) for o in offsets]
         checksum = checksum_of(content)
         files.append(DataFile(name, split, len(content), checksum, offsets, tuple(means)))
-    logs = [np.log1p(channel, dtype=np.float64) for channel in counts]
-    return _Made(
-        tuple(files),
-        split,
-        f"universe {index} {'made' if kept is None else 'kept'}",
-        counts[0].size,
-        np.array([log.sum() for log in logs]),
-        np.array([(log * log).sum() for log in logs]),
-    )
+    logs = Log1pSums.empty(len(counts))
+    if split == "train":
+        logs.add(counts)
+    what = f"universe {index} {'made' if kept is None else 'kept'}"
+    return _Made(tuple(files), what, logs)
 
 
 def _cut(
@@ -153,13 +147,11 @@ def _image(
 ) -> memoryview:
     """Returns the bytes of the HDF5 file with `counts` [C, D, H, W]."""
     last = options.layout == "cosmoflow"
+    storage = storage_of(options.storage, options.compression, channels_last=last)
 
     def fill(file: h5py.File) -> None:
         stored = np.moveaxis(counts, 0, -1) if last else counts
-        chosen = storage_options(
-            options.storage, options.compression, stored.shape, 3 if last else 0
-        )
-        file.create_dataset("full", data=stored, **chosen)
+        file.create_dataset("full", data=stored, **h5py_arguments(stored.shape, storage))
         file["unitPar"] = parameters.unit
         file["physPar"] = parameters.physical
         file["namePar"] = np.array(TARGET_NAMES, dtype="S")
@@ -195,22 +187,8 @@ def _read_again(
     return counts, contents
 
 
-def _check_folder(root: Path, options: UniverseOptions, recipe: str) -> Manifest | None:
-    """Checks that the folder may be written; returns the manifest of its present data set."""
-    before = Manifest.load(root) if (root / FILE_NAME).exists() else None
-    if before is not None and not options.overwrite and before.origin.get(RECIPE) != recipe:
-        raise UsageError(
-            f"{root} holds a data set that was made with other options; choose another folder, or "
-            "overwrite (--overwrite) to replace it"
-        )
-    return before
-
-
 def _manifest(options: UniverseOptions, made: list[_Made]) -> Manifest:
-    training = [m for m in made if m.split == "train"]
-    voxels = sum(m.voxels for m in training)
-    mean = np.sum([m.log_sum for m in training], axis=0) / voxels
-    square = np.sum([m.log_square for m in training], axis=0) / voxels
+    mean, std = log1p_statistics(m.logs for m in made)
     last = options.layout == "cosmoflow"
     return Manifest(
         sample_shape=(len(options.redshifts), *(options.width,) * 3),
@@ -219,8 +197,8 @@ def _manifest(options: UniverseOptions, made: list[_Made]) -> Manifest:
         files=tuple(file for m in made for file in m.files),
         target_names=TARGET_NAMES,
         channel_names=tuple(f"z={z:g}" for z in options.redshifts),
-        log1p_mean=tuple(float(m) for m in mean),
-        log1p_std=tuple(float(s) for s in np.sqrt(np.maximum(square - mean**2, 0))),
+        log1p_mean=mean,
+        log1p_std=std,
         origin={
             "kind": "synthetic universes: 2LPT, not an N-body simulation",
             "parameter_box": {

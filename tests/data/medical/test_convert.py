@@ -290,7 +290,7 @@ def test_a_second_run_keeps_what_is_there(pairs, tmp_path):
     path.write_bytes(whole)
     assert len(convert(pairs, out).files) == 5
     assert (out / "case2.hdf5").stat().st_mtime_ns == written
-    with pytest.raises(UsageError, match="made from something else"):
+    with pytest.raises(UsageError, match="made of other files or with other options"):
         convert(pairs, out, dtype="float32")
     cut(path)
     with pytest.raises(DataError):

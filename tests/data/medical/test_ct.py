@@ -109,7 +109,7 @@ def test_nifti_alone_and_a_set_made_otherwise(tmp_path):
     assert generate_ct(tmp_path, CTOptions(count=1, shape=(8,) * 3, format="nifti")) is None
     assert (tmp_path / "imagesTr" / "ct_0000_0000.nii.gz").exists()
     generate_ct(tmp_path / "h", CTOptions(count=1, shape=(8,) * 3))
-    with pytest.raises(UsageError, match="made from something else"):
+    with pytest.raises(UsageError, match="made of other files or with other options"):
         generate_ct(tmp_path / "h", CTOptions(count=1, shape=(8,) * 3, seed=1))
 
 

@@ -134,6 +134,9 @@ def test_chunks_carry_checksums(tmp_path: Path, layout: str, compression: str) -
         assert file["full"].fletcher32
         assert file["full"].compression == (None if compression == "none" else "gzip")
         counts = file["full"][...]
+        side = min(32, counts.shape[1])
+        each = (side, side, side)
+        assert file["full"].chunks == ((*each, 4) if layout == "cosmoflow" else (1, *each))
     if layout == "channel-first":
         counts = np.moveaxis(counts, 0, -1)
     expected = np.moveaxis(simulate(options, 0), 0, -1)
@@ -199,7 +202,7 @@ def test_a_bit_that_flipped_after_an_earlier_run_is_not_blessed(tmp_path, layout
 
 def test_other_data_is_not_overwritten_unasked(tmp_path: Path) -> None:
     generate_universes(tmp_path, SMALL)
-    with pytest.raises(UsageError, match="made with other options"):
+    with pytest.raises(UsageError, match="made of other files or with other options"):
         generate_universes(tmp_path, UniverseOptions(count=2, width=8, seed=4))
     other = UniverseOptions(count=1, width=8, seed=4, layout="cosmoflow", overwrite=True)
     generate_universes(tmp_path, other)
