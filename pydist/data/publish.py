@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -70,18 +71,29 @@ def publishing(path: Path, size: int) -> Iterator[IO[bytes]]:
 
 
 def publish_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Writes a folder atomically: under a temporary name, flushed to disk, then renamed.
-
-    Args:
-        path: the final name; an existing folder is replaced.
-        fill: writes the content into an empty folder.
+    """Writes a folder atomically, as `replace_folder` does, and makes the folders above it.
 
     Raises:
         DiskError: the disk is full, or the folder can't be written.
     """
-    temporary = owner.temporary(path.with_name(f".{path.name}"))
-    replaced = owner.temporary(path.with_name(f".{path.name}-replaced"))
     make_folder(path.parent)
+    try:
+        replace_folder(path, fill)
+    except OSError as error:
+        raise DiskError(f"{path}: could not be written: {reason_of(error, path.parent)}") from error
+
+
+def replace_folder(path: Path, fill: Callable[[Path], None]) -> None:
+    """Writes a folder atomically: under a temporary name, flushed to disk, then renamed.
+
+    Args:
+        path: the final name; an existing folder is replaced, at one instant where the system can.
+        fill: writes the content into an empty folder.
+
+    Raises:
+        OSError: the disk is full, or the folder can't be written.
+    """
+    temporary = owner.temporary(path.with_name(f".{path.name}"))
     try:
         temporary.mkdir()
         fill(temporary)
@@ -89,18 +101,33 @@ def publish_folder(path: Path, fill: Callable[[Path], None]) -> None:
         with ThreadPoolExecutor(_SYNCED) as pool:  # file systems flush several at once
             list(pool.map(flush_to_disk, written))
         if path.exists():  # a folder can't replace one that has content
-            path.replace(replaced)
-        temporary.replace(path)
+            _exchange(temporary, path)
+        else:
+            temporary.replace(path)
         flush_to_disk(path.parent)
-    except OSError as error:
-        raise DiskError(f"{path}: could not be written: {_reason(error, path.parent)}") from error
     finally:
-        for each in (temporary, replaced):
-            shutil.rmtree(each, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _reason(error: OSError, folder: Path) -> str:
-    """Returns why a write into a folder has failed, with the free bytes of a full disk."""
+def _exchange(one: Path, other: Path) -> None:
+    """Exchanges two folders: atomically where the system can, else by renaming them in turn."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is not None:
+        here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+        if rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+            return
+    aside = owner.temporary(other.with_name(f".{other.name}"))
+    other.rename(aside)
+    try:
+        one.rename(other)
+    except OSError:
+        aside.rename(other)
+        raise
+    aside.rename(one)
+
+
+def reason_of(error: OSError, folder: Path) -> str:
+    """Returns why a write into a folder has failed, with the free space of a full disk."""
     reason = error.strerror or str(error)  # NumPy's errors have a text alone
     if error.errno not in (None, errno.ENOSPC):
         return reason
@@ -110,7 +137,7 @@ def _reason(error: OSError, folder: Path) -> str:
         return reason
     if error.errno is None and free >= _FULL:
         return reason
-    return f"{os.strerror(errno.ENOSPC)}; {free} bytes are free"
+    return f"{os.strerror(errno.ENOSPC)}; {free / 1e6:.1f} MB are free"
 
 
 def make_folder(folder: Path) -> None:

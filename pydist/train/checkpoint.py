@@ -6,7 +6,7 @@ A checkpoint is a folder ``step-000120`` with
 - ``state.json``: everything else, as `pydist.train.nested_state` writes it;
 - ``manifest.json``: format version, step, and length and CRC-32C of every file.
 
-It is written as ``step-000120.tmp-...``, synced to the disk and renamed, so that a folder with the
+It is written as ``.step-000120.tmp-...``, flushed to disk and renamed, so that a folder with the
 final name is always complete, even if the job dies. Only then the link ``last`` is updated and old
 checkpoints are removed. These functions are for one process; `pydist.train.state` has the
 collective ones.
@@ -14,8 +14,6 @@ collective ones.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import os
 import re
@@ -30,6 +28,7 @@ from torch import Tensor
 
 from pydist import owner
 from pydist._loader import native
+from pydist.data.publish import flush_to_disk, reason_of, replace_folder
 from pydist.errors import CheckpointError, DiskError
 from pydist.parsing import parse_json
 from pydist.train import nested_state
@@ -93,23 +92,21 @@ def write(folder: Path, step: int, parts: Mapping[str, object], keep: int = 2) -
     files = _encode(parts)
     files[_MANIFEST] = _manifest_of(step, files)
     final = folder / f"step-{step:06d}"
-    work = owner.temporary(final)
+
+    def fill(work: Path) -> None:
+        for name, content in files.items():
+            (work / name).write_bytes(content)
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not _is_published(final, files):
-            work.mkdir()
-            _fill(work, files)
-            if final.exists():
-                _exchange(work, final)
-                shutil.rmtree(work)
-            else:
-                work.rename(final)
-            _sync_folder(folder)
+            replace_folder(final, fill)
         _point(folder / LAST, final.name)
         _remove_old(folder, keep)
     except OSError as error:
-        shutil.rmtree(work, ignore_errors=True)
-        raise _disk_error(error, final, sum(map(len, files.values()))) from error
+        size = sum(map(len, files.values())) / 1e6
+        why = reason_of(error, folder)
+        raise DiskError(f"can't write checkpoint {final} ({size:.1f} MB): {why}") from error
     return final
 
 
@@ -171,33 +168,6 @@ def _is_published(final: Path, files: Mapping[str, bytes]) -> bool:
         return all((final / name).read_bytes() == data for name, data in files.items())
     except FileNotFoundError:
         return False
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Exchanges two folders: atomically where the system can, else by renaming them in turn."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is not None:
-        here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-        if rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
-            return
-    aside = owner.temporary(other)
-    other.rename(aside)
-    try:
-        one.rename(other)
-    except OSError:
-        aside.rename(other)
-        raise
-    aside.rename(one)
-
-
-def _fill(work: Path, files: Mapping[str, bytes]) -> None:
-    """Writes all files of a checkpoint into its unpublished folder, durably."""
-    for name, data in files.items():
-        with (work / name).open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    _sync_folder(work)
 
 
 def _seal(manifest: Mapping[str, object]) -> bytes:
@@ -263,7 +233,7 @@ def _point(link: Path, target: str) -> None:
         fresh.replace(link)
     finally:
         fresh.unlink(missing_ok=True)
-    _sync_folder(link.parent)
+    flush_to_disk(link.parent)
 
 
 def _remove_old(folder: Path, keep: int) -> None:
@@ -272,20 +242,3 @@ def _remove_old(folder: Path, keep: int) -> None:
         doomed = owner.temporary(old)
         old.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes renames and new entries in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _disk_error(error: OSError, path: Path, size: int) -> DiskError:
-    message = f"can't write checkpoint {path} ({size / 1e6:.1f} MB): {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        existing = next(p for p in path.absolute().parents if p.is_dir())
-        message += f"; {shutil.disk_usage(existing).free / 1e6:.1f} MB are free there"
-    return DiskError(message)

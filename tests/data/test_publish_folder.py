@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pydist.data import publish
 from pydist.data.publish import publish_folder
 from pydist.errors import DiskError
 
@@ -34,9 +35,9 @@ def test_a_folder_replaces_another_one(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy's error says how many numbers were written, and no more."""
-    usage = shutil.disk_usage(tmp_path)._replace(free=80)
+    usage = shutil.disk_usage(tmp_path)._replace(free=60_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(DiskError, match="written: No space left on device; 80 bytes are free"):
+    with pytest.raises(DiskError, match=r"written: No space left on device; 0\.1 MB are free"):
         publish_folder(tmp_path / "folder", broken)
 
 
@@ -60,3 +61,35 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
         publish_folder(path, lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     assert (path / "inner/file").read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("is_atomic", [True, False])
+def test_a_folder_that_is_replaced_is_there_at_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_atomic: bool
+) -> None:
+    """Or its old content is, if the new one can't get its place."""
+    if not is_atomic:
+        monkeypatch.setattr(publish.ctypes, "CDLL", lambda name: None)
+    path = tmp_path / "folder"
+    publish_folder(path, lambda folder: (folder / "old").touch())
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        assert not is_atomic  # at no instant it has another name
+        if ".tmp-" in self.name and target == path:
+            monkeypatch.setattr(Path, "rename", rename)
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    monkeypatch.setattr(Path, "replace", fails)
+    if is_atomic:
+        publish_folder(path, fill)
+    else:
+        with pytest.raises(DiskError, match="Input/output error"):
+            publish_folder(path, fill)
+    assert [each.name for each in path.iterdir()] == ["inner" if is_atomic else "old"]
+    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+    monkeypatch.undo()
+    publish_folder(path, fill)
+    assert [each.name for each in path.iterdir()] == ["inner"]

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,14 +65,16 @@ class Crash(BaseException):
 def inject(monkeypatch, at: int, error: BaseException) -> list[str]:
     """Makes file system call number `at` raise `error`; returns the list of call names."""
     calls: list[str] = []
+    lock = threading.Lock()  # files are flushed by several threads
 
     def failing(owner, name):
         real = getattr(owner, name)
 
         def call(*args, **kwargs):
-            calls.append(name)
-            if len(calls) == at:
-                raise error
+            with lock:
+                calls.append(name)
+                if len(calls) == at:
+                    raise error
             return real(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, call)
@@ -141,7 +144,7 @@ real = os.fsync
 def fsync(handle):
     global calls
     calls += 1
-    if calls == int(sys.argv[2]):
+    if calls >= int(sys.argv[2]):
         os._exit(9)
     real(handle)
 os.fsync = fsync
@@ -157,7 +160,7 @@ def test_a_killed_write_is_ignored_and_its_part_is_removed(tmp_path):
     assert ended.returncode == 9
     assert [p.name for p in checkpoint.complete(tmp_path)] == ["step-000001"]
     (part,) = owner.remove_temporaries(tmp_path)
-    assert part.name.startswith("step-000002.tmp-")
+    assert part.name.startswith(".step-000002.tmp-")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step-000001"]
 
 
