@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydist.errors import DiskError, UsageError
+from pydist.figures import new_figure, save_figure
 from pydist.plan.estimate import PARTS, Estimate
 from pydist.plan.memory import KINDS
 
@@ -25,13 +25,10 @@ def draw_meshes(path: Path, found: Sequence[Estimate], memory: int) -> None:
         DiskError: the file can't be written.
         UsageError: matplotlib is not installed, or has no such format.
     """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("--chart needs matplotlib: pip install 'pydist[plot]'") from None
+    figure = new_figure(12, 1.5 + 0.3 * len(found))
+    from matplotlib import colormaps
+
     names = [str(each) for each in found]
-    figure = Figure(figsize=(12, 1.5 + 0.3 * len(found)), layout="constrained")
     of_time, of_memory = figure.subplots(1, 2, sharey=True)
     tables = (
         (of_time, PARTS, [each.seconds for each in found], _MS),
@@ -50,9 +47,4 @@ def draw_meshes(path: Path, found: Sequence[Estimate], memory: int) -> None:
     of_memory.set_xlabel("GiB of a rank, predicted")
     of_memory.axvline(memory / _GIB, color="black", linestyle="--")
     of_time.invert_yaxis()
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise DiskError(f"can't write {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"--chart {path}: {error}") from error
+    save_figure(figure, path)

@@ -8,6 +8,7 @@ from pydist.grid import AXES, SPATIAL_AXES, Grid, axes_by_dim
 from pydist.plan.estimate import Estimate, InStages, StepModel
 from pydist.plan.in_stages import estimate_in_stages
 from pydist.plan.on_mesh import estimate_step
+from pydist.tables import table
 
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "gems")
 """Schedules that are compared, see `pydist.stages.schedule`; with pairs of micro-batches "gems" is
@@ -136,14 +137,7 @@ def mesh_table(found: Sequence[Estimate], alone: Estimate, memory: int) -> str:
         if not any(getattr(each, given) for each in found):
             at = rows[0].index(title)
             rows = [row[:at] + row[at + 1 :] for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        )
-        for row in rows
-    )
+    return table(rows)
 
 
 def efficiency(found: Estimate, alone: Estimate) -> float:

@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydist.errors import DiskError, UsageError
+from pydist.errors import UsageError
+from pydist.figures import new_figure, save_figure
 from pydist.profile.gathering import RankSpans
 from pydist.profile.spans import PASS, TRANSFER, Span
 
@@ -141,13 +142,10 @@ def draw_schedule(path: Path, ranks: Sequence[RankSpans]) -> None:
         DiskError: the file can't be written.
         UsageError: no stages were profiled, or matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise UsageError("a picture needs matplotlib: pip install 'pydist[plot]'") from None
+    figure = new_figure(14, 2.4 + 0.6 * len(ranks))
+    from matplotlib.patches import Patch
+
     panels = {"As it ran": as_it_ran(ranks), "Ideal, with the same passes": ideal(ranks)}
-    figure = Figure(figsize=(14, 2.4 + 0.6 * len(ranks)), layout="constrained")
     all_axes: Any = figure.subplots(2, 1, sharex=True)
     width = 1e3 * max(bar.stop for rows in panels.values() for row in rows for bar in row)
     for axes, (title, rows) in zip(all_axes, panels.items(), strict=True):
@@ -156,12 +154,7 @@ def draw_schedule(path: Path, ranks: Sequence[RankSpans]) -> None:
     shown = {bar.kind for rows in panels.values() for row in rows for bar in row}
     handles = [Patch(color=color, label=k) for k, color in KINDS.items() if k in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise DiskError(f"can't write {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from error
+    save_figure(figure, path)
 
 
 def _draw(axes: Axes, title: str, rows: Sequence[Sequence[Bar]], picture: float) -> None:

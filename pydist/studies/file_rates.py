@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pydist.hardware import Hardware
 from pydist.studies.published import PUBLISHED_FILES
-from pydist.studies.tables import table
+from pydist.tables import table
 
 SIZES = {"128 KB": 128 << 10, "512 KB": 512 << 10, "2 MB": 2 << 20, "8 MB": 8 << 20}
 """File sizes of FanStore's benchmarks."""

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from pydist.data.universes.options import TARGET_NAMES
+from pydist.figures import new_figure
 from pydist.studies.options import CUTS
 from pydist.studies.sample_size import CONSTANT, NETWORK, RIDGE, Row, Study
-from pydist.studies.tables import table
-from pydist.train.report import new_figure, save_figure
+from pydist.tables import table
+from pydist.train.report import publish_figure
 
 _SIZES = {1: "whole", 2: "1/8", 4: "1/64"}
 _COLORS = {NETWORK: "tab:blue", RIDGE: "tab:orange"}
@@ -98,7 +99,7 @@ def draw_sizes(study: Study, rows: Sequence[Row]) -> Path:
     panels[0].set(ylabel="MSE of validation universes")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
-    return save_figure(figure, study.folder / "result.png")
+    return publish_figure(figure, study.folder / "result.png")
 
 
 def _columns(row: Row) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydist.figures import new_figure
 from pydist.grid import AXES
 from pydist.hardware import Hardware
 from pydist.plan import Estimate
@@ -31,8 +32,8 @@ from pydist.studies.scaling import (
     loss_differences,
     scaling_efficiency,
 )  # fmt: skip
-from pydist.studies.tables import table
-from pydist.train.report import new_figure, save_figure
+from pydist.tables import table
+from pydist.train.report import publish_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -257,7 +258,7 @@ def draw_scaling(study: Scaling, results: ScalingResults) -> Path:
     for axes, series in zip(rows[-1], (STRONG, WEAK_BATCH), strict=False):
         _draw_paper(axes, [p for p in results.paper if p.series == series], series)
     _draw_published(rows[-1][2])
-    return save_figure(figure, study.folder / "result.png")
+    return publish_figure(figure, study.folder / "result.png")
 
 
 def _label(point: Point) -> str:

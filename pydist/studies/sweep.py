@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as checked
 from pydist.errors import UsageError
 from pydist.parsing import require_shallow
 from pydist.studies.runs import Outcome, Run
-from pydist.studies.tables import table
+from pydist.tables import table
 from pydist.train import config_io
 from pydist.train.ranks import ranks_a_sample
 

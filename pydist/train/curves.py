@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.errors import DiskError, UsageError
+from pydist.figures import can_draw, new_figure
 from pydist.train import report
 from pydist.train.log import Event, Listener, read
 
@@ -42,7 +43,7 @@ def drawn_in(output: OutputConfig, log: Path) -> list[Listener]:
         UsageError: TensorBoard is wanted, and not installed.
     """
     found: list[Listener] = []
-    if output.plot and report.can_draw():
+    if output.plot and can_draw():
         found.append(Curves(output.folder / CURVES_FILE, log))
     if output.tensorboard:
         found.append(TensorBoard(output.folder / TENSORBOARD))
@@ -121,7 +122,7 @@ class Curves:
         """
         if not self._losses:
             return
-        figure = report.new_figure(15, 4.2)
+        figure = new_figure(15, 4.2)
         loss, found, rate = figure.subplots(1, 3)
         self._draw_losses(loss)
         for name, values in self._measures.items():
@@ -134,7 +135,7 @@ class Curves:
         rate.plot(list(self._rates), list(self._rates.values()))
         rate.set(xlabel="step", title="Learning rate")
         rate.set_ylim(bottom=0)
-        report.save_figure(figure, self._path)
+        report.publish_figure(figure, self._path)
 
     def _draw_losses(self, axes: Axes) -> None:
         steps, losses = list(self._losses), list(self._losses.values())

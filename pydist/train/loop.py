@@ -18,8 +18,8 @@ from pydist.comm.consensus import any_rank, together
 from pydist.data.publish import make_folder, publish
 from pydist.entry_hook import entry_hook_of
 from pydist.errors import DataError, DiskError, PydistError, Stopped
+from pydist.figures import can_draw
 from pydist.optim import average_parameters
-from pydist.train import report
 from pydist.train.config.gradients import name_of
 from pydist.train.cuda_graph import GraphedStep
 from pydist.train.data_log import DataLog
@@ -369,7 +369,7 @@ class Trainer:
     def _draw_sample(self, path: Path, found: Validation) -> None:
         """Draws a sample, if the task does; a picture that can't be made ends no run."""
         draw = getattr(self.task, "draw_sample", None)
-        if draw is None or self.validation_loader is None or not report.can_draw():
+        if draw is None or self.validation_loader is None or not can_draw():
             return
         try:
             make_folder(path.parent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import importlib.util
 import io
 import itertools
 import math
@@ -17,7 +16,8 @@ import numpy as np
 from pydist.data import ShardDataset
 from pydist.data.dataset import BadSample
 from pydist.data.publish import publish
-from pydist.errors import DiskError, UsageError
+from pydist.errors import DiskError
+from pydist.figures import new_figure
 from pydist.grid import SPATIAL_AXES
 from pydist.partition import Box, split_extent
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 PREDICTIONS_FILE = "predictions.csv"
 PICTURE_FILE = "result.png"
-MISSING_PLOT_LIBRARY = "result.png needs matplotlib: pip install 'pydist[plot]'"
 
 
 def write_predictions(
@@ -88,7 +87,7 @@ def draw_run(
         axes[2].set_axis_off()
     else:
         _draw_sample(axes[2], sample, mesh)
-    return save_figure(figure, folder / PICTURE_FILE)
+    return publish_figure(figure, folder / PICTURE_FILE)
 
 
 def _first_good(data: ShardDataset) -> NDArray[Any] | None:
@@ -102,26 +101,8 @@ def _first_good(data: ShardDataset) -> NDArray[Any] | None:
     return None
 
 
-def can_draw() -> bool:
-    """Returns whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Creates an empty figure, sizes in inches.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(MISSING_PLOT_LIBRARY) from None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Writes a figure; returns the path.
+def publish_figure(figure: Figure, path: Path) -> Path:
+    """Writes a figure as PNG, atomically; returns the path.
 
     Raises:
         DiskError: the file can't be written.
@@ -155,7 +136,7 @@ def draw_sample(
     axes = figure.subplots()
     axes.set(xlabel="true", ylabel="predicted", title=path.stem)
     draw_predictions(axes, names, predicted, true)
-    save_figure(figure, path)
+    publish_figure(figure, path)
 
 
 def draw_curves(axes: Axes, curves: Mapping[str, Mapping[int, float]], label: str) -> None:

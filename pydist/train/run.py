@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, publish
 from pydist.errors import CheckpointError, DoesNotFit, Stopped, UsageError, out_of_memory
+from pydist.figures import MISSING_PLOT_LIBRARY, can_draw
 from pydist.optim import SampleLR, schedule
 from pydist.optim.layerwise import LayerwiseOptimizer
 from pydist.train import checkpoint, config_io, report
@@ -447,8 +447,8 @@ def _write_results(
     folder = config.output.folder
     if validation is not None:
         task.write_results(folder, data, validation)
-    if config.output.plot and importlib.util.find_spec("matplotlib") is None:
-        log.emit("notice", text=report.MISSING_PLOT_LIBRARY)
+    if config.output.plot and not can_draw():
+        log.emit("notice", text=f"no result.png: {MISSING_PLOT_LIBRARY}")
     elif config.output.plot:
         curves = {str(job): losses(folder / LOG_FILE)}
         task.draw(folder, curves, data, meshes_of(config.mesh)[0])

@@ -11,6 +11,7 @@ import numpy as np
 
 from pydist.data import ShardDataset
 from pydist.errors import DiskError
+from pydist.figures import new_figure
 from pydist.grid import SPATIAL_AXES
 from pydist.partition import Box
 from pydist.train import report
@@ -76,7 +77,7 @@ def draw_run(
         UsageError: matplotlib is not installed.
         DiskError: the file can't be written.
     """
-    figure = report.new_figure(18, 4.6)
+    figure = new_figure(18, 4.6)
     axes = figure.subplots(1, 2 if predicted is None else 5)
     report.draw_curves(axes[0], curves, "training loss")
     _draw_dice(axes[1], folder / DICE_FILE)
@@ -86,7 +87,7 @@ def draw_run(
         unseen.close()
         found.draw_on(axes[2:], predicted)
         report.draw_blocks(axes[2], predicted.shape, mesh, found.place)
-    return report.save_figure(figure, folder / report.PICTURE_FILE)
+    return report.publish_figure(figure, folder / report.PICTURE_FILE)
 
 
 class Slice:
@@ -137,10 +138,10 @@ class Slice:
         Raises:
             DiskError: the file can't be written.
         """
-        figure = report.new_figure(11, 4.2)
+        figure = new_figure(11, 4.2)
         self.draw_on(figure.subplots(1, 3), predicted)
         figure.suptitle(path.stem)
-        report.save_figure(figure, path)
+        report.publish_figure(figure, path)
 
     def draw_on(self, axes: Sequence[Axes], predicted: NDArray[Any]) -> None:
         """Draws the slice, depth upwards: alone, with the truth, and with the prediction."""

@@ -87,7 +87,7 @@ def test_meshes_that_a_run_refuses_are_not_planned(settings, groups, place, caps
         (["--ranks", "3", "--mesh.stages", "2"], "--ranks 3: mesh.stages = 2 does not divide them"),
         (["--ranks", "1", *GROWING], "compares parts of a step, which is one pass of one"),
         (["--ranks", "2", "--chart", "none/plan.png"], "can't write none/plan.png"),
-        (["--ranks", "2", "--chart", "plan.txt"], "--chart plan.txt: Format 'txt'"),
+        (["--ranks", "2", "--chart", "plan.txt"], "plan.txt: Format 'txt'"),
     ],
 )
 def test_mistakes_are_named(arguments, message, place, capsys):
@@ -123,7 +123,8 @@ def test_a_chart_of_the_stages_is_drawn(place, capsys):
 
 def test_the_parts_of_a_chart_have_colors_of_their_own(place, capsys, monkeypatch):
     drawn = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, _: drawn.append(figure))
+    save = "matplotlib.figure.Figure.savefig"
+    monkeypatch.setattr(save, lambda figure, _, dpi: drawn.append(figure))
     shown(capsys, "--ranks", "2", "--chart", "plan.png")
     for axes in drawn[0].axes:
         colors = [bars.patches[0].get_facecolor() for bars in axes.containers]
