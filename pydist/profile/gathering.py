@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,15 +17,6 @@ if TYPE_CHECKING:
     from pydist.comm import Transport
 
 _ROUNDS = 9
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Spans that are measured in one clock."""
-
-    bounds: Sequence[float]
-    """Times at which steps begin and end: one more than steps."""
-    spans: Sequence[Span]
 
 
 @dataclass(frozen=True)
@@ -48,45 +38,35 @@ class RankSpans:
         return len(self.bounds) - 1
 
 
-def gather_spans(
-    world: Transport, layers: Sequence[str], host: Timeline, device: Timeline | None = None
-) -> list[RankSpans]:
+def gather_spans(world: Transport, mine: RankSpans) -> list[RankSpans]:
     """Gathers the spans of all ranks to rank 0, in the clock of rank 0. Collective.
 
     Args:
         world: the ranks.
-        layers: paths of the layers, in the order of their first call.
-        host: spans of the rank.
-        device: spans of its device, in the same clock.
+        mine: spans of this rank, and of its device in the same clock.
 
     Returns:
         On rank 0 one entry per rank, in rank order; elsewhere none.
     """
-    offset = clock_offset(world)
-    mine = {
-        "layers": list(layers),
-        "host": _encode(host, offset),
-        "device": None if device is None else _encode(device, offset),
-    }
-    return [_decode(rank, text) for rank, text in enumerate(_gather(world, json.dumps(mine)))]
+    text = json.dumps(_shifted(mine, clock_offset(world)), default=vars)
+    return [_decoded(json.loads(each)) for each in _gather(world, text)]
 
 
-def _encode(timeline: Timeline, offset: float) -> tuple[list[float], list[Span]]:
-    bounds = timeline.bounds
-    # A span that is not over at the end of the last step is dropped.
-    inside = [s for s in timeline.spans if bounds and bounds[0] <= s.start and s.stop <= bounds[-1]]
-    return [bound + offset for bound in bounds], [span.shifted(offset) for span in inside]
+def _shifted(mine: RankSpans, offset: float) -> RankSpans:
+    """Returns spans in a clock that is ahead, without one that is not over with the last step."""
+    bounds = mine.bounds
+    inside = [s for s in mine.spans if bounds and bounds[0] <= s.start and s.stop <= bounds[-1]]
+    return replace(
+        mine,
+        bounds=[bound + offset for bound in bounds],
+        spans=[span.shifted(offset) for span in inside],
+        device=None if mine.device is None else _shifted(mine.device, offset),
+    )
 
 
-def _decode(rank: int, text: str) -> RankSpans:
-    found = json.loads(text)
-    layers = found["layers"]
-    device = None
-    if found["device"] is not None:
-        bounds, spans = found["device"]
-        device = RankSpans(rank, layers, bounds, [Span(*fields) for fields in spans])
-    bounds, spans = found["host"]
-    return RankSpans(rank, layers, bounds, [Span(*fields) for fields in spans], device)
+def _decoded(found: dict[str, Any]) -> RankSpans:
+    spans, device = [Span(*fields) for fields in found["spans"]], found["device"]
+    return RankSpans(**{**found, "spans": spans, "device": device and _decoded(device)})
 
 
 def clock_offset(world: Transport) -> float:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 from pydist.errors import UsageError
 from pydist.profile.clock import DeviceClock
 from pydist.profile.device import profiled_device
-from pydist.profile.gathering import RankSpans, Timeline, gather_spans
+from pydist.profile.gathering import RankSpans, gather_spans
 from pydist.profile.layers import LayerHooks
 from pydist.profile.recorder import SpanRecorder
 from pydist.profile.schedule import draw_schedule
@@ -114,12 +114,14 @@ class Profiler:
         self._optimizers.remove()
         if kind is None:
             complete = self._left_out == self.warmup
-            host = Timeline(self._bounds if complete else [], self._recorder.spans)
-            device = None
-            if self._clock is not None:
-                self._clock.finish()
-                device = Timeline(self._clock.bounds if complete else [], self._clock.spans)
-            self._ranks = gather_spans(self._world, self._layers.paths, host, device)
+            rank, layers, device = self._world.rank, self._layers.paths, None
+            if (clock := self._clock) is not None:
+                clock.finish()
+                bounds = clock.bounds if complete else []
+                device = RankSpans(rank, layers, bounds, clock.spans)
+            bounds = self._bounds if complete else []
+            mine = RankSpans(rank, layers, bounds, self._recorder.spans, device)
+            self._ranks = gather_spans(self._world, mine)
 
     @property
     def ranks(self) -> list[RankSpans]:

@@ -9,7 +9,7 @@ import pytest
 
 from pydist import owner
 from pydist.comm import Transport, run_local
-from pydist.profile.gathering import RankSpans, Timeline, clock_offset, gather_spans
+from pydist.profile.gathering import RankSpans, clock_offset, gather_spans
 from pydist.profile.spans import Span
 from pydist.profile.summary import summarize
 from pydist.profile.table import format_table
@@ -80,7 +80,7 @@ def test_clocks_of_other_machines_are_set_to_that_of_rank_0(monkeypatch):
     def body(t: Transport) -> list[RankSpans]:
         late = ahead * t.rank
         own = [Span("compute", "conv", False, 5.0 + late, 6.0 + late, 1.0)]
-        return gather_spans(t, ["conv"], Timeline([4.0 + late, 7.0 + late], own))
+        return gather_spans(t, RankSpans(t.rank, ["conv"], [4.0 + late, 7.0 + late], own))
 
     monkeypatch.setattr(owner, "kernel", lambda: str(number()))
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead * number())
