@@ -247,8 +247,8 @@ def _whole_number(name: str, value: Any, least: int) -> int:
 
 def _require_kind(path: Path, parts: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Raises `CheckpointError` if a checkpoint has the state of another kind of optimizer."""
-    there, here = parts.get("kinds", {}).get("optimizer"), optimizer_kind(optimizer)
-    if there is not None and there != here:  # checkpoints had no kinds once
+    there, here = parts["kinds"]["optimizer"], optimizer_kind(optimizer)
+    if there != here:
         raise CheckpointError(
             f"checkpoint {path} has the state of the optimizer {there}, and this one is {here}: "
             "call load without it to restore the rest"

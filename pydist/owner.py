@@ -22,13 +22,10 @@ from pathlib import Path
 
 FOREIGN_AGE = 86_400.0
 """Seconds without a change after which a temporary file of an unknown process is abandoned: of
-another machine or container, or without a tag."""
+another machine or container."""
 
 _TAG = re.compile(r"([0-9a-f]{8})-([0-9a-z]{1,8})-([0-9a-z]{1,10})")
-_TEMPORARY = re.compile(
-    r".+\.tmp-(?:(?P<tag>[0-9a-f]{8}-[0-9a-z]+-[0-9a-z]+)-[0-9a-f]{8}|[0-9a-f]{12}|[0-9a-f]{32})"
-)
-"""Names with a tag, or of older versions of pydist without tags."""
+_TEMPORARY = re.compile(r".+\.tmp-([0-9a-f]{8}-[0-9a-z]+-[0-9a-z]+)-[0-9a-f]{8}")
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -99,7 +96,7 @@ def remove_temporaries(folder: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
             match = _TEMPORARY.fullmatch(path.name)
-            if match is not None and _abandoned(path, match["tag"]):
+            if match is not None and _abandoned(path, match[1]):
                 with contextlib.suppress(OSError):
                     remove(path)
                     removed.append(path)
@@ -126,8 +123,8 @@ def make_private_folder(path: Path) -> None:
         raise PermissionError(f"{path} is not a folder of this user alone")
 
 
-def _abandoned(path: Path, owner: str | None) -> bool:
-    alive = None if owner is None else is_running(owner)
+def _abandoned(path: Path, owner: str) -> bool:
+    alive = is_running(owner)
     if alive is not None:
         return not alive
     with contextlib.suppress(OSError):

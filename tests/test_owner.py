@@ -74,19 +74,17 @@ def test_temporaries_of_dead_processes_go_and_all_others_stay(tmp_path: Path) ->
     dead_link = tmp_path / f"last.tmp-{tag}-00000000"
     dead_link.symlink_to("data.hdf5")
     abandoned = tmp_path / ".other.tmp-00000000-1-1-01234567"  # from another machine, long ago
-    untagged = tmp_path / f".older.tmp-{'0' * 12}"
     stay = [
         owner.temporary(tmp_path / "mine"),
         tmp_path / ".foreign.tmp-00000000-1-1-01234567",
-        tmp_path / f".untagged.tmp-{'1' * 12}",
         tmp_path / "data.hdf5",
         tmp_path / "notes.tmp-1",
     ]
-    for path in (dead, abandoned, untagged, *stay):
+    for path in (dead, abandoned, *stay):
         path.touch()
-    for path in (abandoned, untagged, stay[-1]):
+    for path in (abandoned, stay[-1]):
         os.utime(path, (0, time.time() - 2 * DAY))
     removed = owner.remove_temporaries(tmp_path)
-    assert set(removed) == {dead, dead_folder, dead_link, abandoned, untagged}
+    assert set(removed) == {dead, dead_folder, dead_link, abandoned}
     assert set(tmp_path.iterdir()) == set(stay)
     assert owner.remove_temporaries(tmp_path / "nowhere") == []

@@ -114,7 +114,7 @@ def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     """Describes differing settings of network, data, loss and optimizer.
 
     Args:
-        saved: texts of `CheckpointMetadata.dump` from a checkpoint; an older one may lack settings.
+        saved: texts of `CheckpointMetadata.dump` from a checkpoint; some may be missing.
         wanted: texts of `CheckpointMetadata.dump` of this run.
 
     Returns:
@@ -155,15 +155,15 @@ def load_trained(path: str | Path) -> tuple[CheckpointMetadata, dict[str, Any]]:
             its last one.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or an older pydist has written it.
+        CheckpointError: there is none, it is damaged, or does not describe its network.
     """
     folder = _checkpoint_in(Path(path))
     parts = checkpoint.read(folder)
     texts: Mapping[str, str] = parts.get("about", {})
     if not texts:
         raise CheckpointError(
-            f"checkpoint {folder} does not describe its network: a loop of its user's own, or an "
-            "older pydist, has written it"
+            f"checkpoint {folder} does not describe its network: a loop of its user's own has "
+            "written it"
         )
     try:
         config = config_io.loads(texts["config"], f"checkpoint {folder}")

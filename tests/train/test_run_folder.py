@@ -90,7 +90,7 @@ def test_a_folder_in_the_place_of_a_result_is_refused_before_the_first_step(conf
 
 
 def test_what_an_interrupted_write_left_is_removed_and_told(config):
-    left = config.output.folder / "ckpt" / f"step-000007.tmp-{'0' * 32}"
+    left = config.output.folder / "ckpt" / ".step-000007.tmp-00000000-1-1-01234567"
     left.mkdir(parents=True)
     os.utime(left, (0, 0))
     alone(change(config, train={"steps": 1}))

@@ -150,18 +150,12 @@ def _make_way(root: Path, options: CTOptions, recipe: str) -> None:
 
 
 def _recipe_of(description: Path) -> str | None:
-    """Returns the recipe in a `dataset.json` of `write_nifti_set`; None for another file.
-
-    Earlier versions wrote none: "", which is unlike any.
-    """
+    """Returns the recipe in a `dataset.json` of `write_nifti_set`; None for another file."""
     try:
         record = parse_json(description.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(record, dict):
-        return None
-    is_own = all(record.get(key) == value for key, value in _DESCRIPTION.items())
-    recipe = record.get(RECIPE, "" if is_own else None)
+    recipe = record.get(RECIPE) if isinstance(record, dict) else None
     return recipe if isinstance(recipe, str) else None
 
 

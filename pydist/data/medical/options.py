@@ -78,10 +78,8 @@ class NiftiOptions:
 
     def recipe(self) -> dict[str, Any]:
         """Returns the options that determine the content of a volume's file."""
-        names = ("dtype", "storage", "compression", "keep_header")
-        found = {"grid": asdict(self.grid), **{name: getattr(self, name) for name in names}}
-        # Only if set: earlier versions had no such option, and their recipes stay valid.
-        return found if self.ignore_label is None else {**found, "ignore_label": self.ignore_label}
+        names = ("dtype", "storage", "compression", "keep_header", "ignore_label")
+        return {"grid": asdict(self.grid), **{name: getattr(self, name) for name in names}}
 
 
 @dataclass(frozen=True)

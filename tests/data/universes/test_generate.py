@@ -177,7 +177,7 @@ def test_damaged_leftover_is_made_again(tmp_path: Path) -> None:
     victim = tmp_path / "univ_000001_0_1_0.hdf5"
     victim.write_bytes(victim.read_bytes()[:300])
     (tmp_path / "univ_000000_0_0_0.hdf5").unlink()
-    left = tmp_path / f".univ_000000_0_0_0.hdf5.tmp-{'0' * 12}"
+    left = tmp_path / ".univ_000000_0_0_0.hdf5.tmp-00000000-1-1-01234567"
     left.write_bytes(b"left by a run that was killed long ago")
     os.utime(left, (0, 0))
     generate_universes(tmp_path, SMALL)
