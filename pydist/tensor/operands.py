@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +136,20 @@ def operand_in(x: Tensor, target: Layout, layout: Layout) -> Tensor:
         return _sharded_operand(x, target, layout)
     prove_equal(x, target)
     return _entered(x, _index_in(target), layout)
+
+
+def whole_operand(value: Any, like: ShardedTensor) -> Any:
+    """Returns the full tensor of an argument, for a call that each rank computes as a whole.
+
+    Args:
+        value: a sharded tensor, a plain one that is equal on all ranks, or any other argument.
+        like: a sharded argument of the call.
+    """
+    if isinstance(value, ShardedTensor):
+        return value.full_tensor()
+    if isinstance(value, Tensor):
+        prove_equal(value, like.layout.whole())
+    return value
 
 
 def _index_in(target: Layout) -> tuple[slice, ...] | None:

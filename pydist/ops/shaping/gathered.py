@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from pydist.ops.pointwise.elementwise import elementwise
-from pydist.tensor import HANDLERS, implements
-from pydist.tensor.sharded import whole_of
+from pydist.tensor import HANDLERS, implements, refusal, source_among
+from pydist.tensor.operands import whole_operand
 
 
 def _gathered(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+    if kwargs.get("out") is not None:
+        raise refusal(func, args, kwargs, "out= would fill a gathered copy")
+    like = source_among((*args, *kwargs.values()))
+    whole = partial(whole_operand, like=like)
+    return func(*map(whole, args), **{name: whole(each) for name, each in kwargs.items()})
 
 
 for _name in ("masked_select", "unique", "unique_consecutive", "histogram"):

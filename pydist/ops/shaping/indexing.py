@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,13 @@ from pydist.ops.empty import with_elements, without_added
 from pydist.ops.pointwise.elementwise import broadcast_layout
 from pydist.ops.shaping.slicing import full_index, sliced
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, source_among, wrap
-from pydist.tensor.operands import layout_of_operand, operand_in, parameter_for, prove_equal
-from pydist.tensor.sharded import whole_of
+from pydist.tensor.operands import (
+    layout_of_operand,
+    operand_in,
+    parameter_for,
+    prove_equal,
+    whole_operand,
+)
 
 _GET = torch.Tensor.__getitem__
 
@@ -31,8 +37,9 @@ def getitem(x: Tensor, index: Any) -> Tensor:
     """
     entries = entries_of(x, index)
     if any(isinstance(e, ShardedTensor) and is_mask(e) for e in entries):
-        whole: Tensor = whole_of(x)[tuple(whole_of(e) for e in entries)]
-        return whole
+        whole = partial(whole_operand, like=source_among((x, *entries)))
+        taken: Tensor = whole(x)[tuple(map(whole, entries))]
+        return taken
     if isinstance(x, ShardedTensor) and not any(isinstance(e, Tensor) for e in entries):
         return sliced(x, entries)
     like = source_among((x, *entries))

@@ -17,7 +17,7 @@ from pydist.ops.views import moves
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, implements, local_of, view_of, wrap
 from pydist.tensor.aliasing import ViewPart, view_at
-from pydist.tensor.operands import redistribute
+from pydist.tensor.operands import redistribute, whole_operand
 
 IndexEntry = int | slice | None
 """Entry of an index for one dim; `None` adds a dim."""
@@ -246,7 +246,8 @@ def tensor_split(
     asked, *at = (*given, *named.values())
     d = canonical(at[0] if at else dim, input.dim())
     extent = input.shape[d]
-    asked = asked.tolist() if isinstance(asked, Tensor) else asked
+    if isinstance(asked, Tensor):
+        asked = whole_operand(asked, input).tolist()
     if isinstance(asked, int):
         if asked < 1:
             raise RuntimeError(f"number of sections must be larger than 0, got {asked}")

@@ -88,6 +88,10 @@ def test_filled_with_a_learned_value(points):
 
 DIFFERENT = {
     "test elements": lambda x, rank: torch.isin(x, torch.tensor([1.0, rank])),
+    "points": lambda x, rank: x.tensor_split(torch.tensor([1, 2 + rank]), 1),
+    "a mask": lambda x, rank: x.masked_select(torch.tensor([True, rank == 0, True])),
+    "bins": lambda x, rank: x.histogram(torch.tensor([0, 1.0 + rank], dtype=x.dtype)),
+    "an index beside a mask": lambda x, rank: x[x[:, 0, 0, 0, 0] > 0, torch.tensor([rank])],
     "a number of repeats": lambda x, rank: x.repeat_interleave(torch.tensor([1 + rank]), 1),
     "numbers of repeats": lambda x, rank: x.repeat_interleave(torch.tensor([1, 2, rank]), 1),
     "a fill": lambda x, rank: x.index_fill(1, ROWS[1:], torch.tensor(1.0 + rank).double()),
