@@ -78,6 +78,16 @@ def contract(
     return wrap(result, layout, like)
 
 
+def require_fit(func: Callable[..., Any], *operands: Tensor | None) -> None:
+    """Raises what torch raises for the global shapes; blocks of extent 1 would broadcast."""
+    shapes = tuple(None if x is None else tuple(x.shape) for x in operands)
+
+    def make() -> None:
+        func(*(None if shape is None else torch.empty(shape, device="meta") for shape in shapes))
+
+    source_among(operands).mesh.session.plan(("fit", func, shapes), make)
+
+
 class _Product(NamedTuple):
     """Plan that says how a product runs: the layouts of its operands and of its result.
 

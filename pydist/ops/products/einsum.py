@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist.ops.dims import canonical_all
-from pydist.ops.products.contraction import Labels, contract
+from pydist.ops.products.contraction import Labels, contract, require_fit
 from pydist.tensor import implements
 
 
@@ -56,14 +56,7 @@ def _term(term: str, dims: int, equation: str) -> list[str]:
 @implements(torch.bilinear)
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Computes bilinear forms of the last dims of two tensors."""
-    ends = input1.shape[-1:] + input2.shape[-1:]
-    if weight.dim() != 3 or weight.shape[1:] != ends or input1.shape[:-1] != input2.shape[:-1]:
-        shapes = ", ".join(str(list(t.shape)) for t in (input1, input2, weight))
-        raise RuntimeError(f"bilinear: the shapes {shapes} do not fit together")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise RuntimeError(
-            f"bilinear: a bias of shape {list(bias.shape)} for {len(weight)} results"
-        )
+    require_fit(torch.bilinear, input1, input2, weight, bias)
     y = einsum("...i,oij,...j->...o", input1, weight, input2)
     return y if bias is None else y + bias
 

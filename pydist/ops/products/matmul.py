@@ -12,23 +12,15 @@ from torch import Tensor
 
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.ops.channels import free_channel_axis, on_plain, output_split
-from pydist.ops.products.contraction import Labels, contract
+from pydist.ops.products.contraction import Labels, contract, require_fit
 from pydist.tensor import HANDLERS, ShardedTensor, implements
 from pydist.tensor.operands import require_broadcastable, use_weight
 
 
 def _product(func: Callable[..., Tensor], a: Tensor, b: Tensor) -> Any:
+    require_fit(func, a, b)
     first, second, out = _labels(a, b)
-    _require_inner(func, a, a.shape[-1], b, b.shape[-2 if b.dim() > 1 else -1])
     return contract(func, [a, b], [first, second], out, func)
-
-
-def _require_inner(func: Callable[..., Any], a: Tensor, n: int, b: Tensor, m: int) -> None:
-    """Raises if the extents of the summed dim differ, as blocks of extent 1 would broadcast."""
-    if n != m:
-        raise RuntimeError(
-            f"{func.__name__}: the shapes {list(a.shape)} and {list(b.shape)} can't be multiplied"
-        )
 
 
 def _labels(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels]:
@@ -43,8 +35,6 @@ def _labels(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels]:
 @implements(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.linalg.matmul)
 def matmul(input: Tensor, other: Tensor) -> Any:
     """Computes the product of matrices or vectors, or of batches of matrices."""
-    if 0 in (input.dim(), other.dim()):
-        raise RuntimeError("both arguments to matmul need to be at least 1D")
     return _product(torch.matmul, input, other)
 
 
@@ -54,49 +44,37 @@ def rmatmul(input: Tensor, other: Tensor) -> Any:
     return matmul(other, input)
 
 
-def _of_dims(name: str, first: int, second: int) -> None:
-    """Registers torch.{name}, a matrix product of tensors with `first` and `second` dims."""
-    func = getattr(torch, name)
-
-    @implements(func, getattr(torch.Tensor, name))
-    def handler(a: Tensor, b: Tensor) -> Any:
-        if (a.dim(), b.dim()) != (first, second):
-            raise RuntimeError(
-                f"{name}: tensors of {first} and {second} dims expected, got {a.dim()} and "
-                f"{b.dim()}"
-            )
-        if name == "bmm" and a.shape[0] != b.shape[0]:
-            raise RuntimeError(f"bmm: batches of {a.shape[0]} and {b.shape[0]} do not fit together")
-        return _product(func, a, b)
-
-
-for _name, _first, _second in (("mm", 2, 2), ("bmm", 3, 3), ("mv", 2, 1), ("dot", 1, 1)):
-    _of_dims(_name, _first, _second)
+for _name in ("mm", "bmm", "mv", "dot"):
+    for _owner in (torch, torch.Tensor):
+        HANDLERS[getattr(_owner, _name)] = partial(_product, getattr(torch, _name))
 
 
 def _added(
-    func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+    func: Callable[..., Tensor],
+    product_of: Callable[[Tensor, Tensor], Tensor],
+    input: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> Any:
-    product = func(a, b)
+    require_fit(func, input, a, b)
+    product = product_of(a, b)
     require_broadcastable(input, product.shape)
     if beta == 0:
         return product * alpha
     return (input * beta + product * alpha).to(product.dtype)
 
 
-def _sum_of_products(a: Tensor, b: Tensor) -> Any:
-    labels = ("bmk", "bkn")
-    return contract(torch.addbmm, [a, b], labels, "mn", partial(torch.einsum, "bmk,bkn->mn"))
-
-
-for _name, _function in (
+for _name, _product_of in (
     ("addmm", torch.mm),
     ("baddbmm", torch.bmm),
     ("addmv", torch.mv),
-    ("addbmm", _sum_of_products),
+    ("addbmm", partial(torch.einsum, "bmk,bkn->mn")),
 ):
     for _owner in (torch, torch.Tensor):
-        HANDLERS[getattr(_owner, _name)] = partial(_added, _function)
+        HANDLERS[getattr(_owner, _name)] = partial(_added, getattr(torch, _name), _product_of)
 
 
 @implements(F.linear)
@@ -112,7 +90,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
             use_weight(each, input.mesh)
     if is_sharded_weight(weight):
         input = free_channel_axis(input)
-    _require_inner(F.linear, input, input.shape[-1], weight, weight.shape[-1])
+    require_fit(F.linear, input, weight, bias)
     rows = [f"b{i}" for i in range(input.dim() - 1)]
     out = ["n"] * (weight.dim() - 1)
     operands, labels = [input, weight], [[*rows, "k"], [*out, "k"]]

@@ -66,6 +66,7 @@ CALLS = {
     "addmm without the first": lambda x: torch.addmm(x[0, 0, 0], x[0, 0, 0], randn(3, 3), beta=0),
     "baddbmm": lambda x: torch.baddbmm(x[0, :, 0], x[0, :, 0], randn(3, 3, 3), alpha=2),
     "addbmm": lambda x: torch.addbmm(randn(4, 2), x[0, :, 0], randn(3, 3, 2)),
+    "addbmm of plain ones": lambda x: torch.addbmm(x[0, 0, 0], randn(2, 4, 5), randn(2, 5, 3)),
     "addmv": lambda x: randn(3).addmv(x[0, 0, 0].mT, randn(4)),
     "cross attention": lambda x: F.scaled_dot_product_attention(
         x.flatten(2).mT, randn(1, 6, 3), randn(1, 6, 2), randn(6)
@@ -213,6 +214,9 @@ UNFIT = {
     "linear with a bias": lambda x: F.linear(x, randn(1, 2), randn(3)),
     "addmm": lambda x: torch.addmm(randn(3, 3), x[:1], randn(2, 3)),
     "addmm without the first": lambda x: torch.addmm(randn(3, 3), x[:1], randn(2, 3), beta=0),
+    "addbmm": lambda x: torch.addbmm(randn(3, 5), x[None], randn(1, 1, 5)),
+    "addbmm of batches": lambda x: torch.addbmm(randn(3, 5), x.T[:, :, None], randn(1, 1, 5)),
+    "addbmm without the first": lambda x: torch.addbmm(randn(2, 5), x[None], x.T[None], beta=0),
     "bilinear": lambda x: F.bilinear(x, randn(3, 2), randn(4, 1, 2)),
     "bilinear of other rows": lambda x: F.bilinear(x, randn(1, 2), randn(4, 2, 2)),
     "bilinear with a bias": lambda x: F.bilinear(x, x, randn(1, 2, 2), randn(3)),
