@@ -19,7 +19,7 @@ from pydist.errors import NotSupported, UsageError
 from pydist.exchange.consistency import consistency_of
 from pydist.exchange.history import history_of_input
 from pydist.gradients.forms.form import Form
-from pydist.gradients.forms.settings import Dense, Gradients
+from pydist.gradients.forms.settings import Dense, Gradients, check_form
 from pydist.gradients.lane import Lane
 from pydist.gradients.reducer import Reducer
 from pydist.gradients.registration import reducer_of
@@ -147,6 +147,7 @@ class EntryHook:
         self.gradients = gradients or Dense()
         self.dims = self.mesh.grid.batch_dims(dims_of_network(module))
         if self.mesh.size > 1:
+            check_form(self.gradients, self.mesh, module.named_parameters())
             broadcast_state(module, self.mesh.world)
             _ = self.reducer  # installs its checks before the hooks of sharded weights
             if sharded_weights:

@@ -96,18 +96,7 @@ class Lane:
         return [b for b in self.buckets if isinstance(b, PartitionedBucket)]
 
     def plan(self, leaves: Sequence[Leaf]) -> None:
-        """Makes the buckets of these parameters. On all ranks, while none is in flight.
-
-        Raises:
-            NotSupported: a parameter is complex, and the form is not the dense one.
-        """
-        if not isinstance(self.form, DenseForm):
-            for leaf in leaves:
-                if leaf.kind.dtype.is_complex:
-                    raise NotSupported(
-                        f'gradients="{self.form.name}" of the parameter {leaf.name}, of '
-                        f'{leaf.kind.dtype}: gradients="dense" is possible'
-                    )
+        """Makes the buckets of these parameters. On all ranks, while none is in flight."""
         self.leaves = list(leaves)
         self.buckets = make_buckets(self.leaves, self.transport, self.holders, self.form)
         self.bucket_of = {leaf: bucket for bucket in self.buckets for leaf in bucket.leaves}

@@ -109,7 +109,7 @@ class Members:
             known = leaf_of(parameter)
             if parameter.requires_grad and (known is None or known.reducer() is not reducer):
                 leaf = self._made(parameter, repr(name))
-                self.newcomers[leaf] = None  # as which it stays if the form is refused
+                self.newcomers[leaf] = None  # as which it stays if making the lane fails
             elif known is not None and known in self.newcomers:
                 leaf = known
                 leaf.name = repr(name)  # a call before `parallelize` knew its shape only

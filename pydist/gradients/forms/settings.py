@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from pydist.gradients.forms.form import Form
 from pydist.gradients.forms.levels import HierarchicalForm, NarrowForm, TorusForm
 from pydist.gradients.forms.local import LocalForm
@@ -236,6 +237,35 @@ def check_groups(settings: Gradients, groups: int) -> None:
             f"DGC(clip_norm={settings.clip_norm!r}) with one sample group: gradients are dense and "
             "not clipped; possible are torch.nn.utils.clip_grad_norm_, and more groups (data=2)"
         )
+
+
+def check_form(
+    settings: Gradients, mesh: Mesh, parameters: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Checks that a form suits a mesh and named parameters, before a model changes. Collective.
+
+    Raises:
+        UsageError: the ranks have no such rows.
+        NotSupported: a parameter is complex, and the form is not the dense one.
+    """
+    if isinstance(settings, Torus):
+        rows_of([range(mesh.size)], settings.row)
+    complexes = ((name, p.dtype) for name, p in parameters if p.requires_grad and p.is_complex())
+    if (found := next(complexes, None)) is None or _is_dense(settings, mesh):
+        return
+    raise NotSupported(
+        f'gradients="{settings.name}" of the parameter {found[0]!r}, of {found[1]}: '
+        'gradients="dense" is possible'
+    )
+
+
+def _is_dense(settings: Gradients, mesh: Mesh) -> bool:
+    """Returns whether all ranks of a mesh average by the dense form. Collective."""
+    if isinstance(settings, Hierarchical):
+        return len(hosts_of(mesh.world)) in (1, mesh.size)
+    if isinstance(settings, Torus):
+        return mesh.size == 1
+    return isinstance(settings, Dense) or mesh.data_size == 1
 
 
 def make_form(

@@ -11,7 +11,7 @@ from hypothesis import settings as of_hypothesis
 from hypothesis import strategies as st
 from torch import nn
 
-from pydist import parallelize
+from pydist import ShardedTensor, parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.gradients import Hierarchical, Narrow, Torus, buckets
 from pydist.gradients.forms.topology import rows_of
@@ -342,6 +342,29 @@ def test_a_model_that_one_form_refuses_has_another():
     expected = gradients(made(), x)
     for found in on_ranks((2, 1, 1), body, data=2):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "kind"),
+    [
+        (Torus(row=3), torch.float64, UsageError),
+        ("torus", torch.complex128, NotSupported),
+        ("fp16", torch.complex128, NotSupported),
+        ("hierarchical", torch.complex128, NotSupported),
+    ],
+    ids=str,
+)
+def test_a_form_is_refused_before_weights_are_cut(settings, dtype, kind):
+    def body(mesh):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model.phase = nn.Parameter(torch.ones(3, dtype=dtype))
+        with pytest.raises(kind, match=r"have no rows of 3|'phase', of torch\.complex128"):
+            parallelize(model, mesh, gradients=settings, sharded_weights=True)
+        parallelize(model, mesh, sharded_weights=True)
+        assert isinstance(model[0].weight, ShardedTensor)
+
+    with on_hosts([2, 2]):
+        on_ranks((1, 1, 1), body, data=2, axes={"channel": 2})
 
 
 def test_a_partitioned_optimizer():
