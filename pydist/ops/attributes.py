@@ -254,21 +254,23 @@ def _histories(tensors: Any) -> list[int]:
 
 def _seeds(func: Any, given: Any, outputs: Any) -> Any:
     """Returns the shards of given gradients, in the layouts of the outputs, or of 1 for scalars."""
-    if given is None:
-        sharded = [y if isinstance(y, ShardedTensor) else None for y in _as_sequence(outputs)]
-        if any(y is not None and y.numel() != 1 for y in sharded):
-            raise refusal(func, (outputs,), {}, "it is not a scalar: give the gradient")
-        if any(y is not None and local_of(y).is_complex() for y in sharded):
-            return None  # torch raises the error
-        # One rank alone has the element if its dims are split.
-        return tuple(None if y is None else torch.ones_like(local_of(y)) for y in sharded)
-    given, outputs = _as_sequence(given), _as_sequence(outputs)
+    outputs = _as_sequence(outputs)
+    given = [None] * len(outputs) if given is None else _as_sequence(given)
     if len(given) != len(outputs):
         return given  # torch raises the error
-    return tuple(
-        _shard_of(g, y.layout) if isinstance(g, Tensor) and isinstance(y, ShardedTensor) else g
-        for g, y in zip(given, outputs, strict=True)
-    )
+    return tuple(_seed(func, g, y) for g, y in zip(given, outputs, strict=True))
+
+
+def _seed(func: Any, given: Any, y: Any) -> Any:
+    if not isinstance(y, ShardedTensor):
+        return given
+    if given is not None:
+        return _shard_of(given, y.layout) if isinstance(given, Tensor) else given
+    if y.numel() != 1:
+        raise refusal(func, (y,), {}, "it is not a scalar: give the gradient")
+    local = local_of(y)
+    # One rank alone has the element if its dims are split. For complex ones torch raises the error.
+    return None if local.is_complex() else torch.ones_like(local)
 
 
 def _as_sequence(value: Any) -> Sequence[Any]:

@@ -245,8 +245,9 @@ def test_backward_of_a_non_scalar_needs_a_gradient():
     on_shards(body)
 
 
+@pytest.mark.parametrize("given", [None, [None]], ids=str)
 @pytest.mark.parametrize("extent", [1, 2])
-def test_a_scalar_is_judged_by_the_global_shape(extent):
+def test_a_scalar_is_judged_by_the_global_shape(extent, given):
     """A kernel that covers the volume leaves one voxel on one rank; or two, one on each."""
     x, weight = randn(1, 2, 8, 4, 4), randn(1, 2, 8 // extent, 4, 4, seed=1)
 
@@ -255,13 +256,14 @@ def test_a_scalar_is_judged_by_the_global_shape(extent):
         for way in ("backward", "grad"):
             part = distribute_tensor(x, mesh).detach().requires_grad_()
             y = F.conv3d(part, weight, stride=(8 // extent, 1, 1))
+            run = torch.autograd.backward if way == "backward" else torch.autograd.grad
+            arguments = (y, given) if way == "backward" else (y, part, given)
             if extent == 2:
                 with pytest.raises(RuntimeError, match="not a scalar"):
-                    y.backward() if way == "backward" else torch.autograd.grad(y, part)
+                    run(*arguments)
                 continue
-            if way == "backward":
-                y.backward()
-            grad = part.grad if way == "backward" else torch.autograd.grad(y, part)[0]
+            found = run(*arguments)
+            grad = part.grad if way == "backward" else found[0]
             assert torch.allclose(grad.full_tensor(), weight, rtol=0, atol=1e-12)
 
     run_local(body, 2)
