@@ -64,15 +64,17 @@ def elementwise_loss(
         raise ValueError(f"Target size {target.shape} must be the same as input size {input.shape}")
     if weight is not None and weight.shape != input.shape and func in _SAME_SIZE_OF_WEIGHT:
         raise ValueError("Weights and input must have the same size.")
-    operands = [input, target]
+    weights = {"weight": weight, "pos_weight": pos_weight}
+    weights = {name: each for name, each in weights.items() if each is not None}
+    operands = [input, target, *weights.values()]
     layout = common_layout(operands)
-    like = next(o for o in (*operands, weight, pos_weight) if isinstance(o, ShardedTensor))
+    like = next(o for o in operands if isinstance(o, ShardedTensor))
     if func is F.soft_margin_loss:
         require_broadcastable(target, input.shape)
-    local = [operand_for(o, layout, layout.shape) for o in operands]
-    for name, extra in (("weight", weight), ("pos_weight", pos_weight)):
-        if extra is not None:
-            kwargs[name] = operand_for(extra, layout, layout.shape)
+    for each in weights.values():
+        require_broadcastable(each, torch.broadcast_shapes(input.shape, target.shape))
+    local = [operand_for(o, layout, layout.shape) for o in (input, target)]
+    kwargs |= {name: operand_for(each, layout, layout.shape) for name, each in weights.items()}
     values = wrap(func(*local, reduction="none", **kwargs), layout, like)
     if weight is not None and func in _WEIGHTED_MEAN:
         return _reduced(values, reduction, weight.sum())

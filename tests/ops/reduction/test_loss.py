@@ -88,6 +88,21 @@ def test_a_plain_prediction_and_a_sharded_target():
 
 
 @pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (F.mse_loss, "weight"),
+        (F.binary_cross_entropy_with_logits, "weight"),
+        (F.binary_cross_entropy_with_logits, "pos_weight"),
+    ],
+)
+def test_only_the_weights_are_sharded(loss, name):
+    check_function(
+        lambda w, x: loss(x, PROBABILITIES, **{name: w.detach()}) * w.sum(), TARGET.abs(),
+        [randn(*SHAPE)], POINTS["2x1x1"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
     "options", [{"size_average": False}, {"reduce": False}, {"reduction": "batchmean"}]
 )
 @pytest.mark.filterwarnings("ignore:.*size_average and reduce args will be deprecated")
