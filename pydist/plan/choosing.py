@@ -62,6 +62,7 @@ def choose_mesh(
     ranks: int,
     data: int | None = None,
     parts: Mapping[str, int] = MappingProxyType({}),
+    accepts: Callable[[Grid], bool] = lambda grid: True,
 ) -> Estimate:
     """Returns the estimate of the fastest mesh that fits in the hardware's memory.
 
@@ -70,6 +71,7 @@ def choose_mesh(
         ranks: number of ranks.
         data: number of sample groups; by default any, up to a sample of a pass for each.
         parts: number of ranks along axes besides data and space, by name; others have one.
+        accepts: whether a mesh is possible otherwise.
 
     Raises:
         UsageError: no mesh fits, or has these parts.
@@ -78,7 +80,8 @@ def choose_mesh(
 
     def allowed(grid: Grid) -> bool:
         fits = data is None or grid.size(("data",)) == data
-        return fits and all(grid.size((axis,)) == size for axis, size in wanted.items())
+        fits = fits and all(grid.size((axis,)) == size for axis, size in wanted.items())
+        return fits and accepts(grid)
 
     found = plan_meshes(model, ranks, allowed=allowed)
     if not found:

@@ -18,7 +18,7 @@ from torch import Tensor
 from pydist.data import Manifest
 from pydist.data.axes import without_flat
 from pydist.errors import NotSupported, PydistError, UsageError
-from pydist.grid import OTHER_AXES, SPATIAL_AXES, Grid
+from pydist.grid import SPATIAL_AXES, Grid
 from pydist.optim.partitioned import WORTHWHILE
 from pydist.plan import InStages, StepModel, Training, estimate_step, trace_network
 from pydist.plan.choosing import choose_mesh, hardware_here, step_model
@@ -28,7 +28,7 @@ from pydist.stages.shapes import tensors_of
 from pydist.train.config import MeshConfig
 from pydist.train.datasets import shape_in_training
 from pydist.train.parts import WARMUP
-from pydist.train.ranks import check_ranks, check_settings
+from pydist.train.ranks import check_ranks, check_settings, mistakes_with_groups
 from pydist.train.tasks import task_of
 
 if TYPE_CHECKING:
@@ -112,18 +112,12 @@ def accepted_meshes(config: Config, ranks: int) -> Callable[[Grid], bool]:
 
     Args:
         config: of the run; its table "mesh" does not matter.
-        ranks: number of ranks, in meshes of one stage or of several.
+        ranks: number of ranks, in meshes of one stage or of several; stages accept any.
     """
 
     def accepts(grid: Grid) -> bool:
-        others: dict[str, Any] = {axis: grid.size((axis,)) for axis in OTHER_AXES}
-        stages = ranks // grid.size()
-        of_one = MeshConfig(stages=stages if stages > 1 else None, **others)
-        try:
-            check_ranks(on_grid(replace(config, mesh=of_one), grid), ranks)
-        except UsageError:
-            return False
-        return True
+        in_stages = grid.size() < ranks
+        return in_stages or not any(mistakes_with_groups(config, grid.size(("data",)), ranks))
 
     return accepts
 
@@ -137,10 +131,11 @@ def chooser(config: Config, tell: Callable[[str], object] = print) -> Callable[[
     """
 
     def choose(ranks: int) -> Grid:
+        check_ranks(config, ranks)
         hardware = hardware_here(config.train.device != "cpu")
         wanted = config.mesh
         model = model_of(config, hardware, ranks)
-        found = choose_mesh(model, ranks, wanted.data, wanted.axes)
+        found = choose_mesh(model, ranks, wanted.data, wanted.axes, accepted_meshes(config, ranks))
         tell(f'mesh.spatial = "auto": {found.grid}, predicted {_told(found, hardware)}')
         return found.grid
 

@@ -61,27 +61,33 @@ def check_ranks(config: Config, ranks: int) -> None:
 def _check_mesh(config: Config, ranks: int, each: int) -> None:
     """Checks that ranks fill a mesh of one stage, and a batch its sample groups."""
     mesh = config.mesh
-    if ranks < 1 or mesh.spatial == "auto":
-        return  # the launcher says what is possible; the ranks choose the mesh
-    groups = mesh.data or max(1, ranks // each)
-    if groups * each != ranks:
+    if ranks < 1:
+        return  # the launcher says what is possible
+    possible_groups = [mesh.data or max(1, ranks // each)]
+    if mesh.spatial == "auto":  # the ranks choose the mesh
+        divisors = (n for n in range(1, ranks + 1) if ranks % n == 0)
+        possible_groups = [n for n in divisors if mesh.data in (None, n)]
+    elif (needed := possible_groups[0] * each) != ranks:
         parts = " × ".join(f"{axis} {n}" for axis, n in mesh.parts().items() if n > 1) or "1 rank"
-        possible = f"{groups * each}" if mesh.data else f"multiples of {each}"
+        possible = f"{needed}" if mesh.data else f"multiples of {each}"
         raise UsageError(
             f"the mesh of the configuration ({parts}) and {ranks} "
             f"rank{'s' if ranks > 1 else ''}: possible are {possible}"
         )
-    if config.train.batch < groups:
-        raise UsageError(
-            f"train.batch = {config.train.batch} with {groups} sample groups: at least one sample "
-            f"for each is possible, {groups} or more"
-        )
-    if found := [*_mistakes_with_groups(config, groups), *reduction.mistakes_on(config, ranks)]:
-        raise UsageError(found[0])
+    found = [[*mistakes_with_groups(config, groups, ranks)] for groups in possible_groups]
+    if found and all(found):
+        raise UsageError(found[0][0])
 
 
-def _mistakes_with_groups(config: Config, groups: int) -> Iterator[str]:
+def mistakes_with_groups(config: Config, groups: int, ranks: int) -> Iterator[str]:
+    """Yields what does not suit a number of sample groups in a mesh of all ranks."""
     train, planned = config.train, config.train.batch_schedule
+    if train.batch < groups:
+        yield (
+            f"train.batch = {train.batch} with {groups} sample groups: at least one sample for "
+            f"each is possible, {groups} or more"
+        )
+        return
     if any(size < groups for _, size in planned.milestones):
         yield (
             f"train.batch_schedule.milestones = {[list(each) for each in planned.milestones]} with "
@@ -98,6 +104,7 @@ def _mistakes_with_groups(config: Config, groups: int) -> Iterator[str]:
             "train.batch_schedule.noise_scale compares parts of a step, which is one pass of one "
             "sample group: several groups are possible, and train.accumulate = 2 or more"
         )
+    yield from reduction.mistakes_on(config, groups, ranks)
 
 
 def least_samples(batch: int, groups: int, shares: Sequence[float] | None) -> int:

@@ -50,9 +50,9 @@ def mistakes(config: Config) -> Iterator[str]:
         yield from _mistakes_in_dgc(config, form)
 
 
-def mistakes_on(config: Config, ranks: int) -> Iterator[str]:
-    """Yields how a form of gradients does not suit a number of ranks, which fill the mesh."""
-    form, groups = config.train.gradients, config.mesh.parts(ranks)["data"]
+def mistakes_on(config: Config, groups: int, ranks: int) -> Iterator[str]:
+    """Yields how a form of gradients does not suit a mesh of all ranks with some sample groups."""
+    form = config.train.gradients
     if isinstance(form, TorusConfig) and form.row is not None and ranks % form.row:
         possible = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         yield (

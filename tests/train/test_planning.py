@@ -10,9 +10,10 @@ from pydist.data.medical.options import CTOptions
 from pydist.errors import UsageError
 from pydist.grid import Grid
 from pydist.plan import estimate_step, load_hardware
+from pydist.train import config_io
 from pydist.train.config import Config, DataConfig, MeshConfig, UNet3dConfig
 from pydist.train.parts import axis_of
-from pydist.train.planning import model_of
+from pydist.train.planning import chooser, model_of
 
 CROP = (16, 16, 32)
 
@@ -33,3 +34,22 @@ def test_the_step_of_crops_is_planned(tmp_path):
         planned(CROP, (16, 16, 30))
     with pytest.raises(UsageError, match=r"crop = \[32, 16, 32\]: a sample has 16 × 16 × 32 voxel"):
         planned(CROP, (32, 16, 32))
+
+
+def test_a_mesh_is_chosen_of_those_that_the_run_accepts(tmp_path):
+    generate_ct(tmp_path, CTOptions(count=2, shape=(16, 16, 16), validation=0.0))
+
+    def chosen(**mesh):
+        tables = {
+            "model": {"name": "unet3d", "features": 4, "levels": 2},
+            "data": {"path": str(tmp_path), "normalize": "ct"},
+            "mesh": {"spatial": "auto", **mesh},
+            "train": {
+                "device": "cpu", "batch": 4, "batch_schedule": {"milestones": [[1.0, 2]]},
+            },
+        }  # fmt: skip
+        return chooser(config_io.from_tables(tables, "run.toml"))(4).size(("data",))
+
+    assert chosen() <= 2
+    with pytest.raises(UsageError, match=r"milestones = \[\[1\.0, 2\]\] with 4 sample groups"):
+        chosen(data=4)
