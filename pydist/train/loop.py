@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -126,15 +127,15 @@ class Trainer:
         """Returns the steps and epochs at the end, if the batch has no changes but known ones."""
         sampler = self.loader.sampler
         epoch, step = sampler.next
-        most = math.inf if self.config.steps is None else self.config.steps
+        most = sys.maxsize if self.config.steps is None else self.config.steps
         steps = self.state.step - step
         for first, count in sampler.equal_epochs(epoch, self.config.epochs):
             if steps >= most:
                 break
             each = sampler.steps(first)
-            more = int(min(count, -((steps - most) // each)))  # enough epochs for the last step
+            more = min(count, -((steps - most) // each))  # enough epochs for the last step
             steps, epoch = steps + more * each, first + more
-        return int(min(steps, most)), epoch
+        return min(steps, most), epoch
 
     def fit(self, validated: bool = False) -> Validation | None:
         """Trains from the current state to the last step, or until other parts are to follow.
