@@ -94,6 +94,7 @@ class Segmentation:
         """Number of the first validation volume of this group that was not skipped."""
         self._example: Tensor | None = None
         """The classes predicted there, on the first rank of the group."""
+        self._needs_example = True  # of the running validation
         self._dims = 3
         self._slice: segmentation_report.Slice | None = None
 
@@ -171,9 +172,8 @@ class Segmentation:
         if self._loss.has_dice:
             sums[:, 2] = dice_loss(output, labels, ignored)
         predicted = output.argmax(1).cpu()
-        # The volumes of a group ascend, and begin again in the next validation.
-        is_first = self._shown is None or batch.indices[0] <= self._shown
-        if is_first and batch.inputs.mesh.data_index == 0 and isinstance(predicted, ShardedTensor):
+        is_first = self._needs_example and batch.inputs.mesh.data_index == 0
+        if is_first and isinstance(predicted, ShardedTensor):
             self._keep_example(predicted, batch)
         return torch.cat([sums, counts.flatten(1)], dim=1)
 
@@ -183,9 +183,11 @@ class Segmentation:
         found = gather_to_first_rank(predicted) if good else None
         self._shown = batch.indices[good[0]] if good else None
         self._example = None if found is None else found[good[0]]
+        self._needs_example = not good
 
     def judge(self, rows: Tensor) -> SegmentationValidation:
-        """Computes the loss, and the Dice by volume and of all voxels."""
+        """Computes the loss, and the Dice by volume and of all voxels, at a validation's end."""
+        self._needs_example = True
         classes = len(self._class_names)
         measured = measured_rows(rows)
         dice = dice_scores(rows[:, 3:].view(-1, classes, classes))  # NaN for skipped ones
