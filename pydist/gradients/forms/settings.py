@@ -239,9 +239,7 @@ def check_groups(settings: Gradients, groups: int) -> None:
         )
 
 
-def check_form(
-    settings: Gradients, mesh: Mesh, parameters: Iterable[tuple[str, Tensor]]
-) -> None:
+def check_form(settings: Gradients, mesh: Mesh, parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Checks that a form suits a mesh and named parameters, before a model changes. Collective.
 
     Raises:

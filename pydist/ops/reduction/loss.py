@@ -64,8 +64,8 @@ def elementwise_loss(
         raise ValueError(f"Target size {target.shape} must be the same as input size {input.shape}")
     if weight is not None and weight.shape != input.shape and func in _SAME_SIZE_OF_WEIGHT:
         raise ValueError("Weights and input must have the same size.")
-    weights = {"weight": weight, "pos_weight": pos_weight}
-    weights = {name: each for name, each in weights.items() if each is not None}
+    given = {"weight": weight, "pos_weight": pos_weight}
+    weights = {name: each for name, each in given.items() if each is not None}
     operands = [input, target, *weights.values()]
     layout = common_layout(operands)
     like = next(o for o in operands if isinstance(o, ShardedTensor))
