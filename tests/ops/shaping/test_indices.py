@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pydist import distribute_tensor
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from support.equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
 
 SHAPE = (2, 3, 5, 4, 3)
@@ -104,6 +104,15 @@ def test_plain_operands_that_differ_between_ranks_are_named(call):
         x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["2x1x1"]))
         with pytest.raises(UsageError, match=r"differs between the ranks|different calls"):
             call(x.detach(), mesh.rank)
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_a_call_that_gathers_fills_no_other_tensor():
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["2x1x1"])).detach()
+        with pytest.raises(NotSupported, match="out= would fill a gathered copy"):
+            torch.masked_select(x, x > 0, out=x.clone())
 
     on_ranks((2, 1, 1), body)
 
