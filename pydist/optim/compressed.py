@@ -80,16 +80,13 @@ def load_gradient_state(model: nn.Module, state: Mapping[str, Any], steps: int =
         )
     with together(entry.mesh.world, "loading the state of gradients"):
         (form,) = forms
-        if not state:
-            form.steps = steps
-            return ""
-        _check(form, state)
-        form.steps = int(state["steps"])
+        if state:
+            _check(form, state)
+        form.restart(int(state.get("steps", steps)))
         if isinstance(form, StatefulForm):
-            form.state.clear()
-            for name, saved in state["parameters"].items():
+            for name, saved in state.get("parameters", {}).items():
                 form.accept(name, saved, entry.mesh.data_index)
-    if state["groups"] == groups or not state["parameters"]:
+    if not state.get("parameters") or state["groups"] == groups:
         return ""
     return (
         f'gradients = "{form.name}": the state is of {state["groups"]} sample groups, and there '

@@ -74,6 +74,11 @@ class LocalForm(SteppedForm):
         super().conclude(kept)
         self._alone += was_local and self.steps > before
 
+    def restart(self, steps: int) -> None:
+        """Continues after an average of the parameters; see `SteppedForm.restart`."""
+        super().restart(steps)
+        self._alone = 0
+
     def average(self, rows: Sequence[Tensor]) -> None:
         """Averages rows over the sample groups, in place. Collective.
 

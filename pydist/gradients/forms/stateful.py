@@ -50,6 +50,10 @@ class SteppedForm(Levels):
         self.steps += any(kept(leaf) for leaf in self._leaves)
         self.abandon()
 
+    def restart(self, steps: int) -> None:
+        """Continues after a number of steps, with parameters that are equal in all groups."""
+        self.steps = steps
+
     def abandon(self) -> None:
         """Forgets the rows and parameters of the pass; see `Form.abandon`."""
         super().abandon()
@@ -118,6 +122,11 @@ class StatefulForm(SteppedForm):
             self.steps += 1
             self.state.update({n: self._changed[n] for n in found if n in self._changed})
         self.abandon()
+
+    def restart(self, steps: int) -> None:
+        """Continues without what was not sent; see `SteppedForm.restart`."""
+        super().restart(steps)
+        self.state.clear()
 
     def abandon(self) -> None:
         """Drops the changes of the pass; see `Form.abandon`."""

@@ -161,6 +161,25 @@ def test_a_run_goes_on_after_an_average():
     on_ranks((2, 1, 1), body, data=2)
 
 
+@pytest.mark.parametrize("state", [{"form": "post_local", "steps": 1, "parameters": {}}, {}])
+def test_an_earlier_step_that_is_loaded_again_is_averaged_as_it_was(state):
+    def body(mesh):
+        model = parallelize(small(), mesh, gradients=PostLocal(every=4))
+        optimizer, found = sgd(model), []
+        for step in (0, 1, 2, 3, 1, 2, 3, 4):
+            if len(found) in (1, 4):
+                average_parameters(model, optimizer, always=True)
+                load_gradient_state(model, {**state, "groups": 2} if state else {}, 1)
+            optimizer.zero_grad()
+            loss_of(model, mesh, step).backward()
+            optimizer.step()
+            found.append(average_parameters(model, optimizer))
+        return found
+
+    expected = [False] * 7 + [True]
+    assert on_ranks((1, 1, 1), body, data=2) == [expected, expected]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

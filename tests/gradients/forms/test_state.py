@@ -315,6 +315,18 @@ def test_after_a_backward_that_raised(settings):
     on_ranks((2, 1, 1), body, data=2)
 
 
+@forms
+def test_a_state_of_dense_gradients_leaves_nothing_of_later_steps(settings):
+    def body(mesh):
+        model = parallelize(Parameters(SHAPES), mesh, gradients=settings)
+        steps_of(model, mesh, random_gradients(), range(3))
+        assert load_gradient_state(model, {}, 2) == ""
+        empty = {"form": settings.name, "steps": 2, "groups": 2, "parameters": {}}
+        assert gradient_state(model) == (empty if mesh.rank == 0 else {})
+
+    on_ranks((1, 1, 1), body, data=2)
+
+
 def test_refusals():
     given = random_gradients()
 
