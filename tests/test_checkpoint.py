@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from pydist import Mesh, checkpoint, distribute_tensor, parallelize, pipeline, run_local
 from pydist.comm import LocalTransport
-from pydist.errors import CheckpointError, UsageError
+from pydist.errors import CheckpointError, DoesNotFit, UsageError, exit_code_of
 from pydist.optim import sharded
 from pydist.stages import Stages
 from pydist.train import checkpoint as files
@@ -343,6 +343,20 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path, ranks):
         assert plain.state
 
     on_ranks((1, 1, 1), job, data=ranks)
+
+
+def test_a_load_without_enough_memory_is_no_error_of_the_checkpoint(tmp_path, monkeypatch):
+    model = parallelize(network(labeled=False), Mesh(LocalTransport()))
+    state: Any = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    checkpoint.save(tmp_path, 1, **state)
+
+    def too_large(*_: Any) -> None:
+        torch.empty(1 << 52, dtype=torch.float64)
+
+    monkeypatch.setattr(torch.optim.SGD, "load_state_dict", too_large)
+    with pytest.raises(RuntimeError, match="allocate") as caught:
+        checkpoint.load(tmp_path, **state)
+    assert exit_code_of(caught.value) == DoesNotFit.exit_code
 
 
 @pytest.mark.parametrize("kind", ["sharded", "sparse", "no text", "a key", "deep", "complex"])

@@ -26,7 +26,7 @@ from pydist.backend.autotuner import autotuner_of
 from pydist.comm.consensus import together
 from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
-from pydist.errors import CheckpointError, PydistError
+from pydist.errors import CheckpointError, PydistError, out_of_memory
 from pydist.mesh import Mesh
 from pydist.ops.pointwise.keyed import draws_of
 from pydist.optim import (
@@ -202,6 +202,8 @@ def matching(path: Path) -> Iterator[None]:
     except PydistError:
         raise
     except _DOES_NOT_MATCH as error:
+        if out_of_memory(error):
+            raise
         # Shortened, as torch may name every parameter.
         reason = shorten(f"{type(error).__name__}: {error}", 200)
         raise CheckpointError(
