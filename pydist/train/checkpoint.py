@@ -43,7 +43,7 @@ _MANIFEST, _STATE = "manifest.json", "state.json"
 _MANIFEST_LIMIT = 1 << 20
 # The errors of reading a file whose content is not as written by `write`.
 _NOT_AS_WRITTEN = (
-    OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError,
+    ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError,
 )  # fmt: skip
 
 
@@ -122,6 +122,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, incomplete, damaged or of an unknown format. The message
             names the file, and the previous checkpoint if there is one.
+        DiskError: a file can't be read, which may be intact.
     """
     try:
         manifest = _read_manifest(path)
@@ -141,6 +142,8 @@ def read(path: Path) -> dict[str, Any]:
         }
     except _NOT_AS_WRITTEN as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {error}{_way_out(path)}") from error
+    except OSError as error:
+        raise DiskError(f"can't read checkpoint {path}: {error}") from error
     return {**parts, "step": manifest["step"]}
 
 

@@ -226,6 +226,20 @@ def test_damage_is_refused_by_name_and_the_previous_one_offered(tmp_path, file, 
     assert caught.value.exit_code == 73
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EMFILE])
+def test_a_file_that_can_not_be_read_now_is_not_called_damaged(tmp_path, monkeypatch, number):
+    path = checkpoint.write(tmp_path, 1, parts(1.0))
+
+    def fails(self):
+        raise OSError(number, os.strerror(number), str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    with pytest.raises(DiskError, match=f"can't read checkpoint {path}: .*{os.strerror(number)}"):
+        checkpoint.read(path)
+    monkeypatch.undo()
+    assert value_of(path) == 1.0
+
+
 @pytest.mark.parametrize(
     ("text", "what"), [("", "is not JSON"), ("[1, 2]", "is not that of"), ("{", "is not JSON")]
 )
