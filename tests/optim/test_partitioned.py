@@ -16,7 +16,9 @@ from torch.optim import SGD, Adam, AdamW
 from pydist import parallelize
 from pydist.errors import NotSupported
 from pydist.gradients.partitioned import PartitionedGradient
+from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.optim import gather_gradients, sharded
+from pydist.optim.partitioned import _own
 from support.equivalence import on_ranks, randn
 from support.networks.small import initialized, loss_of, small
 from support.training.shared_steps import OPTIMIZERS, adam, check, train
@@ -432,3 +434,9 @@ def test_a_parameter_with_the_id_of_one_that_is_gone():
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
     on_ranks((2, 1, 1), body)
+
+
+def test_a_count_on_the_host_is_no_part_of_a_parameter_without_dims():
+    parameter, count = torch.empty((), device="meta"), torch.tensor(3.0)
+    found = _own(count, parameter, ParameterPartition(0, 1, [1, 0], 0))
+    assert (found.shape, found.device, float(found)) == ((), count.device, 3)
