@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from pydist import Mesh, checkpoint, parallelize
 from pydist.comm import LocalTransport
-from support.training.accumulated import network
+from pydist.data import Loader
+from support.training.accumulated import Samples, network
 
 
 def test_a_loop_that_saves_between_epochs_goes_on_with_the_next_order(tmp_path):
@@ -152,3 +153,47 @@ def test_a_loader_with_persistent_workers_goes_on_with_the_same_order():
             torch.set_rng_state(kept)
     assert all(sorted(itertools.chain(*order)) == list(range(12)) for order in orders)
     assert orders[0] != orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("kind", ["Loader", "Resumable"])
+def test_a_loop_that_stops_at_the_last_batch_of_an_epoch_goes_on_with_its_end(tmp_path, kind):
+    mesh = Mesh(LocalTransport())
+    model = parallelize(network(labeled=False), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def events(folder: str, stop: int) -> list[Any]:
+        """Returns steps, and epochs that have ended, up to a step from the last checkpoint on."""
+        loader: Any = Loader(Samples(5), mesh, 2)
+        if kind == "Resumable":
+            loader = checkpoint.Resumable(DataLoader(list(range(5)), 2))
+        state: Any = {"model": model, "optimizer": optimizer, "loader": loader}
+        before = checkpoint.load(tmp_path / folder, **state)
+        step, found = before.step if before else 0, list[Any]()
+        while loader.epoch < 3:
+            for _ in loader:
+                step += 1
+                found.append(step)
+                checkpoint.save(tmp_path / folder, step, **state)
+                if step == stop:
+                    return found
+            found.append(f"epoch {loader.epoch} follows")
+        return found
+
+    expected = events("through", 99)
+    assert expected[2:4] == [3, "epoch 1 follows"]
+    assert events("ended", 3) + events("ended", 4) + events("ended", 99) == expected
+
+
+def test_a_loop_that_breaks_at_the_last_batch_of_an_epoch_saves_the_next_one():
+    mesh = Mesh(LocalTransport())
+    with Loader(Samples(4), mesh, 2) as loader:
+        for batch in loader:
+            if batch.ends_epoch:
+                inside = loader.state_dict()
+                break
+        after = loader.state_dict()
+        assert [(each["epoch"], each["step"]) for each in (inside, after)] == [(0, 2), (1, 0)]
+        assert [(batch.epoch, batch.step) for batch in loader] == [(1, 0), (1, 1)]
+        for state, steps in ((inside, []), (after, [0, 1])):
+            loader.load_state_dict(state)
+            assert [batch.step for batch in loader] == steps

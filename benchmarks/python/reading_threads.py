@@ -117,7 +117,7 @@ def by_readers(folder: Path, readers: int, epochs: int) -> float:
     with Loader(data, Mesh(LocalTransport()), 1, readers=readers) as loader:
         began = time.perf_counter()
         for epoch in range(epochs):
-            for _ in loader.epoch(epoch):
+            for _ in loader.batches(epoch):
                 pass
         return time.perf_counter() - began
 

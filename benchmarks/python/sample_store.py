@@ -161,7 +161,7 @@ class Feed:
         if self._made:
             return iter(self._made * self._steps)
         self._number += 1
-        return self.loader.epoch(self._number - 1)
+        return self.loader.batches(self._number - 1)
 
     def figures(self) -> Any:
         """Returns this rank's figures of the store since the last call; zeros without one."""

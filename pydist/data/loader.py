@@ -264,7 +264,7 @@ class Loader:
         return self.dataset.bytes_read if isinstance(self.dataset, CountedReads) else None
 
     def __len__(self) -> int:
-        """Returns the number of global batches in the epoch of the next one."""
+        """Returns the number of global batches in the epoch of the position."""
         return len(self.sampler)
 
     def __enter__(self) -> Loader:
@@ -289,17 +289,26 @@ class Loader:
                 self.store.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the next batch; batches read ahead do not count as used."""
+        """Returns the position; batches read ahead do not count as used.
+
+        In the loop body for the last batch of an epoch it is the end of the epoch. A loop that
+        continues there gets no batch, and does what it does after each epoch.
+        """
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues at another loader's position; see `MeshSampler.load_state_dict`."""
         self.sampler.load_state_dict(state)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    @property
+    def epoch(self) -> int:
+        """Epoch that the position is in."""
+        return self.sampler.epoch
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Returns the batches of an epoch, from `start` on."""
         self.sampler.seek(epoch, start)
-        return iter(self) if start < len(self) else iter(())
+        return iter(self)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields batches from the sampler's position to the end of the epoch."""

@@ -86,7 +86,8 @@ class MeshSampler:
     With ``pad=False`` such groups get no samples and every sample is seen exactly once.
 
     Iteration runs from the sampler's position to the end of the epoch, by passes. The position is
-    that of a step: it moves on with the last pass.
+    that of a step: it moves on with the last pass. At the end of an epoch it stays there until the
+    loop ends, so that a loop which continues from a state that was saved meanwhile ends the epoch.
 
     Args:
         num_samples: in the data set.
@@ -151,11 +152,11 @@ class MeshSampler:
         self._divides = divide
         self._starts: tuple[int, dict[int, Sequence[int]]] = sizes.version, {}
         self.epoch = 0
-        """Epoch of the next batch."""
+        """Epoch of the position."""
         if pad:
             self.require_one_each()
         self.step = 0
-        """Position in it of the next batch."""
+        """Step of the position: its batch is the next one, unless the epoch has no more."""
 
     def require_one_each(self) -> None:
         """Raises `UsageError` if batches, or passes, have fewer samples than there are groups."""
@@ -173,7 +174,7 @@ class MeshSampler:
             )
 
     def __len__(self) -> int:
-        """Returns the number of global batches in the epoch of the next batch."""
+        """Returns the number of global batches in the epoch of the position."""
         return self.steps(self.epoch)
 
     def steps(self, epoch: int) -> int:
@@ -222,19 +223,22 @@ class MeshSampler:
         return None if any(first < p < first + self.num_samples for p in inside) else size
 
     def __iter__(self) -> Iterator[GroupBatch]:
-        if self.step >= len(self):
-            self.seek(self.epoch + 1)
-        while self.step < len(self):
-            epoch, step, part = self.epoch, self.step, 0
-            while True:
-                batch = self.batch(epoch, step, part)
-                if batch.is_last:
-                    self.step += 1
-                yield batch
-                if batch.is_last:
-                    break
-                part += 1
-        self.seek(self.epoch + 1)
+        place = self.epoch, self.step
+        try:
+            while self.step < len(self):
+                epoch, step, part = self.epoch, self.step, 0
+                while True:
+                    batch = self.batch(epoch, step, part)
+                    if batch.is_last:
+                        self.step += 1
+                        place = self.epoch, self.step
+                    yield batch
+                    if batch.is_last:
+                        break
+                    part += 1
+        finally:  # also of a loop that breaks at the last batch
+            if (self.epoch, self.step) == place and self.step >= len(self):
+                self.seek(self.epoch + 1)
 
     @property
     def next(self) -> tuple[int, int]:
@@ -343,12 +347,11 @@ class MeshSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position and the settings that determine the order, as plain numbers."""
-        epoch, step = self.next
         changes = [list(each) for each in self.sizes.changes]
         return {
             "version": VERSION,
-            "epoch": epoch,
-            "step": step,
+            "epoch": self.epoch,
+            "step": self.step,
             **self._order_depends_on(),
             **({"changes": changes} if changes else {}),
         }

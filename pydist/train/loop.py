@@ -191,7 +191,7 @@ class Trainer:
         """Trains the remainder of the current epoch."""
         self.state.model.train()
         self.clock.start()
-        batches = iter(self.loader)
+        batches = self.loader.batches(*self.loader.sampler.next)
         for batch in batches:
             stop = self._step(batch, islice(batches, 0 if batch.is_last else batch.parts - 1))
             done = batch.ends_epoch or self.is_done
@@ -344,7 +344,7 @@ class Trainer:
         average_parameters(model, self.state.optimizer, always=True)
         model.eval()
         rows, indices = [], list[int]()
-        for batch in self.validation_loader.epoch(0):
+        for batch in self.validation_loader.batches(0):
             output = self.state.network.evaluate(batch.inputs)
             if output is not None:
                 with torch.no_grad():

@@ -100,7 +100,8 @@ def test_a_batch_that_is_not_used_is_read_again(volumes):
         source = Augmented(data, OPTIONS, 3)
         with Loader(source, mesh, 2, store="memory") as loader, Loader(source, mesh, 2) as plain:
             for epoch, start in ((0, 1), (1, 0), (0, 0), (1, 1)):
-                (one, *_), (other, *_) = list(loader.epoch(epoch, start)), plain.epoch(epoch, start)
+                one, *_ = list(loader.batches(epoch, start))
+                other, *_ = plain.batches(epoch, start)
                 torch.testing.assert_close(one.inputs.full_tensor(), other.inputs.full_tensor())
 
     on_ranks((1, 2, 1), body)

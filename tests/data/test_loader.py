@@ -101,7 +101,7 @@ def test_evaluation_sees_every_sample_once_each_time() -> None:
     def job(transport: Transport) -> list:
         dataset = Numbers(7)
         with Loader(dataset, Mesh(transport, 3), 3, training=False) as loader:
-            return [[i for b in loader.epoch(0) for i in seen(b, dataset)] for _ in range(2)]
+            return [[i for b in loader.batches(0) for i in seen(b, dataset)] for _ in range(2)]
 
     found = on_ranks(3, job)
     assert found == [[[0, 3, 6]] * 2, [[1, 4]] * 2, [[2, 5]] * 2]
@@ -144,8 +144,8 @@ def test_resume_goes_on_with_the_next_batch_though_more_were_read() -> None:
             got += [b.indices for b in second] + [b.indices for b in second]
         assert got == expected
         with Loader(Numbers(10), mesh, 2) as third:
-            assert [b.indices for b in third.epoch(1, start=2)] == expected[7:]
-            assert list(third.epoch(1, start=5)) == []
+            assert [b.indices for b in third.batches(1, start=2)] == expected[7:]
+            assert list(third.batches(1, start=5)) == []
 
     on_ranks(1, job)
 
@@ -302,7 +302,7 @@ def test_error_in_the_background_comes_at_its_batch() -> None:
             time.sleep(0.05)
             with pytest.raises(BadSample, match="numbers: sample 3 is bad"):
                 next(batches)
-            assert [b.indices for b in loader.epoch(0, start=2)] == [(4, 5), (6, 7), (8, 9)]
+            assert [b.indices for b in loader.batches(0, start=2)] == [(4, 5), (6, 7), (8, 9)]
 
     on_ranks(1, job)
 

@@ -37,7 +37,7 @@ def test_several_readers_read_at_once_and_batches_keep_their_order() -> None:
     def job(transport: Transport, readers: int) -> list:
         mesh, dataset = Mesh(transport, 1, (2, 1, 1), seed=5), Meeting(12, readers)
         with Loader(dataset, mesh, 1, readers=readers, training=False) as loader:
-            return [seen(batch, dataset) for _ in range(2) for batch in loader.epoch(0)]
+            return [seen(batch, dataset) for _ in range(2) for batch in loader.batches(0)]
 
     assert on_ranks(2, job, 3) == on_ranks(2, job, 1) == [[[i] for i in range(12)] * 2] * 2
 

@@ -88,7 +88,7 @@ def test_a_loader_gives_images_by_blocks(images):
     def body(world):
         mesh = Mesh(world, 1, (1, 2, 2))
         with Loader(ShardDataset(images, "val"), mesh, 2, training=False) as loader:
-            batch = next(loader.epoch(0))
+            batch = next(loader.batches(0))
         assert batch.inputs.shape == (2, 1, 32, 32)
         assert batch.inputs.to_local().shape == (2, 1, 16, 16)
         assert batch.targets.to_local().shape == (2, 16, 16)

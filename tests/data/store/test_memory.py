@@ -97,7 +97,7 @@ def seen(batch: Batch) -> Seen:
 def epochs_of(loader: Loader, count: int, training: bool = True) -> list[list[Seen]]:
     if training:
         return [[seen(batch) for batch in loader] for _ in range(count)]
-    return [[seen(batch) for batch in loader.epoch(0)] for _ in range(count)]
+    return [[seen(batch) for batch in loader.batches(0)] for _ in range(count)]
 
 
 def on_ranks(run: Run, job: Callable[..., Any]) -> list[Any]:

@@ -47,14 +47,14 @@ def compare(
     with Loader(
         ShardDataset(root, split, normalize=normalize), mesh, 5, training=training
     ) as plain:
-        epochs = [[content(b) for b in plain.epoch(e * training)] for e in range(3)]
+        epochs = [[content(b) for b in plain.batches(e * training)] for e in range(3)]
     meter, found = Meter(), []
     dataset = ShardDataset(root, split, normalize=normalize, driver=meter)
     with Loader(dataset, mesh, 5, training=training, store="memory", pad=True, **options) as loader:
         assert loader.store is not None
         for epoch, expected in enumerate(epochs):
             before = meter.count
-            require_equal([content(b) for b in loader.epoch(epoch * training)], expected)
+            require_equal([content(b) for b in loader.batches(epoch * training)], expected)
             world.barrier()
             read = torch.tensor([meter.count - before, loader.store.held_bytes])
             world.all_reduce(read)

@@ -101,7 +101,7 @@ def test_without_checksums_files_tell_data_sets_apart(change: str, tmp_path: Pat
                 data, Mesh(transport, 1), 2, store="memory", store_disk="1MB",
                 store_folder=scratch, store_reuse=True,
             ) as loader:  # fmt: skip
-                seen = [x for batch in loader.epoch(0) for x in batch.targets.flatten().tolist()]
+                seen = [x for batch in loader.batches(0) for x in batch.targets.flatten().tolist()]
             data.close()
             return sorted(seen), data.bytes_read
 

@@ -79,7 +79,7 @@ def seen(batch: Batch) -> tuple[Any, ...]:
 
 def batches_of(loader: Loader, training: bool, epochs: int = 3) -> Iterator[Batch]:
     for epoch in range(epochs):
-        yield from loader.epoch(epoch if training else 0)
+        yield from loader.batches(epoch if training else 0)
 
 
 def epochs_of(run: Run, transport: Transport, folder: Path | None, epochs: int = 3) -> list[Any]:
@@ -89,7 +89,7 @@ def epochs_of(run: Run, transport: Transport, folder: Path | None, epochs: int =
     with run.loader(source, transport, folder) as loader:
         for epoch in range(epochs):
             number = epoch if run.training else 0
-            batches = [seen(batch) for batch in loader.epoch(number)]
+            batches = [seen(batch) for batch in loader.batches(number)]
             figures = None if loader.store is None else loader.store.counted().over(transport)
             found.append((batches, figures, source.bytes_read))
     return found

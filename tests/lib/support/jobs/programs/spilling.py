@@ -43,7 +43,7 @@ def work(
         transport.barrier()  # starting the ranks needs larger files
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         for epoch in range(EPOCHS):
-            for batch in loader.epoch(epoch):
+            for batch in loader.batches(epoch):
                 digest.update(batch.inputs.to_local().numpy().tobytes())
                 digest.update(batch.targets.numpy().tobytes())
             if loader.store is not None:
