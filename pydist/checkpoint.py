@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -34,9 +33,9 @@ from pydist.comm.consensus import together
 from pydist.errors import CheckpointError, UsageError
 from pydist.optim import load_gradient_state
 from pydist.optim.partitioned import optimizer_kind
-from pydist.parsing import parse_json
 from pydist.train import checkpoint, nested_state
 from pydist.train.network import network_of
+from pydist.train.rank_states import gather_rank_states, own_state
 from pydist.train.resumable import Resumable
 from pydist.train.state import (
     matching,
@@ -121,16 +120,10 @@ def save(
     for name, each in (("scheduler", scheduler), ("scaler", scaler)):
         if each is not None:
             parts[name] = each.state_dict()
-    with together(job.world, "packing the state of each rank"):
+    with together(job.world, "checking the arguments of save"):
         step = _whole_number("step", step, 0)
         keep = _whole_number("keep", keep, 1)
-        mine = _pack(own)
-    everyones = job.world.all_gather_bytes(mine)
-    distinct = list(dict.fromkeys(everyones))
-    parts["ranks"] = {
-        "states": [_unpack(each) for each in distinct],
-        "of": [distinct.index(each) for each in everyones],
-    }
+    parts["ranks"] = gather_rank_states(job, own)
     parts["extra"] = extra
     parts["kinds"] = {"optimizer": optimizer_kind(optimizer)}
     path = Path(folder)
@@ -153,8 +146,8 @@ def load(
 ) -> Resumed | None:
     """Restores the latest checkpoint of a folder, or a given one. Collective.
 
-    What is not given is not restored. On another number of ranks, their random numbers are those of
-    the saved ranks in turn.
+    What is not given is not restored. On another mesh the random numbers of a rank, and the state
+    of its loader, are those of its sample group; more groups than were saved take them in turn.
 
     Args:
         folder: folder of checkpoints, or one of them.
@@ -178,8 +171,7 @@ def load(
     with together(job.world, "reading a checkpoint"):
         parts = checkpoint.read(path)
         with matching(path):
-            ranks = parts["ranks"]
-            parts |= ranks["states"][ranks["of"][job.world.rank % len(ranks["of"])]]
+            parts |= own_state(job, parts["ranks"])
             others = {"scheduler": scheduler, "scaler": scaler, "loader": loader}
             for name, each in {"optimizer": optimizer, **others}.items():
                 if each is not None and name not in parts:
@@ -261,16 +253,3 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
         return False
     mine, theirs = (each.contiguous().flatten().view(torch.uint8) for each in (one, other))
     return torch.equal(mine, theirs)
-
-
-def _pack(state: object) -> bytes:
-    skeleton, tensors = nested_state.flatten_state(state)
-    return nested_state.dumps(skeleton) + b"\0" + nested_state.encode(tensors)
-
-
-def _unpack(message: bytes) -> Mapping[str, Any]:
-    skeleton, _, tensors = message.partition(b"\0")
-    found: Mapping[str, Any] = nested_state.unflatten_state(
-        parse_json(skeleton), safetensors.torch.load(tensors)
-    )
-    return found

@@ -256,6 +256,11 @@ def test_ranks_with_random_numbers_of_their_own_keep_them(tmp_path):
     on_ranks((1, 1, 1), lambda mesh: body(mesh, mesh.rank // 2, True), 4)
     assert len(read(tmp_path / "last")["ranks"]["states"]) == 2
     assert on_ranks((1, 1, 1), lambda mesh: body(mesh, 9, False), 3) == [0, 0, 1]
+    on_ranks((1, 1, 1), lambda mesh: body(mesh, mesh.rank, True), 2)
+    assert on_ranks((2, 1, 1), lambda mesh: body(mesh, 9, False), 2) == [0, 0, 1, 1]
+    on_ranks((2, 1, 1), lambda mesh: body(mesh, mesh.rank, True), 2)
+    assert on_ranks((1, 1, 1), lambda mesh: body(mesh, 9, False), 3) == [0, 2, 0]
+    assert on_ranks((3, 1, 1), lambda mesh: body(mesh, 9, False), 1) == [0, 1, 0]
 
 
 def test_a_loop_in_stages_goes_on_alone(tmp_path):

@@ -2,7 +2,8 @@
 
 Nothing in it depends on the layout: parameters are equal on all ranks or gathered from stages, the
 state of a partitioned optimizer is gathered, the order of the samples follows from seed and epoch,
-and random numbers are keyed by position. So a run resumes with any number of ranks or stages, and
+and random numbers are keyed by position, except those that a network draws as plain numbers: their
+state is kept for each rank. So a run resumes with any number of ranks or stages, and
 bit-identically with the same.
 """
 
@@ -44,6 +45,7 @@ from pydist.train.layer_log import LayerLog
 from pydist.train.metadata import differences
 from pydist.train.network import Network
 from pydist.train.noise import AdaptiveBatch
+from pydist.train.rank_states import gather_rank_states, own_state
 from pydist.watchdog import phase
 
 _DOES_NOT_MATCH = (
@@ -95,6 +97,7 @@ class RunState:
             CheckpointError: another process has taken the folder.
         """
         parts = network_parts(self.network, self.optimizer, self.mesh) | self._own_parts()
+        parts["ranks"] = gather_rank_states(self.job, {"random": random_state()})
         with together(self.job.world, "saving a checkpoint"):
             if self.job.writes:
                 if lock is not None:
@@ -120,7 +123,9 @@ class RunState:
                 if self.adaptive is not None and "noise_scale" in parts:
                     self.adaptive.load_state_dict(parts["noise_scale"])
                 self.step = parts["step"]
-                set_random_state(parts["random"])
+                # Checkpoints had the random numbers of one rank once.
+                own = own_state(self.job, parts["ranks"]) if "ranks" in parts else parts
+                set_random_state(own["random"])
         if line := load_gradient_state(self.model, parts.get("gradients", {}), self.step):
             self.network.notices = [*self.network.notices, line]
 
@@ -149,7 +154,6 @@ class RunState:
             "scaler": self.scaler.state_dict(),
             "sampler": self.loader.state_dict(),
             "about": dict(self.metadata),
-            "random": random_state(),
         }
 
 
