@@ -172,12 +172,12 @@ def check_one_sample(task: Task, data: ShardDataset, network: nn.Module) -> None
     """
     if not any(map(norms_by_input, network.modules())):
         return
+    plain = task.network(data.manifest)
+    if plain is network:  # an object that the factory's module has, on the ranks already
+        return
     with torch.device("meta"), torch.no_grad():
-        plain = task.network(data.manifest)
-        if plain is network:  # an object that the factory's module has, on the ranks already
-            return
         try:
-            plain.eval()(torch.empty(1, *without_flat(data.shape_of(0), data.dims)))
+            plain.to("meta").eval()(torch.empty(1, *without_flat(data.shape_of(0), data.dims)))
         except Exception as error:  # a user's network may raise anything, also for want of values
             if "more than 1 value per channel" in str(error):
                 raise UsageError(

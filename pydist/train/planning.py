@@ -65,8 +65,7 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
     manifest = Manifest.load(config.data.path)
     task = task_of(config)
     shape = shape_in_training(config, task, manifest)
-    with torch.device("meta"):
-        network = task.network(manifest)
+    network = task.network(manifest)
     trace = trace_network(network, without_flat(shape, manifest.dims), _criterion(task))
     parameters = sum(p.numel() for p in network.parameters())
     partitioned = config.optimizer.sharded == "always" or (

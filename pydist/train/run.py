@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -70,6 +71,8 @@ if TYPE_CHECKING:
     from pydist.train.config import Config, OptimizerConfig, Resume
 
 
+_ONE_NETWORK = threading.Lock()
+"""Held while a network is built: ranks that are threads share the random state."""
 _TELL_SECONDS = 10.0
 """Time between two notices of a store's progress."""
 
@@ -307,20 +310,18 @@ def make_state(
         loader: the loader of its batches.
         prepare: see `train`.
     """
-    seed_everything(config.train.seed)
-    job.world.barrier()  # rank threads share the random state: all must have seeded it by now
-    # Only rank 0 draws the weights; the other ranks receive them.
-    with phase("building the network"), torch.device("cpu" if job.world.rank == 0 else "meta"):
+    with _ONE_NETWORK, phase("building the network"):
+        seed_everything(config.train.seed)
         model = task.network(data.manifest)
-    if job.world.rank != 0:
-        model.to_empty(device="cpu")
-    elif prepare is not None:
+    if prepare is not None and job.world.rank == 0:
         prepare(model)
     device = loader.device
     model.to(device)
     if not job.world.mixes:  # memory is summed in its order, so that it must be the same on all
         in_format(model, memory_format(config.train, device))
     network = place_network(model, job, task, loader, config)
+    job.world.barrier()
+    seed_everything(config.train.seed)  # ranks may have drawn unequally many numbers so far
     if config.train.tuning is not None:
         with together(job.world, "reading the tuning file"):
             autotuner_of(job.mesh).pin(config.train.tuning, network.own_tuning)
