@@ -40,12 +40,10 @@ def own_state(job: Job, ranks: Mapping[str, Any]) -> Mapping[str, Any]:
     It is that of the same place in the same sample group. On other meshes the saved groups take
     turns, and the places in them.
     """
-    of = ranks["of"]
-    # Checkpoints had no places once.
-    places = ranks.get("places", [[rank, 0] for rank in range(len(of))])
+    places = ranks["places"]
     sizes = [1 + max(numbers) for numbers in zip(*places, strict=True)]
     wanted = [number % size for number, size in zip(_place(job), sizes, strict=True)]
-    found: Mapping[str, Any] = ranks["states"][of[places.index(wanted)]]
+    found: Mapping[str, Any] = ranks["states"][ranks["of"][places.index(wanted)]]
     return found
 
 

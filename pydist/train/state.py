@@ -123,9 +123,7 @@ class RunState:
                 if self.adaptive is not None and "noise_scale" in parts:
                     self.adaptive.load_state_dict(parts["noise_scale"])
                 self.step = parts["step"]
-                # Checkpoints had the random numbers of one rank once.
-                own = own_state(self.job, parts["ranks"]) if "ranks" in parts else parts
-                set_random_state(own["random"])
+                set_random_state(own_state(self.job, parts["ranks"])["random"])
         if line := load_gradient_state(self.model, parts.get("gradients", {}), self.step):
             self.network.notices = [*self.network.notices, line]
 
