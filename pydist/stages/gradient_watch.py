@@ -14,11 +14,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from pydist.errors import NotSupported
 from pydist.exchange.own_slice import own_slice
-from pydist.gradients.partitioned import PartitionedGradient, StepsParts
+from pydist.gradients.partitioned import StepsParts
 from pydist.slices.steps import NeedsNorms
+from pydist.stages.gradients import own_part_of, state_of
+from pydist.stages.parameters import StagedParameters
 from pydist.stages.ranks import Stages
-from pydist.stages.sources import version_of
-from pydist.tensor import ShardedTensor, local_of
 
 _watches: WeakSet[GradientWatch] = WeakSet()
 _installed: list[object] = []
@@ -34,14 +34,15 @@ class GradientWatch:
 
     Args:
         model: the network.
+        parameters: all that the passes train.
         stages: the stages.
     """
 
-    def __init__(self, model: nn.Module, stages: Stages) -> None:
-        self._model = model
-        self._known: dict[int, tuple[int, int]] = {}
-        self._partial: dict[int, tuple[Tensor, int]] = {}  # after a step that raised; with versions
+    def __init__(self, model: nn.Module, parameters: StagedParameters, stages: Stages) -> None:
+        self._model, self._parameters = model, parameters
+        self._known: dict[int, tuple[object, ...]] = {}
         self._has_warned = self._is_within = False
+        self._has_failed = False  # the latest step has raised
         self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._is_alone = len(stages.meshes) == 1
         if self._is_alone:
@@ -52,19 +53,20 @@ class GradientWatch:
             _watches.add(self)
 
     @contextmanager
-    def within_step(self, added_to: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+    def within_step(self, spoil: Callable[[], None]) -> Iterator[None]:
         """Refuses optimizers in the `with` block, in which a step of the pipeline runs.
 
         Args:
-            added_to: returns the parameters to whose gradients the step has added, if it raises.
+            spoil: fills gradients to which the step has added with NaN, if it raises.
         """
         self._is_within = True
         try:
             yield
+            self._has_failed = False
         except BaseException:
             if not self._is_alone:
-                grads = ((id(p), own_slice(p).grad) for p in added_to())
-                self._partial = {key: _with_version(g) for key, g in grads if g is not None}
+                spoil()
+                self._has_failed = True
             raise
         finally:
             self._is_within = False
@@ -75,23 +77,19 @@ class GradientWatch:
         Raises:
             NotSupported: one is still there.
         """
-        for p in parameters:
-            grad = own_slice(p).grad
-            noted, version = self._partial.get(id(p), (None, 0))
-            if grad is None or noted is None:
-                continue
-            now, changes = _with_version(grad)
-            if now is noted and changes == version:
-                raise NotSupported(
-                    "a gradient to which a step of the pipeline has added before it raised, on "
-                    "each mesh another part: call zero_grad() before the next step"
-                )
+        if not self._has_failed:
+            return
+        grads = (own_slice(p).grad for p in parameters)
+        if any(bool(own_part_of(grad).isnan().any()) for grad in grads if grad is not None):
+            raise NotSupported(
+                "a gradient to which a step of the pipeline has added before it raised, on each "
+                "mesh another part, which is NaN now: call zero_grad() before the next step"
+            )
 
     def note(self) -> None:
         """Notes the gradients, after what all stages have done together."""
-        self._partial = {}
         self._known = {
-            id(p): _version_of(grad)
+            id(p): state_of(grad)
             for p in self._model.parameters()
             if (grad := own_slice(p).grad) is not None
         }
@@ -114,14 +112,16 @@ class GradientWatch:
             if self._has_parameters_of(optimizer):
                 _require_own_gradients(optimizer)
             self._checked[optimizer] = count
-        if self._partial:
-            self.refuse_partial(p for group in optimizer.param_groups for p in group["params"])
+        if self._has_failed:
+            own = {id(p) for _, p in self._parameters.named()}
+            stepped = (p for group in optimizer.param_groups for p in group["params"])
+            self.refuse_partial(p for p in stepped if id(p) in own)
         if self._has_warned or not self._known:
             return
         for group in optimizer.param_groups:
             for p in group["params"]:
                 known, grad = self._known.get(id(p)), own_slice(p).grad
-                if known is None or grad is None or known == _version_of(grad):
+                if known is None or grad is None or known == state_of(grad):
                     continue
                 self._has_warned = True
                 warnings.warn(
@@ -163,18 +163,3 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
         watches = list(_watches)
     for each in watches:
         each.before_step(optimizer)
-
-
-def _version_of(grad: Tensor) -> tuple[int, int]:
-    """Returns which tensor a gradient is, and how often it was changed."""
-    found, version = _with_version(grad)
-    return id(found), version
-
-
-def _with_version(grad: Tensor) -> tuple[Tensor, int]:
-    """Returns this rank's part of a gradient, and how often it was changed."""
-    if isinstance(grad, PartitionedGradient):
-        grad = grad.piece
-    elif isinstance(grad, ShardedTensor):
-        grad = local_of(grad)
-    return grad, version_of(grad)

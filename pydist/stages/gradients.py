@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from enum import IntFlag
 from typing import Any, cast
 from zlib import crc32
 
@@ -23,12 +24,21 @@ from pydist.stages.parameters import StagedParameters, is_of_criterion
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.sources import ValueRead, version_of
 from pydist.stages.uses import Uses
-from pydist.tensor import ShardedTensor
+from pydist.tensor import ShardedTensor, local_of
 
-_HAS_GRADIENT, _HAS_CHANGED, _IS_UNKNOWN, _HAS_HOOKS = 1, 2, 4, 8
-"""What a mesh knows of a parameter after a step: the step has added to the gradient; it has changed
-the parameter and dropped the gradient; the gradient was there before, which was not kept; and
-users' hooks have seen the mesh's part of the gradient."""
+
+class _Seen(IntFlag):
+    """What a mesh knows of a parameter after a step."""
+
+    NOTHING = 0
+    GRADIENT = 1
+    """The step has added to its gradient."""
+    CHANGED = 2
+    """The step has changed it, and dropped its gradient."""
+    UNKNOWN = 4
+    """It had a gradient before, which was not kept."""
+    HOOKS = 8
+    """Users' hooks have seen the mesh's part of the gradient."""
 
 
 class StagedGradients:
@@ -40,6 +50,9 @@ class StagedGradients:
         uses: which meshes use each parameter and buffer.
         parameters: all that the passes train.
         ends: the meshes that may run the last stage, and the criterion.
+
+    Attributes:
+        inputs: of the running step: plain leaves, with their gradients before it.
     """
 
     def __init__(
@@ -54,9 +67,10 @@ class StagedGradients:
         self._parameters, self._ends = parameters, ends
         self._warned = set[str]()
         self._holders: dict[str, set[int]] = {}  # meshes with a gradient so far, by parameter
-        # Before a step, by the ids of parameters: their versions, and their gradients with theirs.
+        self.inputs: Sequence[tuple[Tensor, Tensor | None]] = ()
+        # Before a step, by the ids of parameters: their versions, and their gradients with states.
         self._versions: dict[int, int] = {}
-        self._known: dict[int, tuple[Tensor | None, int]] = {}
+        self._known: dict[int, tuple[Tensor | None, tuple[object, ...]]] = {}
 
     def owner(self, name: str) -> int | None:
         """Returns the first mesh that trains a parameter or else uses it, if any."""
@@ -163,7 +177,8 @@ class StagedGradients:
         """
         named = list(self._parameters.named())
         self._versions = {id(p): version_of(own_slice(p)) for _, p in named}
-        self._known = {id(p): _state_of(p) for _, p in named}
+        grads = ((id(p), own_slice(p).grad) for _, p in named)
+        self._known = {key: (grad, state_of(grad)) for key, grad in grads}
         found = {}
         for name, p in named:
             if p.grad is not None and self._may_be_shared(name):
@@ -177,12 +192,20 @@ class StagedGradients:
                 found[id(p)] = self._whole(p)
         return found
 
-    def added_to(self) -> list[Tensor]:
-        """Returns the parameters to whose gradients a step has added that ends by an exception."""
-        known = (p for _, p in self._parameters.named() if id(p) in self._known)
-        found = [p for p in known if self._knowledge(p, {}) & _HAS_GRADIENT]
-        self._known = {}  # the next step may raise before it knows the gradients
-        return found
+    @torch.no_grad()
+    def spoil(self) -> None:
+        """Fills with NaN the gradients to which a step has added that ends by an exception.
+
+        So nothing takes them for gradients, however they are scaled, added to or gathered, until
+        they are cleared. Inputs get back the gradients that they had.
+        """
+        for x, old in self.inputs:
+            x.grad = old
+        for _, p in self._parameters.named():
+            grad = own_slice(p).grad
+            if grad is not None and id(p) in self._known and self._has_added(p):
+                own_part_of(grad).fill_(torch.nan)
+        self._known, self.inputs = {}, ()  # the next step may raise before it knows them
 
     @torch.no_grad()
     def reduce_shared(self, before: Mapping[int, Tensor]) -> None:
@@ -207,8 +230,8 @@ class StagedGradients:
         )
         for i, (name, p) in enumerate(parameters):
             seen = [int(rows[each.rank(0, 0), i]) for each in stages.meshes]
-            found = {s for s, each in enumerate(seen) if each & _HAS_GRADIENT}
-            if not found and _HAS_CHANGED in seen:
+            found = {s for s, each in enumerate(seen) if each & _Seen.GRADIENT}
+            if not found and _Seen.CHANGED in seen:
                 raise NotSupported(
                     f"{name} was changed in the backward pass, and has no gradient: an optimizer "
                     "in a hook is not possible, as stages share gradients after that pass; call "
@@ -222,16 +245,16 @@ class StagedGradients:
             self._holders.setdefault(name, set()).update(found)
             if len(found) < 2:
                 continue
-            if any(each & _IS_UNKNOWN for each in seen):
+            if any(each & _Seen.UNKNOWN for each in seen):
                 raise NotSupported(
                     f"{name} was used on one mesh of the stages before, and is on several now; it "
                     "has an earlier gradient, from which theirs can't be told: call zero_grad() "
                     "before this step"
                 )
-            if any(each & _HAS_HOOKS for each in seen):
+            if any(each & _Seen.HOOKS for each in seen):
                 self._warn_of_hooks(name)
             message, old = torch.zeros(p.numel(), dtype=p.dtype), None
-            if seen[stages.index] & _HAS_GRADIENT:
+            if seen[stages.index] & _Seen.GRADIENT:
                 old = before.get(id(p))
                 message += self._addend(p).flatten().cpu()
                 if old is not None and self._is_first:
@@ -245,15 +268,11 @@ class StagedGradients:
         self._known = {}  # which keeps gradients alive
 
     @torch.no_grad()
-    def reduce_inputs(self, inputs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Adds the gradients of inputs over all meshes, which compute with them; for each group.
-
-        Args:
-            inputs: plain leaves with their gradients before the step.
-        """
+    def reduce_inputs(self) -> None:
+        """Adds the gradients of inputs over all meshes, which compute with them; for each group."""
         stages = self._stages
         mesh = stages.mesh
-        for x, old in inputs:
+        for x, old in self.inputs:
             sizes = stages.world.all_gather(torch.tensor([x.numel()]))  # groups may differ
             ranks = [stages.meshes[0].rank(d, 0) for d in range(mesh.data_size)]
             rows = torch.zeros(int(sizes[ranks].sum()), dtype=x.dtype)
@@ -265,6 +284,7 @@ class StagedGradients:
             stages.world.all_reduce(rows)
             total = own.clone().view(x.shape).to(x.device)
             x.grad = total if old is None else old + total
+        self.inputs = ()
 
     def _users(self, name: str) -> set[int]:
         """Returns the meshes that compute with a parameter, or have had a gradient of it."""
@@ -285,17 +305,23 @@ class StagedGradients:
                 stacklevel=2,
             )
 
-    def _knowledge(self, parameter: Tensor, before: Mapping[int, Tensor]) -> int:
+    def _has_added(self, parameter: Tensor) -> bool:
+        """Returns whether the step has added to a gradient."""
+        grad = own_slice(parameter).grad
+        _, old = self._known.get(id(parameter), (None, ()))
+        return grad is not None and state_of(grad) != old
+
+    def _knowledge(self, parameter: Tensor, before: Mapping[int, Tensor]) -> _Seen:
         """Returns what this rank knows of a parameter after a step."""
-        grad, version = _state_of(parameter)
-        earlier, old = self._known.get(id(parameter), (None, 0))
-        if grad is not None and (grad is not earlier or version != old):
+        own = own_slice(parameter)
+        earlier, _ = self._known.get(id(parameter), (None, ()))
+        if self._has_added(parameter):
             is_unknown = earlier is not None and id(parameter) not in before
-            hooks = _HAS_HOOKS * _has_hooks(own_slice(parameter))
-            return _HAS_GRADIENT | _IS_UNKNOWN * is_unknown | hooks
-        value = version_of(own_slice(parameter))
-        has_changed = self._versions.get(id(parameter), value) != value
-        return _HAS_CHANGED * (grad is None and parameter.requires_grad and has_changed)
+            found = _Seen.UNKNOWN if is_unknown else _Seen.NOTHING
+            return _Seen.GRADIENT | found | (_Seen.HOOKS if _has_hooks(own) else _Seen.NOTHING)
+        has_changed = self._versions.get(id(parameter), version_of(own)) != version_of(own)
+        is_lost = own.grad is None and parameter.requires_grad and has_changed
+        return _Seen.CHANGED if is_lost else _Seen.NOTHING
 
     @property
     def _is_first(self) -> bool:
@@ -346,12 +372,22 @@ class StagedGradients:
             own.grad = whole
 
 
-def _state_of(parameter: Tensor) -> tuple[Tensor | None, int]:
-    """Returns this rank's gradient of a parameter, and how often it was changed in place."""
-    grad = own_slice(parameter).grad
+def own_part_of(grad: Tensor) -> Tensor:
+    """Returns this rank's part of a gradient, in its own memory."""
     if isinstance(grad, PartitionedGradient):
-        grad = grad.piece
-    return grad, 0 if grad is None else version_of(grad)
+        return grad.piece
+    return local_of(grad) if isinstance(grad, ShardedTensor) else grad
+
+
+def state_of(grad: Tensor | None) -> tuple[object, ...]:
+    """Returns what changes with this rank's part of a gradient, while that is alive."""
+    if grad is None:
+        return ()
+    own = own_part_of(grad)
+    state = id(own), version_of(own)
+    if isinstance(grad, PartitionedGradient):
+        return (*state, *state_of(grad.pending), grad.arriving)
+    return state
 
 
 def _has_hooks(own: Tensor) -> bool:

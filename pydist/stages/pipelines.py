@@ -68,7 +68,7 @@ class Pipeline:
         self._parameters = StagedParameters(model)
         ends = schedule.meshes(stages.count - 1)
         self._gradients = StagedGradients(model, stages, uses, self._parameters, ends)
-        self._watch = GradientWatch(model, stages)
+        self._watch = GradientWatch(model, self._parameters, stages)
         self._state = StagedState(model, stages, self._gradients.owner, self._parameters)
         self._statistics = BatchStatistics(stages) if collects else None
         self.running: MicroBatch | None = None
@@ -119,10 +119,10 @@ class Pipeline:
         count = self._micro_batches if micro_batches is None else micro_batches
         self._parameters.criterion = module_of(criterion)
         begun = count if is_count(count) else self._micro_batches
-        with self._watch.within_step(self._gradients.added_to):
+        with self._watch.within_step(self._gradients.spoil):
             with self._over((inputs, target), begun, is_step=True):
                 self._check_step(count)
-                trained = self._trained_inputs((inputs, target))
+                trained = self._gradients.inputs = self._trained_inputs((inputs, target))
                 before = self._gradients.of_shared()
                 found = split_batch(
                     inputs, target, count, self.stages.mesh, entry.dims, weighs=entry.batches.weighs
@@ -142,7 +142,7 @@ class Pipeline:
             given = f"{self._parameters.of_criterion()} and {len(trained)} inputs with a gradient"
             self._gradients.compare_values(factors, reads, given)
             self._gradients.reduce_shared(before)
-            self._gradients.reduce_inputs(trained)
+            self._gradients.reduce_inputs()
         self._watch.note()
         if self._statistics is not None:
             self._statistics.update()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pydist.errors import NotSupported, RankFailed, UsageError
+from pydist.optim import gather_gradients, sharded
 from pydist.stages import pipeline
 from support.networks.small import initialized
 from support.staged import DEEP, HIGH, ONE, TWO_GROUPS, on_stages
@@ -286,5 +288,77 @@ def test_gradients_of_a_step_that_the_ranks_refuse_at_its_end_are_not_used():
         optimizer.zero_grad()
         made.step(X, TARGET, F.mse_loss)
         optimizer.step()
+
+    on_stages(IN_LINE, rank)
+
+
+def fails_on_mesh_1(stages, at):
+    """Returns a criterion that raises there in call number `at`."""
+    calls = []
+
+    def loss_of(y, t):
+        calls.append(0)
+        if stages.index == 1 and len(calls) == at:
+            raise ValueError("a bad sample")
+        return F.mse_loss(y, t)
+
+    return loss_of
+
+
+@pytest.mark.parametrize(
+    ("partitioned", "how"),
+    [(False, "as it is"), (False, "clipped"), (False, "unscaled"),
+     (True, "as it is"), (True, "unscaled"), (True, "gathered")],
+)  # fmt: skip
+def test_partial_gradients_are_refused_until_they_are_cleared(partitioned, how):
+    """Also if they are NaN after changes in place, and however often a step is refused."""
+    net = layers(nn.Tanh())
+    expected, _ = in_sequence(net)
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, X[:2], micro_batches=4)
+        optimizer: Any = torch.optim.SGD(own.parameters(), 0.1)
+        optimizer = sharded(optimizer, own, "always") if partitioned else optimizer
+        made.step(X, TARGET, F.mse_loss)
+        with pytest.raises((ValueError, RankFailed), match="a bad sample"):
+            made.step(X, TARGET, fails_on_mesh_1(stages, 3))
+        for _ in range(2):
+            with pytest.raises((NotSupported, RankFailed), match="before it raised"):
+                made.step(X, TARGET, F.mse_loss)
+        if how == "clipped":
+            made.clip_grad_norm_(1.0)
+        elif how == "unscaled":
+            made.unscale_(torch.amp.GradScaler("cpu", enabled=False), optimizer)
+        elif how == "gathered":
+            gather_gradients(own)
+        with pytest.raises(NotSupported, match="before it raised"):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=how != "as it is")
+        made.step(X, TARGET, F.mse_loss)
+        gather_gradients(own)
+        return own
+
+    for own in on_stages([DEEP, DEEP] if partitioned else IN_LINE, rank):
+        assert_gradients(own, expected)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_step_that_raised_leaves_the_gradients_of_inputs_as_they_were(earlier):
+    net = layers(nn.Tanh())
+
+    def rank(stages):
+        own, whole, x = copy.deepcopy(net), copy.deepcopy(net), X.clone().requires_grad_()
+        made = pipeline(own, stages, X[:2], micro_batches=4)
+        for _ in range(earlier):
+            made.step(x, TARGET, F.mse_loss)
+        with pytest.raises((ValueError, RankFailed), match="a bad sample"):
+            made.step(x, TARGET, fails_on_mesh_1(stages, 3))
+        own.zero_grad()
+        made.step(x, TARGET, F.mse_loss)
+        given = X.clone().requires_grad_()
+        for _ in range(1 + earlier):
+            F.mse_loss(whole(given), TARGET).backward()
+        torch.testing.assert_close(x.grad, given.grad, rtol=1e-11, atol=1e-14)
 
     on_stages(IN_LINE, rank)
