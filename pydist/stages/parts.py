@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pydist._loader import native
 from pydist.arguments import leaves, mapped
 from pydist.errors import UsageError
+from pydist.gradients.leaf import leaf_of
 from pydist.group_sizes import GroupSizes
 from pydist.mesh import Mesh
 from pydist.tensor import ShardedTensor, local_of
@@ -146,11 +147,18 @@ class _Cut:
         return ShardedTensor.from_local(local, layout, self._first, x._origin.statistics)
 
     def own(self, x: Any) -> Any:
-        """Returns the samples of a tensor, with gradients of the group's own loss."""
+        """Returns the samples of a tensor, with gradients of the group's own loss.
+
+        A plain leaf without samples, such as a template, is an input as well; parameters have means
+        over the groups, and so has what the reducer knows.
+        """
         part = self(x)
-        is_new = self._is_batch(x) and not isinstance(part, ShardedTensor)
-        if is_new and part.requires_grad and self._scale != 1:
-            part.register_hook(lambda grad: grad * self._scale)
+        if self._scale == 1 or not isinstance(part, Tensor) or not part.requires_grad:
+            return part
+        if part is x and x.is_leaf and not isinstance(x, ShardedTensor | nn.Parameter):
+            part = x.view_as(x)
+        if part is not x and not isinstance(part, ShardedTensor):
+            part.register_hook(lambda grad: grad * self._scale if leaf_of(x) is None else grad)
         return part
 
     def sharded(self, x: Any) -> Any:

@@ -87,6 +87,29 @@ def test_gradients_of_targets_in_uneven_groups():
     on_stages([TWO_GROUPS, TWO_GROUPS], rank)
 
 
+class Conditioned(Between):
+    def forward(self, x, z, w):
+        y = self.last(torch.tanh(self.first(x)) * z.view(1, 2, 1, 1, 1))
+        return F.conv3d(y, w)
+
+
+def test_gradients_of_inputs_without_samples_in_uneven_groups():
+    """They are those of the group's loss, too."""
+    net, z, w = initialized(Conditioned()), randn(2, seed=3), randn(2, 2, 1, 1, 1, seed=4)
+
+    def rank(stages):
+        rows = slice(*[0, 5, 8][stages.mesh.data_index :][:2])
+        own, mine = copy.deepcopy(net), [t.clone().requires_grad_() for t in (z, w)]
+        made = pipeline(own, stages, (X[:1], z, w), cuts=["last"], micro_batches=2)
+        made.step((X[rows], *mine), TARGET[rows], F.mse_loss)
+        alone = [t.clone().requires_grad_() for t in (z, w)]
+        F.mse_loss(copy.deepcopy(net)(X[rows], *alone), TARGET[rows]).backward()
+        for a, b in zip(mine, alone, strict=True):
+            assert torch.allclose(a.grad, b.grad, rtol=0, atol=1e-12)
+
+    on_stages([TWO_GROUPS, TWO_GROUPS], rank)
+
+
 def test_an_input_that_is_given_twice():
     net, x = initialized(Between()), X.repeat(1, 2, 1, 1, 1).requires_grad_()
     net.first = initialized(nn.Conv3d(2, 2, 3, padding=1))
