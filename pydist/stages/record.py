@@ -159,10 +159,11 @@ class _PassRecorder(Calls):
         """Returns arguments with stage tensors in the places of tensors."""
 
         def entered(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.requires_grad:
+            if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
                 return value
             # Every stage has it: it is never sent.
-            return self.enter(on_mesh(value, self._mesh, self._mesh.grid.batch_dims(3)))
+            own = on_mesh(value.detach(), self._mesh, self._mesh.grid.batch_dims(3))
+            return self.enter(own)
 
         return mapped(entered, values)
 

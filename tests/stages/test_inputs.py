@@ -110,6 +110,27 @@ def test_gradients_of_inputs_without_samples_in_uneven_groups():
     on_stages([TWO_GROUPS, TWO_GROUPS], rank)
 
 
+def test_a_sample_that_requires_a_gradient():
+    """It is recorded as another one, also with a second input."""
+
+    class Twice(Between):
+        def forward(self, x, t):
+            return self.last(torch.tanh(self.first(x)) * torch.sigmoid(t))
+
+    net, x, t = initialized(Twice()), X[:1].clone().requires_grad_(), X[1:2].clone()
+
+    def rank(stages):
+        starts = []
+        for trains in (True, False):
+            sample = x.detach().requires_grad_(trains), t.detach().requires_grad_(trains)
+            made = pipeline(copy.deepcopy(net), stages, sample, cuts=["last"])
+            starts.append(made.plan.starts)
+        assert starts[0] == starts[1]
+        made.step((X, X), TARGET, F.mse_loss)
+
+    on_stages([ONE, ONE], rank)
+
+
 def test_an_input_that_is_given_twice():
     net, x = initialized(Between()), X.repeat(1, 2, 1, 1, 1).requires_grad_()
     net.first = initialized(nn.Conv3d(2, 2, 3, padding=1))
