@@ -222,9 +222,9 @@ def _begin_step(
             p.grad = p.grad.full_tensor().detach()
     gather_in_state_dict(optimizer)
     step = optimizer.__dict__[_RUNNING] = _Step(optimizer)
-    if len(args) > 1 and args[1] is not None:
+    if len(args) > 1 and callable(args[1]):
         return (args[0], _within(step, args[1]), *args[2:]), kwargs
-    if kwargs.get("closure") is not None:
+    if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": _within(step, kwargs["closure"])}
     return None
 
@@ -241,13 +241,13 @@ def end_step(optimizer: Optimizer) -> None:
         optimizer.__dict__[_RUNNING] = None
 
 
-def _within(step: _Step, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _within(step: _Step, closure: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a closure that sees the sharded weights in the optimizer."""
 
-    def evaluate() -> Any:
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
         step.end()
         try:
-            return closure()
+            return closure(*args, **kwargs)
         finally:
             step.begin()
 

@@ -329,3 +329,40 @@ def test_what_can_not_be_stepped_is_refused():
         return optimizer
 
     on_channels(body)
+
+
+class Scaled(torch.optim.Optimizer):
+    """Optimizer whose step has an argument that is no closure."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, scale):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(scale * p.grad)
+
+
+class Called(Scaled):
+    """Optimizer that gives its closure an argument."""
+
+    def step(self, closure):
+        with torch.enable_grad():
+            scale = closure(0.5)
+        super().step(scale)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Called])
+def test_steps_with_other_arguments(kind):
+    def run(model, x):
+        optimizer = kind(model.parameters(), {})
+
+        def scale(given):
+            backward(model, x)
+            return given
+
+        optimizer.step(scale(0.5) if kind is Scaled else scale)
+        return weights(model)
+
+    expected = run(network(), batch())
+    for found in on_channels(lambda mesh: run(parallel(mesh), batch(mesh))):
+        assert_same(found, expected)
