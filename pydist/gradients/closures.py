@@ -1,14 +1,18 @@
-"""Passes the loss of the global batch to optimizers that depend on a closure's loss."""
+"""Passes the loss of the global batch to optimizers that depend on a closure's loss.
+
+A line search (LBFGS) compares losses. The groups' losses differ, so ranks would take different
+steps. The mean over the groups, weighted like gradients, is the same on all ranks.
+"""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -21,21 +25,8 @@ from pydist.group_sizes import batches_entering, weights_of
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
-_models: list[tuple[weakref.ref[nn.Module], Mesh]] = []
-"""Models that are trained on several sample groups."""
 _installed: list[object] = []
 _lock = threading.Lock()
-
-
-def agree_on_closures_of(model: nn.Module, mesh: Mesh) -> None:
-    """Passes the loss of the global batch to optimizers that depend on a closure's loss.
-
-    A line search (LBFGS) compares losses. The groups' losses differ, so ranks would take different
-    steps. The mean over the groups, weighted like gradients, is the same on all ranks.
-    """
-    with _lock:
-        alive = [known for known in _models if known[0]() is not None]
-        _models[:] = [*alive, (weakref.ref(model), mesh)]
 
 
 def install() -> None:
@@ -62,19 +53,8 @@ def _decides(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, LBFGS) or not home.startswith(("torch.optim.", "pydist."))
 
 
-def _mesh_of_model(optimizer: Optimizer) -> Mesh | None:
-    """Returns the mesh of a model that the optimizer steps."""
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    with _lock:
-        known = [(reference(), mesh) for reference, mesh in _models]
-    for model, mesh in known:
-        if model is not None and any(id(p) in stepped for p in model.parameters()):
-            return mesh
-    return None
-
-
-def _mesh_of_members(optimizer: Optimizer) -> Mesh | None:
-    """Returns the mesh over whose sample groups the gradients of other parameters are averaged."""
+def _mesh_of(optimizer: Optimizer) -> Mesh | None:
+    """Returns the mesh over whose sample groups gradients are averaged, if there are several."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         leaf = leaf_of(own_slice(parameter))
         reducer = None if leaf is None else leaf.reducer()
@@ -85,15 +65,16 @@ def _mesh_of_members(optimizer: Optimizer) -> Mesh | None:
 
 
 def _agreed(closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
-    of_model = _mesh_of_model(optimizer)
-
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         with batches_entering() as entered:
-            loss = closure(*args, **kwargs)
+            found = closure(*args, **kwargs)
+        # A closure may return more, such as the output.
+        loss, *others = found if type(found) is tuple and found else (found,)
+        is_number = isinstance(loss, Real) or (isinstance(loss, Tensor) and loss.numel() == 1)
         # Now, as the first backward pass makes a head or a learned input a member.
-        mesh = of_model or _mesh_of_members(optimizer)
-        if loss is None or mesh is None:
-            return loss
+        mesh = _mesh_of(optimizer)
+        if mesh is None or not is_number:
+            return found
         weights = weights_of(mesh)
         seen = [sizes for of_mesh, sizes in entered if of_mesh is weights]
         if any(not sizes.weighs_as(seen[0]) for sizes in seen):
@@ -111,6 +92,7 @@ def _agreed(closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., 
             mine = torch.tensor([weight and weight * value], dtype=torch.float64)
             mesh.data.all_reduce(mine)
             mean = float(mine) / mesh.data_size
-            return torch.full_like(loss, mean) if isinstance(loss, Tensor) else mean
+            agreed = torch.full_like(loss, mean) if isinstance(loss, Tensor) else mean
+        return agreed if found is loss else (agreed, *others)
 
     return evaluate

@@ -78,6 +78,43 @@ def test_steps_of_other_optimizers_take_any_argument():
         on_ranks(spatial, body, data)
 
 
+@pytest.mark.parametrize("kind", ["loss and output", "output", "number"])
+def test_closures_return_what_they_like(kind):
+    """What is a loss, or begins with one, is the mean over the groups."""
+
+    class Closed(torch.optim.SGD):
+        def step(self, closure):
+            with torch.enable_grad():
+                found = closure()
+            super().step()
+            return found
+
+    def body(mesh):
+        model = parallelize(initialized(nn.Conv3d(4, 4, 1)), mesh)
+        optimizer = Closed(model.parameters(), 0.1)
+        y = own = None
+
+        def closure():
+            nonlocal y, own
+            optimizer.zero_grad()
+            y = model(X[mesh.data_index : mesh.data_index + 1])
+            own = y.square().mean()
+            own.backward()
+            return {"loss and output": (own, y), "output": y, "number": own.item()}[kind]
+
+        found = optimizer.step(closure)
+        loss, *others = found if isinstance(found, tuple) else (found,)
+        if kind == "output":
+            assert found is y
+        else:
+            mean = own.detach().clone().view(1)
+            mesh.data.all_reduce(mean)
+            assert float(loss) == pytest.approx(float(mean) / 2, rel=1e-12)
+            assert not others or others[0] is y
+
+    on_ranks((1, 1, 1), body, data=2)
+
+
 def test_gradients_that_a_script_assigns_are_averaged():
     net = initialized(Two())
 
