@@ -12,7 +12,7 @@ from pydist._loader import native
 from pydist.arguments import leaves, mapped
 from pydist.errors import UsageError
 from pydist.gradients.leaf import leaf_of
-from pydist.group_sizes import GroupSizes
+from pydist.group_sizes import GroupSizes, weights_of
 from pydist.mesh import Mesh
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.distribute import distribute_tensor
@@ -93,7 +93,8 @@ def split_batch(
     if first is None:
         raise UsageError("inputs: expected the network's arguments, with a tensor among them")
     samples = first.shape[0]
-    sizes = GroupSizes(mesh, samples, _given_first(arguments))
+    sizes = GroupSizes(mesh, samples, _given_first(arguments), weighs=weighs)
+    weights_of(mesh).begin(sizes, together=False)  # for closures that run a step
     if min(sizes.counts) < count:
         raise UsageError(f"{min(sizes.counts)} samples in {count} micro-batches")
     begins = sizes.first_sample

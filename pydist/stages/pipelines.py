@@ -16,6 +16,7 @@ from pydist.entry_hook import dims_of_network, entry_hook_of
 from pydist.errors import NotSupported, RankFailed, RankLost, UsageError
 from pydist.exchange.left_weights import LeftWeights
 from pydist.exchange.own_slice import own_slice
+from pydist.group_sizes import batches_entering
 from pydist.stages.gradient_watch import GradientWatch
 from pydist.stages.gradients import StagedGradients
 from pydist.stages.messages import PassMark, Route, StageStopped
@@ -130,7 +131,8 @@ class Pipeline:
                 parts = list(found)
                 passes = self._schedule.passes(count)[self.stages.index]
                 try:
-                    losses, factors, reads = self._run(passes, parts, criterion)
+                    with batches_entering():  # each micro-batch, which concerns no closure
+                        losses, factors, reads = self._run(passes, parts, criterion)
                 except StageStopped:
                     # A criterion that raises for a micro-batch raises on all ranks: here as well.
                     for part in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from pydist.errors import NotSupported
 from pydist.optim import LAMB, sharded
 from pydist.stages import gradient_watch, pipeline
-from support.staged import ONE, on_stages
+from support.staged import ONE, TWO_GROUPS, on_stages
 from support.staged_layers import TARGET, X, layers
 
 
@@ -99,6 +100,31 @@ def test_a_class_that_may_combine_gradients_is_warned_of(
 
     on_stages([ONE, ONE], rank)
     assert ["as Prodigy and SAM do" in each for each in said] == [True] * warnings  # once a rank
+
+
+def test_a_closure_that_runs_a_step_in_uneven_groups():
+    """Its loss is that of the whole batch, whose micro-batches the groups share differently."""
+    net = layers()
+    expected = float(F.mse_loss(net(X), TARGET).detach())
+
+    class Closed(Signs):
+        elementwise = True
+
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+            return loss
+
+    def rank(stages):
+        rows = slice(*[0, 5, 8][stages.mesh.data_index :][:2])
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, X[:1], balance="memory", micro_batches=2)
+        optimizer = Closed(own.parameters())
+        loss = optimizer.step(lambda: made.step(X[rows], TARGET[rows], F.mse_loss))
+        assert float(loss) == pytest.approx(expected, rel=1e-12)
+
+    on_stages([TWO_GROUPS, TWO_GROUPS], rank)
 
 
 def test_lbfgs_is_refused_each_time():
