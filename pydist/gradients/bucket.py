@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pydist.gradients.forms.stateful import SteppedForm
 from pydist.gradients.leaf import NEW
 from pydist.gradients.partitioned import GradientSet, PartitionedGradient
 from pydist.gradients.pieces import pieces_of
@@ -71,7 +72,7 @@ class Bucket:
         """Stores the means in the gradients.
 
         An older one that is the mean already is left alone: stages see by a change that the mesh
-        has contributed.
+        has contributed. So are all older ones where the form keeps what it has not sent.
 
         Args:
             gradient_set: collects gradients that stay partitioned.
@@ -79,10 +80,11 @@ class Bucket:
         """
         assert self._row is not None
         self._form.complete(self._row)
+        keeps_rest = isinstance(self._form, SteppedForm)
         grads, means = [], []
         for leaf, piece in zip(self.leaves, self._places_in(self._row), strict=True):
             parameter = leaf.parameter()
-            if parameter is None:
+            if parameter is None or (keeps_rest and flag(leaf) != NEW):
                 continue
             grad = parameter.grad
             if grad is None:
@@ -97,6 +99,8 @@ class Bucket:
                 means.append(piece)
         copy_all(grads, means)
         self._row = self._work = None
+        if len(self.leaves) == 1:
+            self._flat, self._places = None, []  # large, and most passes need none
 
     def set_aside(self, parameter: Tensor) -> None:
         """Prepares a gradient for accumulation; an ordinary one needs nothing."""
@@ -185,7 +189,7 @@ class Bucket:
         grad = None if parameter is None else parameter.grad
         if grad is None or parameter is None or not fits(self.leaves[0], grad):
             return None
-        if self.leaves[0].has_mean(grad):  # it stays, unless another rank has added to it
+        if not self.leaves[0].fired:  # an older one stays, unless another rank has added to it
             return None
         if not in_order_of(grad, parameter):
             return None

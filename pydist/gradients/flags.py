@@ -106,6 +106,8 @@ def own_flags(
                 proposal.append(index)
                 continue
             exists = lane.bucket_of[leaf].has_gradient(leaf)
+            if exists and isinstance(lane.form, SteppedForm) and leaf.is_assigned(parameter):
+                leaf.fired = True  # its form keeps nothing of it yet
             if leaf.fired and exists:
                 flags.append(NEW)
                 leaf.idle = 0

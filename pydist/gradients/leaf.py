@@ -202,6 +202,11 @@ class Leaf:
         """Returns whether a gradient is the mean as it was stored, and not a script's."""
         return grad.__dict__.get(_MEAN) == grad._version
 
+    def is_assigned(self, parameter: Tensor) -> bool:
+        """Returns whether a script has set the gradient of a trained parameter itself."""
+        grad = parameter.grad
+        return grad is not None and parameter.requires_grad and _MEAN not in grad.__dict__
+
     def forget(self) -> None:
         """Resets the state of an accumulated gradient, which the caller has cleared."""
         self.fired = self.paused = self.waits = False
@@ -266,6 +271,7 @@ class Leaf:
                     grad.copy_(base.add_(added))  # like torch in place, as it may have a graph
             elif added is not grad:
                 parameter.grad = added.to(grad.dtype, copy=True)
+                self.remember_mean()
 
     def seen_by_hooks(self, grad: Tensor) -> Tensor:
         """Returns a gradient after users' hooks may have changed it."""

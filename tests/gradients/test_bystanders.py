@@ -11,6 +11,7 @@ from torch import nn
 import pydist.gradients.buckets
 from pydist import Mesh, distribute_tensor, parallelize, run_local
 from pydist.gradients import PowerSGD
+from pydist.gradients.registration import reducer_of
 from pydist.optim import gradient_state
 from support.equivalence import on_ranks, randn, whole_of
 from support.networks.small import initialized
@@ -130,8 +131,22 @@ def test_gradients_that_a_script_assigns_are_averaged():
     on_ranks((1, 1, 1), body, data=2)
 
 
+def test_a_copy_of_an_older_mean_is_freed(monkeypatch):
+    monkeypatch.setattr(pydist.gradients.buckets, "ALONE_BYTES", 1)
+
+    def body(mesh):
+        model = parallelize(initialized(Two()), mesh)
+        for which in ("first", "second"):
+            model(randn(2, 8), which).square().mean().backward()
+        lanes = reducer_of(mesh).members.lanes
+        assert all(b._flat is None for lane in lanes for b in lane.buckets)
+
+    on_ranks((1, 1, 1), body, data=2)
+
+
+@pytest.mark.parametrize("change", ["none", "clipped", "by a hook"])
 @pytest.mark.parametrize("alone", [1, 1 << 30])
-def test_an_older_mean_keeps_its_error_feedback(monkeypatch, alone):
+def test_an_older_mean_keeps_its_error_feedback(monkeypatch, alone, change):
     """A compressed gradient is sent again beside or with another one's, and stays as it was."""
     monkeypatch.setattr(pydist.gradients.buckets, "ALONE_BYTES", alone)
     net = initialized(Two())
@@ -140,18 +155,43 @@ def test_an_older_mean_keeps_its_error_feedback(monkeypatch, alone):
     def body(mesh):
         model = parallelize(copy.deepcopy(net), mesh, gradients=form)
         x = randn(2, 8, seed=mesh.data_index)
+        if change == "by a hook":
+            model.first.weight.register_hook(lambda grad: 0.5 * grad)
         model(x, "first").square().sum().backward()
+        if change == "clipped":
+            nn.utils.clip_grad_norm_(model.first.parameters(), 1.0)
         grad = model.first.weight.grad.clone()
-
-        def kept():
-            entries = gradient_state(model).get("parameters", {})  # whole on rank 0
-            return [e["error"].clone() for name, e in entries.items() if "first" in name]
-
-        errors = kept()
+        errors = _errors(model)
         assert all(error.abs().max() > 0 for error in errors)
         model(x, "second").square().sum().backward()
         assert torch.equal(model.first.weight.grad, grad)
-        assert all(map(torch.equal, kept(), errors))
+        assert all(map(torch.equal, _errors(model), errors))
         return len(errors)
 
     assert on_ranks((1, 1, 1), body, data=2) == [1, 0]
+
+
+def test_an_assigned_gradient_takes_its_error_feedback_along():
+    net = initialized(Two())
+    form = PowerSGD(rank=1, start=0, least_saving=1)
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(net), mesh, gradients=form)
+        x = randn(2, 8, seed=mesh.data_index)
+        model(x, "first").square().sum().backward()
+        before = _errors(model)
+        model.first.weight.grad = randn(8, 8, seed=3 + mesh.data_index)
+        model(x, "second").square().sum().backward()
+        for old, new in zip(before, _errors(model), strict=True):
+            mean = (randn(8, 8, seed=3) + randn(8, 8, seed=4)) / 2
+            given, found = mean + old.mean(0), model.first.weight.grad + new.mean(0)
+            assert torch.allclose(found, given, rtol=0, atol=1e-12)
+        return model.first.weight.grad
+
+    assert torch.equal(*on_ranks((1, 1, 1), body, data=2))
+
+
+def _errors(model):
+    """Returns what PowerSGD has not sent of the first layer's gradient: on rank 0, of all groups."""
+    entries = gradient_state(model).get("parameters", {})
+    return [each["error"].clone() for name, each in entries.items() if "first" in name]
