@@ -168,7 +168,7 @@ class Leaf:
 
     def refuse_hooks(self) -> None:
         """Raises if users have registered hooks, which a partitioned gradient does not support."""
-        if self._before.users() or self._after.users():
+        if self.is_hooked:
             raise NotSupported(
                 f"hooks on the parameter {self.name}, whose gradient is partitioned over the ranks "
                 "(pydist.optim.sharded): remove them, or step this parameter with "
@@ -218,6 +218,11 @@ class Leaf:
         if grad is None or isinstance(grad, PartitionedGradient):
             return grad is None
         return self._stamp != _stamp_of(grad) and not bool(grad.any())
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether users' hooks are registered now."""
+        return bool(self._before.users() or self._after.users())
 
     @property
     def shows_gradients(self) -> bool:

@@ -394,7 +394,7 @@ def _has_hooks(own: Tensor) -> bool:
     """Returns whether users have registered hooks on a parameter."""
     leaf, tensor = leaf_of(own), cast("Any", own)
     if leaf is not None:
-        return leaf.has_hooks
+        return leaf.is_hooked
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 

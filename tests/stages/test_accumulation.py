@@ -71,6 +71,14 @@ def test_hooks_of_a_weight_of_two_meshes_are_warned_of():
     with pytest.warns(UserWarning, match=r"hooks of 0\.bias, a parameter of several meshes"):
         on_stages([ONE, ONE], rank)
 
+    def removed(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, X[:1], cuts=["2"])
+        own[0].bias.register_hook(torch.clone).remove()
+        made.step(X, TARGET, F.mse_loss)
+
+    on_stages([DEEP, DEEP], removed)  # a warning fails the test
+
 
 def _square_sum(w):
     return (w * w).sum()
