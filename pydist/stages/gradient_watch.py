@@ -16,7 +16,7 @@ from pydist.errors import NotSupported
 from pydist.exchange.own_slice import own_slice
 from pydist.gradients.partitioned import StepsParts
 from pydist.slices.steps import NeedsNorms
-from pydist.stages.gradients import own_part_of, state_of
+from pydist.stages.gradients import own_part_of, grad_state_of
 from pydist.stages.parameters import StagedParameters
 from pydist.stages.ranks import Stages
 
@@ -89,7 +89,7 @@ class GradientWatch:
     def note(self) -> None:
         """Notes the gradients, after what all stages have done together."""
         self._known = {
-            id(p): state_of(grad)
+            id(p): grad_state_of(grad)
             for p in self._model.parameters()
             if (grad := own_slice(p).grad) is not None
         }
@@ -121,7 +121,7 @@ class GradientWatch:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 known, grad = self._known.get(id(p)), own_slice(p).grad
-                if known is None or grad is None or known == state_of(grad):
+                if known is None or grad is None or known == grad_state_of(grad):
                     continue
                 self._has_warned = True
                 warnings.warn(

@@ -178,7 +178,7 @@ class StagedGradients:
         named = list(self._parameters.named())
         self._versions = {id(p): version_of(own_slice(p)) for _, p in named}
         grads = ((id(p), own_slice(p).grad) for _, p in named)
-        self._known = {key: (grad, state_of(grad)) for key, grad in grads}
+        self._known = {key: (grad, grad_state_of(grad)) for key, grad in grads}
         found = {}
         for name, p in named:
             if p.grad is not None and self._may_be_shared(name):
@@ -309,7 +309,7 @@ class StagedGradients:
         """Returns whether the step has added to a gradient."""
         grad = own_slice(parameter).grad
         _, old = self._known.get(id(parameter), (None, ()))
-        return grad is not None and state_of(grad) != old
+        return grad is not None and grad_state_of(grad) != old
 
     def _knowledge(self, parameter: Tensor, before: Mapping[int, Tensor]) -> _Seen:
         """Returns what this rank knows of a parameter after a step."""
@@ -379,14 +379,14 @@ def own_part_of(grad: Tensor) -> Tensor:
     return local_of(grad) if isinstance(grad, ShardedTensor) else grad
 
 
-def state_of(grad: Tensor | None) -> tuple[object, ...]:
+def grad_state_of(grad: Tensor | None) -> tuple[object, ...]:
     """Returns what changes with this rank's part of a gradient, while that is alive."""
     if grad is None:
         return ()
     own = own_part_of(grad)
     state = id(own), version_of(own)
     if isinstance(grad, PartitionedGradient):
-        return (*state, *state_of(grad.pending), grad.arriving)
+        return (*state, *grad_state_of(grad.pending), grad.arriving)
     return state
 
 

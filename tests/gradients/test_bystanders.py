@@ -192,6 +192,6 @@ def test_an_assigned_gradient_takes_its_error_feedback_along():
 
 
 def _errors(model):
-    """Returns what PowerSGD has not sent of the first layer's gradient: on rank 0, of all groups."""
+    """Returns what PowerSGD has not sent of the first layer, for all groups; on rank 0."""
     entries = gradient_state(model).get("parameters", {})
     return [each["error"].clone() for name, each in entries.items() if "first" in name]
