@@ -16,7 +16,7 @@ from pydist.errors import NotSupported
 from pydist.exchange.own_slice import own_slice
 from pydist.gradients.partitioned import StepsParts
 from pydist.slices.steps import NeedsNorms
-from pydist.stages.gradients import own_part_of, grad_state_of
+from pydist.stages.gradients import grad_state_of, own_part_of
 from pydist.stages.parameters import StagedParameters
 from pydist.stages.ranks import Stages
 
