@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pydist.errors import UsageError
-from pydist.grid import SAMPLE_AXES, axes_by_dim
+from pydist.grid import AXES, SAMPLE_AXES, axes_by_dim
 from pydist.mesh import Mesh
 from pydist.partition import Box, Partition, split_extent
 
@@ -29,6 +29,15 @@ class Split:
         old = max(1, self.partition.extent)
         points = [(2 * p * extent + old) // (2 * old) for p in self.partition.points]
         return Split(self.axes, Partition([*points[:-1], extent]))
+
+    def intervals(self, mesh: Mesh) -> list[tuple[int, int]]:
+        """Returns the part of each rank of `mesh.group(axes)`, in the order of the group.
+
+        A group's order is that of `AXES`, whichever axis cuts the dim fastest.
+        """
+        grid, ordered = mesh.grid, sorted(self.axes, key=AXES.index)
+        places = (grid.coords(i, ordered) for i in range(self.partition.parts))
+        return [self.partition.interval(grid.index(place, self.axes)) for place in places]
 
 
 class Layout:

@@ -65,9 +65,9 @@ def scatter_parts(partial: Tensor, layout: Layout, split: Split) -> Tensor:
 
     def make() -> Exchanger:
         owned = []
-        for part in range(split.partition.parts):
+        for interval in split.intervals(mesh):
             lo, hi = list(whole.lo), list(whole.hi)
-            lo[1], hi[1] = split.partition.interval(part)
+            lo[1], hi[1] = interval
             owned.append(Box(lo, hi))
         channels_last = all_channels_last(partial, mesh)
         needed = [[whole]] * len(owned)

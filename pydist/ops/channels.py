@@ -146,9 +146,11 @@ def gather_channels(values: Tensor, layout: Layout) -> Tensor:
     split = layout.splits[1]
     if split is None:
         return values
-    sizes = split.partition.sizes
-    padded = values.new_zeros(*values.shape[:-1], max(sizes))
+    padded = values.new_zeros(*values.shape[:-1], max(split.partition.sizes))
     padded[..., : values.shape[-1]] = values
     with layout.mesh.session.timers.measure("redistribute"):
         rows = layout.mesh.group(split.axes).all_gather(padded)
-    return torch.cat([row[..., :n] for row, n in zip(rows, sizes, strict=True)], -1)
+    whole = values.new_empty(*values.shape[:-1], split.partition.extent)
+    for (lo, hi), row in zip(split.intervals(layout.mesh), rows, strict=True):
+        whole[..., lo:hi] = row[..., : hi - lo]
+    return whole

@@ -54,14 +54,10 @@ class Ring:
 
     def __init__(self, mesh: Mesh, split: Split, batch: Sequence[int], channels: int) -> None:
         self.mesh = mesh
-        grid, axes = mesh.grid, mesh.grid.split(split.axes)
         self._group = group = mesh.group(split.axes)
         self.rank, self.size = group.rank, group.size
-        self.blocks: list[tuple[int, int]] = []
+        self.blocks = split.intervals(mesh)
         """First key of each rank's block, and its end, in the order of the group."""
-        for i in range(group.size):
-            place = dict.fromkeys(split.axes, 0) | grid.coords(i, axes)
-            self.blocks.append(split.partition.interval(grid.index(place, split.axes)))
         self.longest = max(hi - lo for lo, hi in self.blocks)
 
         def box(lo: int, hi: int) -> Box:
