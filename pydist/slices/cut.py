@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def shard_weights(model: nn.Module, mesh: Mesh, statistics: str) -> None:
         statistics: see `Origin`.
 
     Raises:
-        NotSupported: a weight has hooks, or something else holds it.
+        NotSupported: a weight has hooks, something else holds it, or its memory has another use.
     """
     if mesh.grid.size((CHANNEL_AXIS,)) == 1:
         return
@@ -47,6 +48,7 @@ def shard_weights(model: nn.Module, mesh: Mesh, statistics: str) -> None:
     for name, weight, _ in chosen:  # before the first change
         _refuse_hooks(name, weight)
         _refuse_held(name, weight)
+    _refuse_shared_memory(model, {name for name, _, _ in chosen})
     for _, weight, layout in chosen:
         _replace(weight, layout, statistics)
     for module in model.modules() if chosen else ():  # all: they may share the weights later
@@ -112,6 +114,28 @@ def _refuse_held(name: str, weight: nn.Parameter) -> None:
             "parallelize the model before it is used"
         ) from error
     torch.utils.swap_tensors(weight, other)
+
+
+def _refuse_shared_memory(model: nn.Module, names: Collection[str]) -> None:
+    """Refuses weights that another parameter or buffer is tied to by its memory only.
+
+    A slice has memory of its own, so the other one would keep the old values.
+    """
+    places = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel():
+            lo = tensor.data_ptr()
+            places.append((lo, lo + (last + 1) * tensor.element_size(), name))
+    end, before = 0, ""
+    for lo, hi, name in sorted(places):
+        if lo < end and (name in names or before in names):
+            raise NotSupported(
+                f"{before!r} and {name!r} share memory, but sharded weights have their own: use "
+                "one parameter in both places, or parallelize(..., sharded_weights=False)"
+            )
+        if hi > end:
+            end, before = hi, name
 
 
 def _replace(weight: nn.Parameter, layout: Layout, statistics: str) -> None:

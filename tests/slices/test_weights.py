@@ -313,6 +313,32 @@ def test_a_refused_model_is_as_before():
     on_channels(body)
 
 
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_weights_in_shared_memory_are_refused(kind):
+    def body(mesh):
+        model = network()
+        weight = model[2].weight.data
+        if kind == "buffer":
+            model.register_buffer("last", weight[1:])
+        else:
+            model.append(nn.Linear(8, 4)).double()
+            model[3].weight = nn.Parameter(weight[1:])
+        with pytest.raises(NotSupported, match=r"'2\.weight' and '(last|3\.weight)' share memory"):
+            parallel(mesh, model)
+
+    on_channels(body)
+
+
+def test_weights_side_by_side_in_memory():
+    def body(mesh):
+        model = network()
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+        nn.utils.vector_to_parameters(vector, model.parameters())
+        assert isinstance(parallel(mesh, model)[0].weight, ShardedTensor)
+
+    on_channels(body)
+
+
 def test_data_is_no_sharded_weight():
     def body(mesh):
         weight = pydist.distribute_tensor(randn(4, 6), mesh, {0: "channel"})
