@@ -79,6 +79,7 @@ def gather_in_state_dict(optimizer: Optimizer) -> None:
     if _RUNNING not in optimizer.__dict__:
         optimizer.__dict__[_RUNNING] = None
         optimizer.register_state_dict_pre_hook(end_step)
+        optimizer.register_load_state_dict_pre_hook(lambda optimizer, _: end_step(optimizer))
         optimizer.register_state_dict_post_hook(_gather_state)
 
 

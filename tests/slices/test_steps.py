@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -218,6 +219,29 @@ def test_a_step_that_raised_is_followed_by_others():
             optimizer.step(closure)
         optimizer.zero_grad()
         backward(model, batch(mesh))
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+        return [*weights(model), *(values["momentum_buffer"] for values in state.values())]
+
+    expected = run()
+    for found in on_channels(run):
+        assert_same(found, expected)
+
+
+def test_state_is_loaded_after_a_step_that_raised():
+    def run(mesh=None):
+        model = network() if mesh is None else parallel(mesh)
+        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        backward(model, batch(mesh))
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+
+        def closure():
+            raise ValueError("mine")
+
+        with pytest.raises(ValueError, match="mine"):
+            optimizer.step(closure)
+        optimizer.load_state_dict(saved)
         optimizer.step()
         state = optimizer.state_dict()["state"]
         return [*weights(model), *(values["momentum_buffer"] for values in state.values())]
