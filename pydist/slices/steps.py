@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 from torch.optim import (
+    ASGD,
     SGD,
     Adadelta,
     Adagrad,
@@ -25,6 +26,7 @@ from torch.optim import (
     Optimizer,
     RAdam,
     RMSprop,
+    Rprop,
 )  # fmt: skip
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -35,7 +37,9 @@ from pydist.slices.state import gathered, note_call
 from pydist.tensor import ShardedTensor, local_of, wrap
 from pydist.tensor.operands import redistribute
 
-ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
+ELEMENTWISE = (
+    ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD,
+)  # fmt: skip
 """Optimizers of torch that treat each element separately, so a part can be stepped alone. Other
 classes say so by an attribute ``elementwise = True``."""
 

@@ -32,6 +32,8 @@ OPTIMIZERS: dict[str, Make] = {
     "adamax": lambda p: Adamax(p, 1e-2),
     "nadam": lambda p: NAdam(p, 1e-2),
     "radam": lambda p: RAdam(p, 1e-2),
+    "rprop": lambda p: torch.optim.Rprop(p, 1e-2),
+    "asgd": lambda p: torch.optim.ASGD(p, 1e-2, lambd=0.1, t0=1),
     "lars": lambda p: LARS(p, 1.0, weight_decay=0.01, trust_coefficient=0.01),
     "lars, torch": lambda p: LARS(p, 1.0, form="torch", nesterov=True, exclude=None),
     "lamb": lambda p: LAMB(p, 1e-2),
