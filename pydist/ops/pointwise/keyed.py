@@ -36,7 +36,7 @@ class Draw:
         self._shape, self._first = list(shape), 0
         sizes = x._origin.sizes
         has_place = bool(self._shape) and sizes.after is not None
-        if self._shape:
+        if self._shape and not sizes.of_weight:  # all groups have the same weight
             rows, rest = divmod(self._shape[0], sizes.own) if sizes.own else (1, 0)
             has_place &= not rest
             # A sample may have several rows by now.
@@ -91,12 +91,17 @@ def _next_key(func: Callable[..., Any], x: ShardedTensor, part: int) -> int | Te
         x: the tensor of the call.
         part: of the pass in the step; 0 for numbers that all passes of a step share.
     """
-    mesh, origin = x.mesh, x._origin
+    mesh, forward, sizes = x.mesh, x._origin.forward, x._origin.sizes
     layer = module_path()
+    if sizes.of_weight:  # older than the step; its draws count apart from those of one group alone
+        forward, layer = mesh.session.forwards, f"{layer} on weights"
     draws = draws_of(mesh)
-    calls = draws.begin(origin.forward, origin.sizes.part)
+    calls = draws.begin(forward, sizes.part)
     if torch._C._current_graph_task_id() != -1:
         # In backward activation checkpointing reruns the call, and needs the same numbers.
+        if sizes.of_weight:
+            why = "of a sharded weight, under activation checkpointing"
+            raise refusal(func, (x,), {}, why)
         if not layer:
             why = "under activation checkpointing in no module's method: give it one (nn.Dropout)"
             raise refusal(func, (x,), {}, why)
@@ -115,7 +120,7 @@ def _next_key(func: Callable[..., Any], x: ShardedTensor, part: int) -> int | Te
         calls[layer] = number + 1
     if draws.replayed is not None:
         return draws.replayed.place_of(layer, number)
-    return _key(mesh, origin.forward, layer, number, part)
+    return _key(mesh, forward, layer, number, part)
 
 
 class Draws:
