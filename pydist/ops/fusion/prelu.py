@@ -97,7 +97,7 @@ class _Prelu(Function):
         sums = gradient_sums(grad, x, transform)
         grad_slope = None
         if for_slope:
-            of_channels = sums[2].view(-1, x.shape[1]).sum(0)
+            of_channels = sums[2].view(-1 if x.shape[1] else 0, x.shape[1]).sum(0)
             grad_slope = of_channels.sum().view(1) if slope.numel() == 1 else of_channels
             grad_slope = grad_slope.to(slope.dtype)
         if not for_y:
