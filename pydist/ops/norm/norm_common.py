@@ -67,12 +67,12 @@ def evaluate(
             )
     mean, var = (None if each is None else own_channels(each, layout) for each in (mean, var))
     if mean is None or var is None or learns or not is_large:
-        x = with_elements(local)
-        normed = by_torch(F.batch_norm, x, mean, var, scale, shift, False, 0.0, eps)
+        of_channels = [t if t is None else with_elements(t) for t in (mean, var, scale, shift)]
+        normed = by_torch(F.batch_norm, with_elements(local), *of_channels, False, 0.0, eps)
         return wrap(without_added(normed, local.shape), layout, input)
     plan = plan_norm(layout, [0, *range(2, len(layout.shape))], ())
-    of_channels = [t.detach().double().flatten() for t in (mean, var)]
-    known = torch.stack([torch.ones_like(of_channels[0]), *of_channels])
+    values = [t.detach().double().flatten() for t in (mean, var)]
+    known = torch.stack([torch.ones_like(values[0]), *values])
     norm = AppliedNorm(dense(local), scale, shift, known, plan, eps)
     return normalized(norm, layout, source)
 
