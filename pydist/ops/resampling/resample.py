@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.layout import Layout
+from pydist.ops.empty import with_elements, without_added
 from pydist.ops.resampling.reads import moved_points, planning
 from pydist.ops.resampling.resample_plan import ResamplePlan
 from pydist.ops.resampling.taps import Resize
@@ -66,8 +67,9 @@ def interpolate(
     if layout.shape[0] == 0:
         # No exchange; the result stays in the graph.
         return wrap(local.new_zeros(out.local_shape) + local.sum(), out, input)
-    if all(d == 0 for d in layout.split_dims):
-        return wrap(F.interpolate(local, **options), out, input)
+    if all(d < 2 for d in layout.split_dims):
+        resized = F.interpolate(with_elements(local), **options)
+        return wrap(without_added(resized, out.local_shape), out, input)
     if antialias:
         raise refusal(F.interpolate, (input,), {}, "antialias, and a spatial dim is split")
     if not (mode.startswith("nearest") or local.is_floating_point()):

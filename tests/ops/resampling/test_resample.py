@@ -9,11 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from pydist import distribute_tensor
 from pydist.errors import NotSupported
 from pydist.exchange.exchanger import Exchanger
 from pydist.ops.resampling.resample_plan import ResamplePlan
 from pydist.ops.resampling.taps import Resize, taps_of, upsample
 from support.equivalence import (
+    assert_same,
     check_function,
     error,
     layout_at,
@@ -22,6 +24,7 @@ from support.equivalence import (
     randint,
     randn,
     shard,
+    whole_of,
 )
 from support.equivalence.strategies import cuts
 
@@ -320,3 +323,24 @@ def test_a_batch_of_nothing_is_scaled_to_nothing(mode):
         assert shape == (0, 3, 12, 8, 8)
         assert of_grad == (0, 3, 6, 4, 4)
         assert local == (0, 3, (4, 8)[rank], 8, 8)
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+@pytest.mark.parametrize("options", [{"antialias": True}, {"align_corners": True}])
+def test_cut_channels_alone(channels, options):
+    """Each rank resizes its channels by torch's function; of 1 channel, a rank has none."""
+
+    def run(x):
+        x = x.detach().requires_grad_()
+        y = F.interpolate(x[:, :channels], size=(5, 3), mode="bilinear", **options)
+        y.sin().sum().backward()
+        return [whole_of(y.detach()), whole_of(x.grad)]
+
+    x = randn(2, 5, 7, 6)
+    expected = run(x)
+
+    def split(mesh):
+        return run(distribute_tensor(x, mesh, {1: "channel"}))
+
+    for found in on_ranks((1, 1, 1), split, axes={"channel": 2}):
+        assert_same(found, expected)
