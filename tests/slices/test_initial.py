@@ -55,6 +55,21 @@ def test_slices_are_those_of_the_whole_weight(call, shares):
     on_ranks((1, 1, 1), body, axes={"channel": 2}, **given)
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(6, 8), nn.Linear(8, 6), nn.Conv3d(2, 6, 3)])
+def test_orthogonal(layer):
+    def drawn(weight):
+        return nn.init.orthogonal_(weight, 2.0, torch.Generator().manual_seed(5))
+
+    def body(mesh):
+        model = nn.Sequential(copy.deepcopy(layer))
+        weight = pydist.parallelize(model, mesh, sharded_weights=True)[0].weight
+        return drawn(weight).full_tensor().detach()
+
+    expected = drawn(copy.deepcopy(layer).weight).detach()
+    for found in on_ranks((1, 1, 1), body, axes={"channel": 2}):
+        assert torch.equal(found, expected)
+
+
 def test_parts_of_weights_are_not_drawn():
     def body(mesh):
         layer = pydist.parallelize(nn.Sequential(nn.Linear(6, 8)), mesh, sharded_weights=True)[0]

@@ -13,14 +13,16 @@ from pydist.tensor import HANDLERS, ShardedTensor, local_of, wrap
 
 def _creator(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def handler(x: ShardedTensor, *size: Any, **options: Any) -> Tensor:
-        """Makes a tensor: sharded if it has the shape of `x`, else plain and equal on all ranks."""
+        """Makes a tensor: sharded if it has the shape of `x`, else plain and whole on all ranks."""
         asked = options.pop("size", None)
         if asked is None:
             asked = size[0] if isinstance(size[0], (tuple, list)) else size
             size = size[1:] if isinstance(size[0], (tuple, list)) else ()
         shape = tuple(asked)
         layout = x.layout
-        if shape != layout.shape:
+        # `nn.init.orthogonal_` decomposes an empty tensor, of the shape of a weight or of another.
+        is_plain = func is torch.Tensor.new_empty and x._origin.sizes.of_weight
+        if is_plain or shape != layout.shape:
             return func(local_of(x), shape, *size, **options)
         return wrap(func(local_of(x), layout.local_shape, *size, **options), layout, x)
 
