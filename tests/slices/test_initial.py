@@ -55,6 +55,36 @@ def test_slices_are_those_of_the_whole_weight(call, shares):
     on_ranks((1, 1, 1), body, axes={"channel": 2}, **given)
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last_3d])
+def test_one_channel_has_the_order_of_its_format(memory_format):
+    layer = nn.ConvTranspose3d(4, 3, 2)
+
+    def drawn(weight):
+        return nn.init.uniform_(weight, -1, 1, torch.Generator().manual_seed(5))
+
+    def body(mesh):
+        model = pydist.parallelize(
+            nn.Sequential(copy.deepcopy(layer)), mesh, sharded_weights=True
+        ).to(memory_format=memory_format)
+        return drawn(model[0].weight).full_tensor().detach()
+
+    expected = drawn(copy.deepcopy(layer).to(memory_format=memory_format).weight).detach()
+    for found in on_ranks((1, 1, 1), body, axes={"channel": 2}):
+        assert torch.equal(found, expected)
+
+
+def test_weights_that_were_assigned():
+    def body(mesh):
+        layer = pydist.parallelize(nn.Sequential(nn.Linear(6, 8)), mesh, sharded_weights=True)[0]
+        layer.weight.data = torch.zeros(8, 6)
+        nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(5))
+        return layer.weight.full_tensor().detach()
+
+    expected = torch.empty(8, 6).normal_(generator=torch.Generator().manual_seed(5))
+    for found in on_ranks((1, 1, 1), body, axes={"channel": 2}):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("layer", [nn.Linear(6, 8), nn.Linear(8, 6), nn.Conv3d(2, 6, 3)])
 def test_orthogonal(layer):
     def drawn(weight):

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pydist.exchange.own_slice import is_sharded_weight
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal
 
-_FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _initialize(
@@ -25,9 +26,12 @@ def _initialize(
         why = "it is no weight; torch.rand_like and torch.randn_like draw for all ranks"
         raise refusal(func, (tensor,), {}, why)
     own = local_of(tensor)
-    formats = (torch.contiguous_format, *_FORMATS.get(own.dim(), ()))
-    order = next((each for each in formats if own.is_contiguous(memory_format=each)), None)
-    if order is None or own.nbytes != own.untyped_storage().nbytes():
+    order = torch.contiguous_format
+    # One channel is contiguous in both formats, but its stride is that of its format.
+    if own.dim() in _CHANNELS_LAST and own.stride(1) <= own.stride(-1):
+        order = _CHANNELS_LAST[own.dim()]
+    is_all = is_sharded_weight(tensor) or own.nbytes == own.untyped_storage().nbytes()
+    if not is_all or not own.is_contiguous(memory_format=order):
         # torch draws in the order of the memory, which the ranks' parts do not tell.
         raise refusal(func, (tensor,), {}, "it is a view of a part of a weight; draw all of it")
     shape = tensor.layout.shape
