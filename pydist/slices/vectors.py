@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.tensor.sharded import whole_of
+from pydist.exchange.own_slice import own_slice
+from pydist.tensor.sharded import ShardedTensor, whole_of
 
 _function: Any = torch.nn.utils.vector_to_parameters
 _torchs: Any = getattr(_function, "torchs", None) or FunctionType(
@@ -24,7 +25,11 @@ def set_parameters(vec: Tensor, parameters: Iterable[Tensor]) -> None:
     That vector is sharded if a weight is. torch would make pieces of it the memory of plain
     parameters, which they do not have: the process would crash.
     """
+    parameters = list(parameters)
     _torchs(whole_of(vec), parameters)
+    if isinstance(vec, ShardedTensor):  # the whole vector is a copy, which nothing is to keep
+        for own in map(own_slice, parameters):
+            own.data = own.data.clone()
 
 
 def install() -> None:

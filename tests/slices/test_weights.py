@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import pydist
 from pydist import ShardedTensor
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.own_slice import own_slice
 from pydist.gradients.registration import reducer_of
 from support.equivalence import assert_same, error, on_ranks, randn, whole_of
 from support.networks.sliced import (
@@ -126,6 +127,8 @@ def test_parameters_as_a_vector():
         model = network() if mesh is None else parallel(mesh)
         vector = nn.utils.parameters_to_vector(model.parameters())
         nn.utils.vector_to_parameters((vector * 0.9).detach(), model.parameters())
+        for own in () if mesh is None else map(own_slice, model.parameters()):
+            assert own.untyped_storage().nbytes() == own.nbytes
         backward(model, batch(mesh))
         return [whole_of(vector), *weights(model), *(whole_of(p.grad) for p in model.parameters())]
 
