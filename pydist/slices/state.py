@@ -60,9 +60,12 @@ def gathered(x: ShardedTensor) -> Tensor:
     Elsewhere it returns the sharded tensor.
 
     Args:
-        x: sharded weight or optimizer state, cut along one axis.
+        x: sharded weight, optimizer state, or a buffer computed from weights.
     """
-    ((dim, split),) = ((d, s) for d, s in enumerate(x.layout.splits) if s is not None)
+    cut = [(d, s) for d, s in enumerate(x.layout.splits) if s is not None]
+    if not cut:
+        return x.full_tensor().detach().clone()
+    ((dim, split),) = cut  # along the channel axis
     mesh, own = x.mesh, local_of(x).detach().contiguous()
     group = mesh.group(split.axes)
     to_first = _target.is_rank_0
@@ -105,13 +108,22 @@ def note_call(x: ShardedTensor, what: str) -> None:
 
 def _gather_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Replaces the slices in a module's state by whole tensors, unless they are `keep_vars`."""
-    for name, weight in sharded_in(module):
-        key = prefix + name
+    for key, weight in _slices_of(module, prefix):
         if isinstance(state.get(key), ShardedTensor) and state[key] is not weight:
             note_call(
                 weight, f"state_dict() with the sharded weight {key!r}, to be called on all ranks"
             )
             state[key] = _as_state(key, weight, state)
+
+
+def _slices_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:
+    """Yields sharded weights, buffers computed from them, and those of modules that came later."""
+    for name, x in (*module._parameters.items(), *module._buffers.items()):
+        if isinstance(x, ShardedTensor) and x._origin.sizes.of_weight:
+            yield prefix + name, x
+    for name, child in module._modules.items():
+        if child is not None and _gather_weights not in child._state_dict_hooks.values():
+            yield from _slices_of(child, f"{prefix}{name}.")
 
 
 @torch.inference_mode(False)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import pydist
 import pydist.train.run
@@ -125,6 +126,45 @@ def test_a_weight_with_two_names_has_one_state():
         assert_same([again["0.weight"], again["1.tied"]], [NETWORK[0].weight * 8] * 2)
 
     on("channel 2", body)
+
+
+def added_buffers(model):
+    model.register_buffer("start", model[0].weight.detach().clone())
+    model[1].register_buffer("total", model[0].weight.detach().sum())
+
+
+def added_module(model):
+    model.add_module("later", nn.Sequential(nn.Conv3d(2, 6, 3, bias=False)))
+    model.later[0].weight = model[0].weight
+
+
+def pruned(model):
+    prune.l1_unstructured(model[0], "weight", 0.3)
+
+
+@pytest.mark.parametrize("add", [added_buffers, added_module, pruned])
+def test_what_is_made_of_weights_later_is_whole_in_the_state(add):
+    whole = copy.deepcopy(NETWORK)
+    add(whole)
+    expected = whole.state_dict()
+
+    def body(mesh):
+        model = parallel(mesh)
+        add(model)
+        state = model.state_dict()
+        torch.save(state, io.BytesIO())
+        found = {key: value.clone() for key, value in state.items()}
+        for value in state.values():
+            value.zero_()
+        model.load_state_dict(found)
+        with state_on_rank_0():
+            again = model.state_dict()
+        return found, again
+
+    (first, again), (second, _) = on("channel 2", body)
+    for found in (first, second, again):
+        assert found.keys() == expected.keys()
+        assert_same(list(found.values()), list(expected.values()))
 
 
 def test_state_in_inference_mode_and_in_plain_models():
