@@ -83,7 +83,11 @@ def grad_of(x: ShardedTensor) -> Tensor | None:
     grad = x._local.grad
     if isinstance(grad, PartitionedGradient):
         return grad
-    return None if grad is None else wrap(in_memory(grad), x.layout, x)
+    if grad is None:
+        return None
+    found = wrap(in_memory(grad), x.layout, x)
+    found._is_gradient = True
+    return found
 
 
 @implements(_descriptor("grad").__set__, _descriptor("grad").__delete__)
@@ -141,7 +145,11 @@ def has_compatible_type(x: Tensor, other: Tensor) -> bool:
 @implements(torch.Tensor.detach_, torch.detach_)
 def detach_(x: ShardedTensor) -> ShardedTensor:
     """Detaches the tensor from its graph in place."""
-    x._shard = local_of(x).detach()  # torch refuses detach_() of views, and a shard may be one
+    shard = local_of(x)
+    # A leaf holds the shard of its gradient, so the shard itself has to leave the graph. Other
+    # shards may have several owners, or be views, which torch refuses here.
+    in_place = x._is_gradient and not shard._is_view()
+    x._shard = shard.detach_() if in_place else shard.detach()
     of_wrapper(torch.Tensor.requires_grad_, x, False)
     remember_change(x)
     return x

@@ -83,6 +83,8 @@ class ShardedTensor(torch.Tensor):
     _is_gathered: bool = False
     """Whether it was gathered for one call, which may therefore leave a part of its gradient on
     each rank: the gathering's adjoint adds the parts."""
+    _is_gradient: bool = False
+    """Whether the shard is the gradient that a leaf's shard holds."""
     _history: int = NO_HISTORY
     """See `pydist.exchange.history`."""
 

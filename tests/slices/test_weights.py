@@ -103,6 +103,23 @@ def test_gradients_that_autograd_returns_and_penalties_on_them():
         assert_same(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_zeroed_gradients_leave_the_graph():
+    def run(mesh=None):
+        model = network() if mesh is None else parallel(mesh)
+        for _ in range(2):
+            model.zero_grad(set_to_none=False)
+            assert not any(p.grad is not None and p.grad.requires_grad for p in model.parameters())
+            model(batch(mesh)).sin().square().mean().backward(create_graph=True)
+        found = [whole_of(p.grad).detach().clone() for p in model.parameters()]
+        model.zero_grad()  # the graph holds the parameters
+        return found
+
+    expected = run()
+    for found in on_channels(run):
+        assert_same(found, expected)
+
+
 def test_recomputation_inference_and_autocast():
     def run(mesh=None):
         model = network() if mesh is None else parallel(mesh)
