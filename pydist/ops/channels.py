@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
-import torch
 from torch import Tensor
 
 from pydist.exchange.own_slice import is_sharded_weight
