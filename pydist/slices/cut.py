@@ -124,7 +124,7 @@ def _refuse_shared_memory(model: nn.Module, names: Collection[str]) -> None:
     places = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        if tensor.numel():
+        if tensor.numel() and not tensor.is_meta:
             lo = tensor.data_ptr()
             places.append((lo, lo + (last + 1) * tensor.element_size(), name))
     end, before = 0, ""
