@@ -101,13 +101,13 @@ def _check(options: Arguments) -> None:
             "choose another folder"
         )
     cases = _cases(options.images, options.output)
+    inputs = [path for files, _ in cases for path in files]
     if options.truth is not None:
-        _check_truth(options, options.truth, [output for _, output in cases])
-    images = [path for files, _ in cases for path in files]
+        inputs += _truths(options, options.truth, [output for _, output in cases])
     for _, output in cases:
-        refuse_overwriting(images, output)
+        refuse_overwriting(inputs, output)
         if options.probabilities:
-            refuse_overwriting(images, _probabilities_of(output))
+            refuse_overwriting(inputs, _probabilities_of(output))
 
 
 def _predict_here(options: Arguments) -> int:
@@ -178,13 +178,13 @@ def _predict_here(options: Arguments) -> int:
     return 0
 
 
-def _check_truth(options: Arguments, truth: Path, outputs: Sequence[Path]) -> None:
+def _truths(options: Arguments, truth: Path, outputs: Sequence[Path]) -> list[Path]:
+    """Returns the files of all cases' true labels."""
     if not truth.exists():
         raise DataError(f"{truth}: no such file or folder")
     if not truth.is_dir() and len(outputs) > 1:
         raise UsageError(f"--truth {truth}: a folder is needed, as the images are in one")
-    for output in outputs:
-        _truth_of(options, output)
+    return [_truth_of(options, output) for output in outputs]
 
 
 def _truth_of(options: Arguments, output: Path) -> Path:

@@ -161,9 +161,9 @@ def real_path(path: str | Path) -> str:
 
 
 def refuse_overwriting(inputs: Iterable[str | Path], output: str | Path) -> None:
-    """Raises `UsageError` if an output is one of its own inputs."""
+    """Raises `UsageError` if an output is one of the inputs."""
     if real_path(output) in map(real_path, inputs):
-        raise UsageError(f"{output}: it would overwrite what it is made from; choose another place")
+        raise UsageError(f"{output}: it would overwrite what is read; choose another place")
 
 
 def need_space(folder: Path, size: int) -> None:

@@ -54,7 +54,7 @@ def scans(tmp_path_factory) -> Path:
 @pytest.fixture
 def place(scans, tmp_path, monkeypatch) -> Path:
     shutil.copytree(scans, tmp_path / "scans")
-    for name in ("file", "file.nii"):
+    for name in ("file", "file.nii", "y_probabilities.nii"):
         (tmp_path / name).write_text("a file")
     (tmp_path / "empty").mkdir()
     (tmp_path / "nets.py").write_text(NETWORKS)
@@ -152,7 +152,18 @@ def refused(capsys, arguments: list[str], code: int) -> str:
             )
         ),
         ("data universes out --redshifts nan", 2, "at least one, each from 0 to 1000"),
-        (f"predict run {CASE} -o {CASE}", 2, f"{CASE}: it would overwrite what it is made from"),
+        (f"predict run {CASE} -o {CASE}", 2, f"{CASE}: it would overwrite what is read"),
+        (f"predict run {CASE} -o {LABEL} --truth {LABEL}", 2, f"{LABEL}: it would overwrite what"),
+        (
+            "predict run scans/imagesTr -o scans/labelsTr --truth scans/labelsTr",
+            2,
+            "ct_0000.nii.gz: it would overwrite what is read",
+        ),
+        (
+            f"predict run {CASE} -o y.nii --probabilities --truth y_probabilities.nii",
+            2,
+            "y_probabilities.nii: it would overwrite what is read",
+        ),
         ("predict run plain -o plain", 2, "plain: labels would be stored among the images"),
         ("predict run plain -o linked", 2, "linked: labels would be stored among the images"),
         ("predict run plain -o loop", 74, "loop: Too many levels of symbolic links"),

@@ -437,7 +437,7 @@ def test_a_prediction_overwrites_no_image(trained, tmp_path):
     def body(world):
         predictor = Predictor(trained / "run", Mesh(world, 1, (2, 1, 1)))
         for output in (image, tmp_path / "link.nii.gz"):
-            with pytest.raises(UsageError, match="would overwrite what it is made from"):
+            with pytest.raises(UsageError, match="would overwrite what is read"):
                 predictor.predict_file([image], output)
         with pytest.raises(UsageError, match="no image was given"):
             predictor.predict_file([], tmp_path / "labels.nii")
