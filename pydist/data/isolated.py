@@ -93,6 +93,9 @@ class ReadingProcess:
             reply = json.loads(self._line(process))
         except (OSError, ValueError) as error:
             raise ValueError(self._end(error)) from None
+        except BaseException:  # Ctrl-C: the next request would get the reply of this one
+            self.close()
+            raise
         if not isinstance(reply, dict):
             raise ValueError(self._end(ValueError("its reply is no table")))
         if "error" in reply:

@@ -102,6 +102,25 @@ def test_a_crash_names_the_file_and_the_next_read_works(
     data.close()
 
 
+def test_a_read_after_an_interrupted_one_gets_its_own_values(
+    volumes: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, data = (ShardDataset(volumes["hdf5"], untrusted=each) for each in (False, True))
+    data.read_block(1)
+    data.read_block(2)  # open files
+
+    def interrupted(*_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReadingProcess, "_line", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            data.read_block(1)
+    assert torch.equal(data.read_block(2), plain.read_block(2))
+    assert torch.equal(data.read_block(1), plain.read_block(1))
+    data.close()
+
+
 CRASHES = (
     "import json, os, signal, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from pydist.data.safe_open import SafeFile; "
