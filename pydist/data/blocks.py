@@ -109,6 +109,20 @@ def in_epoch(source: BlockSource, epoch: int) -> BlockSource:
     return source.in_epoch(epoch) if isinstance(source, EpochSource) else source
 
 
+def stored_source(source: BlockSource) -> StoredSource | None:
+    """Returns a source if its stored values, normalized, are its inputs; else `None`.
+
+    Those of a class that overrides `read_block` alone are not.
+    """
+    classes = type(source).__mro__
+
+    def depth(name: str) -> int:
+        return next((n for n, each in enumerate(classes) if name in vars(each)), len(classes))
+
+    alone = depth("read_block") < min(depth("read_stored"), depth("normalize"))
+    return source if isinstance(source, StoredSource) and not alone else None
+
+
 class Read(NamedTuple):
     """Blocks that this rank has of a batch, as the background thread returns them."""
 
@@ -271,10 +285,10 @@ def _send_block(
     dataset: BlockSource, index: int, box: Box, through: DeviceInput, inputs: Tensor, found: Tensor
 ) -> list[Tensor]:
     """Queues the copy of a block to the device; returns the source's memory that it reads."""
-    if isinstance(dataset, StoredSource):
-        stored = through.staging(inputs.shape, dataset.stored_dtype)
-        dataset.read_stored(index, box, stored)
-        dataset.normalize(index, box.lo[0], through.send(stored), inputs, found)
+    if (source := stored_source(dataset)) is not None:
+        stored = through.staging(inputs.shape, source.stored_dtype)
+        source.read_stored(index, box, stored)
+        source.normalize(index, box.lo[0], through.send(stored), inputs, found)
         return []
     staged = through.staging(inputs.shape, inputs.dtype)
     block = dataset.read_block(index, box, staged)

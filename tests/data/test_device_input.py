@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pydist.comm import Transport, run_local
+from pydist.comm import LocalTransport, Transport, run_local
 from pydist.data import BadSample, Loader, ShardDataset
 from pydist.data.device_input import DeviceInput
 from pydist.data.store.form import BlockForm
@@ -173,6 +173,41 @@ def test_a_source_may_give_any_array(
                     assert batch.targets[n].tolist() == [index, -index]
 
     run_local(job, 2, timeout=60)
+
+
+class Halved(ShardDataset):
+    """Data set of a user who changes the inputs."""
+
+    def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
+        return super().read_block(index, box, out).div_(2)
+
+
+class HalvedEverywhere(Halved):
+    """The same, for devices as well."""
+
+    def normalize(
+        self, index: int, first_channel: int, stored: Tensor, out: Tensor, found: Tensor
+    ) -> None:
+        super().normalize(index, first_channel, stored, out, found)
+        out.div_(2)
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("store", ["off", "memory"])
+@pytest.mark.parametrize("kind", [Halved, HalvedEverywhere])
+def test_an_overridden_read_is_neither_left_out_on_devices_nor_in_the_store(
+    volumes: Path, kind: type[ShardDataset], device: bool, store: str
+) -> None:
+    whole, mesh = ShardDataset(volumes), Mesh(LocalTransport())
+    with Loader(kind(volumes), mesh, 2, store=store) as loader:
+        if device:
+            through_device(loader)
+        for batch in (batch for _ in range(2) for batch in loader):
+            for n, index in enumerate(batch.indices):
+                assert torch.equal(batch.inputs.to_local()[n], whole.read_block(index) / 2)
+        if loader.store is not None:
+            dtype = torch.float32 if kind is Halved else torch.int16
+            assert {entry.block.dtype for entry in loader.store.entries.values()} == {dtype}
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "float32"])

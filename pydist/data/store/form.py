@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pydist._loader import native
-from pydist.data.blocks import BlockSource, StoredSource, by_voxel
+from pydist.data.blocks import BlockSource, by_voxel, stored_source
 from pydist.data.store.entry import EntryFormat
 from pydist.data.store.source import BatchSource, NarrowLabels, StoredBatchSource
 from pydist.layout import layout_for_sample
@@ -36,11 +36,11 @@ class BlockForm:
     def __init__(self, dataset: BlockSource, mesh: Mesh, on_device: bool) -> None:
         self.source_type: type[BatchSource] = BatchSource
         self.raw, self.dtype = False, dataset.dtype
-        if isinstance(dataset, StoredSource):
+        if (source := stored_source(dataset)) is not None:
             if on_device:
                 self.source_type = StoredBatchSource
-            if on_device or dataset.stored_dtype.itemsize < dataset.dtype.itemsize:
-                self.raw, self.dtype = True, dataset.stored_dtype
+            if on_device or source.stored_dtype.itemsize < dataset.dtype.itemsize:
+                self.raw, self.dtype = True, source.stored_dtype
         self.label_dtype = dataset.label_dtype if isinstance(dataset, NarrowLabels) else torch.int64
         self._dataset, self._mesh = dataset, mesh
         self._formats: dict[tuple[int, ...], EntryFormat] = {}
