@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.data_file import checked_path
 from pydist.data.each_file import Progress, Workers, for_each
 from pydist.data.file_image import RECIPE, recipe_hash
 from pydist.data.formats import Storage, StoredFile
 from pydist.data.index import fault_of
 from pydist.data.journal import Journal
 from pydist.data.lock import FolderLock
-from pydist.data.made import JOURNAL, MadeFiles, checksum_of_file, present_set, remove_files
+from pydist.data.made import MadeFiles, checksum_of_file, present_set
 from pydist.data.manifest import DataFile, Manifest
 from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
 from pydist.data.options import ConvertOptions
@@ -29,9 +27,6 @@ from pydist.data.trust import FileTrust
 from pydist.errors import DataError, DoesNotFit, PydistError, UsageError, one_line, out_of_memory
 from pydist.owner import remove_temporaries
 from pydist.registry import FORMATS
-
-_OURS = ""
-"""Name in the journal of the list of files that runs write."""
 
 
 def convert_dataset(
@@ -98,10 +93,8 @@ def convert_dataset(
     with FolderLock(root):
         remove_temporaries(root)
         present = present_set(root, recipe, options.overwrite)
-        journal = Journal(root / JOURNAL)
-        ours = _ours(root, tasks, journal, present)
-        journal.add(_OURS, sorted(ours))
         names = {name for task in tasks for name in task.names}
+        files = MadeFiles(root, present, names)
         tree = TrustedTree(root)
         for name in names:
             tree.path(name)  # files are not written through links to elsewhere
@@ -110,8 +103,8 @@ def convert_dataset(
             and present.origin.get(RECIPE) != recipe
             and not names.isdisjoint(file.path for file in present.files)
         ):
-            MadeFiles(root, present).replace()
-        made = _made(tasks, journal, present, recipe, progress, workers)
+            files.replace()
+        made = _made(tasks, files.journal, present, recipe, progress, workers)
         converted = replace(
             manifest,
             files=tuple(file for files in made for file in files),
@@ -120,8 +113,7 @@ def convert_dataset(
             origin={**manifest.origin, "converted": options.recipe(), RECIPE: recipe},
         )
         converted.save(root)
-        remove_files(root, ours - {file.path for file in converted.files})
-        journal.remove()  # last, as it names what is to be removed
+        files.complete(converted)
     return converted
 
 
@@ -283,20 +275,6 @@ def _made(
         if progress:
             progress(len(found), len(tasks), tasks[number].entry.path)
     return [found[number] for number in range(len(tasks))]
-
-
-def _ours(
-    root: Path, tasks: Sequence[_Task], journal: Journal, present: Manifest | None
-) -> set[str]:
-    """Returns the names of files that this run may write, and of those of earlier runs.
-
-    Files that no run has written are none of them.
-    """
-    ours = {file.path for file in present.files} if present else set()
-    with contextlib.suppress(TypeError, ValueError):  # a journal that is damaged
-        ours |= {checked_path(name) for name in journal.get(_OURS) or ()}
-    names = {name for task in tasks for name in task.names}
-    return ours | {name for name in names if not (root / name).exists()}
 
 
 def _of_journal(journal: Journal, recipe: str, task: _Task, name: str) -> DataFile | None:

@@ -25,8 +25,8 @@ from pydist.errors import DataError, UsageError
 from pydist.owner import remove
 
 JOURNAL = ".made.jsonl"
-_REPLACED = ""
-"""Name in the journal of the list of files of a data set that is replaced."""
+_OURS = ""
+"""Name in the journal of the list of files that runs write and replace."""
 
 _Update = Callable[[bytes | memoryview, int], int]
 _UPDATES: dict[str, _Update] = {"crc32": zlib.crc32, "crc32c": native.crc32c}
@@ -36,7 +36,11 @@ _UPDATES: dict[str, _Update] = {"crc32": zlib.crc32, "crc32c": native.crc32c}
 def present_set(root: Path, recipe: str, overwrite: bool) -> Manifest | None:
     """Checks that the folder may be written; returns the manifest of its present data set."""
     present = Manifest.load(root) if (root / FILE_NAME).exists() else None
-    if present is not None and not overwrite and present.origin.get(RECIPE) != recipe:
+    if present is not None and RECIPE not in present.origin:
+        raise UsageError(
+            f"{root / FILE_NAME} describes files that no run has made; choose another folder"
+        )
+    if present is not None and not overwrite and present.origin[RECIPE] != recipe:
         raise UsageError(
             f"{root} holds a data set that was made of other files or with other options; "
             "choose another folder, or overwrite (--overwrite) to replace it"
@@ -50,22 +54,36 @@ class MadeFiles:
     Args:
         root: the folder.
         manifest: of the data set that the folder already holds, if any.
+        names: of the files that this run writes.
+
+    Raises:
+        UsageError: one of them exists, and no run has made it.
+
+    Attributes:
+        journal: results of this run and of interrupted ones.
     """
 
-    def __init__(self, root: Path, manifest: Manifest | None) -> None:
+    def __init__(self, root: Path, manifest: Manifest | None, names: Iterable[str]) -> None:
         self._root = root
-        self._journal = Journal(root / JOURNAL)
+        self.journal = Journal(root / JOURNAL)
         self._before = {file.path: file.checksum for file in manifest.files} if manifest else {}
         with contextlib.suppress(TypeError, ValueError):  # a journal that is damaged
-            for name in self._journal.get(_REPLACED) or ():
+            for name in self.journal.get(_OURS) or ():
                 self._before.setdefault(checked_path(name), "")
+        for name in sorted(set(names) - self._before.keys()):
+            if self.journal.get(name) is None and os.path.lexists(root / name):
+                raise UsageError(
+                    f"{root / name} would be replaced, and no run has made it; choose another "
+                    "folder, or remove it"
+                )
+            self._before[name] = ""
+        self.journal.add(_OURS, sorted(self._before))
 
     def replace(self) -> None:
         """Removes the manifest, as another data set's files are to be overwritten.
 
         Thus an interrupted run leaves no manifest with files of two data sets.
         """
-        self._journal.add(_REPLACED, sorted(self._before))
         (self._root / FILE_NAME).unlink(missing_ok=True)
 
     def publish(self, name: str, content: bytes | memoryview) -> None:
@@ -75,11 +93,11 @@ class MadeFiles:
             DiskError: the disk is full, or the folder can't be written.
         """
         publish(self._root / name, content)
-        self._journal.add(name, checksum_of(content))
+        self.journal.add(name, checksum_of(content))
 
     def read(self, name: str) -> bytes | None:
         """Returns the content of a file that is unchanged since it was made, else `None`."""
-        noted = self._journal.get(name) or self._before.get(name)
+        noted = self.journal.get(name) or self._before.get(name)
         if not noted or not isinstance(noted, str):  # `convert_dataset` notes lists
             return None
         try:
@@ -91,7 +109,7 @@ class MadeFiles:
     def complete(self, manifest: Manifest) -> None:
         """Removes files of earlier data sets, and the journal: the manifest has the checksums."""
         remove_files(self._root, self._before.keys() - {file.path for file in manifest.files})
-        self._journal.remove()
+        self.journal.remove()
 
 
 def remove_files(root: Path, names: Iterable[str]) -> None:

@@ -138,7 +138,7 @@ def test_a_data_set_that_replaces_another_one_removes_nothing_elsewhere(
     folder, important = linked
     (folder / "old").touch()
     (folder / JOURNAL).write_text('["", ["old"]]\n')
-    MadeFiles(folder, listing(universes, "sub/important")).complete(Manifest.load(universes))
+    MadeFiles(folder, listing(universes, "sub/important"), ()).complete(Manifest.load(universes))
     assert important.read_text() == "precious"
     assert not (folder / "old").exists()
 

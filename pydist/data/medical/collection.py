@@ -101,7 +101,7 @@ def write_set(
 
     Raises:
         UsageError: the folder holds a data set made from other sources, and `overwrite` is off;
-            or another process writes there.
+            or files of other origin; or another process writes there.
         DataError: a volume can't be used.
         DiskError: not enough space, or the folder can't be written.
     """
@@ -136,7 +136,7 @@ def _write_set(
 ) -> Manifest:
     """Does the work of `write_set` in an existing folder, with its lock held."""
     before = present_set(root, origin[RECIPE], overwrite)
-    files = MadeFiles(root, before)
+    files = MadeFiles(root, before, (f"{source.name}{_SUFFIX}" for source in sources))
     if before is not None and before.origin.get(RECIPE) != origin[RECIPE]:
         files.replace()
     remove_temporaries(root)

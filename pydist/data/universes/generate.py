@@ -50,7 +50,7 @@ def generate_universes(
 
     Raises:
         UsageError: the folder holds a data set made with other options, and `overwrite` is off; or
-            another process writes there.
+            files of other origin; or another process writes there.
         DiskError: not enough space, or the folder can't be written.
     """
     root = Path(out_dir)
@@ -65,7 +65,9 @@ def _generate(root: Path, options: UniverseOptions, progress: Progress | None) -
     """Does the work of `generate_universes` in an existing folder, with its lock held."""
     recipe = recipe_hash(options.recipe())
     before = present_set(root, recipe, options.overwrite)
-    files = MadeFiles(root, before)
+    nothing = np.broadcast_to(np.uint8(0), (1, *(options.box,) * 3))
+    names = (name for i in range(options.count) for name, *_ in _cut(options, i, nothing))
+    files = MadeFiles(root, before, names)
     if before is not None and before.origin.get(RECIPE) != recipe:
         files.replace()
     remove_temporaries(root)
