@@ -340,7 +340,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         values = self._files.read(sample.file, part)
         if not np.isfinite(values).all():
             raise BadSample(f"{self._where(index)}, {name!r} is {values.tolist()}")
-        return torch.from_numpy(values).to(self.dtype)
+        return torch.tensor(values, dtype=self.dtype)  # a copy: the file keeps its values
 
     def close(self) -> None:
         """Closes all files; later reads open them again."""

@@ -59,6 +59,8 @@ def test_values(universes: Path, normalize: str, dtype: torch.dtype) -> None:
     assert inputs.dtype == target.dtype == dtype
     np.testing.assert_allclose(inputs, expected, rtol=1e-6 if dtype == torch.float32 else 1e-13)
     np.testing.assert_array_equal(target, unit)
+    target.mul_(2)  # by a script
+    np.testing.assert_array_equal(dataset[5][1], unit)
 
 
 def test_standardized_training_data_has_mean_0_and_deviation_1(universes: Path) -> None:
