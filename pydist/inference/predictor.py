@@ -217,7 +217,7 @@ class Predictor:
                     raise DataError(
                         f"{facts.name}: {given} channels; the network accepts [{channels}, D, H, W]"
                     )
-            extents = [-(-n // multiple) * multiple for n in facts.inner]
+            extents = padded = [-(-n // multiple) * multiple for n in facts.inner]
             if self._sliding is None:
                 windows, boxes = Windows.whole(extents), self._blocks(extents)
             else:
@@ -225,7 +225,8 @@ class Predictor:
                 window = [self._sliding.window] * len(extents)
                 windows = Windows(extents, window, self._sliding.overlap)
                 boxes = regions(extents, self.group.size)
-            image, mean = distribute(source, facts, self.group, boxes, self._manifest.dtype)
+            dtype = self._manifest.dtype
+            image, mean = distribute(source, facts, self.group, boxes, padded, dtype)
         scores = self._scorer.scores(image, mean, windows, progress)
         with together(self.group, "predicting"):
             if scores.local.isnan().any():

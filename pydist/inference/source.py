@@ -168,6 +168,7 @@ def distribute(
     facts: ImageFacts,
     group: Transport,
     boxes: Sequence[Box],
+    extents: Sequence[int],
     dtype: str,
 ) -> tuple[BoxedVolume, float]:
     """Reads an image on the first rank, slab by slab, into boxes over the ranks. Collective.
@@ -177,10 +178,11 @@ def distribute(
         facts: of the image.
         group: the ranks.
         boxes: their boxes of the grid.
+        extents: of the grid as in training, without what windows add at the far ends.
         dtype: as which training data were stored: values are rounded to it.
 
     Returns:
-        The image, and the mean of its values.
+        The image, and the mean of its values within `extents`.
 
     Raises:
         DataError: a file is damaged, or a value is not finite or does not fit the type.
@@ -188,6 +190,7 @@ def distribute(
     image = BoxedVolume.empty(group, boxes, facts.channels, getattr(torch, dtype))
     ends = [max(box.hi[dim] for box in boxes) for dim in range(len(boxes[0].hi))]
     nothing = Box([0] * len(ends), [0] * len(ends))
+    counted = Box([0] * len(ends), extents)
     sums: list[float] = []
     for channel in range(facts.channels):
         for slab in facts.slabs(ends):
@@ -195,7 +198,8 @@ def distribute(
             with together(group, "reading an image"):
                 if source is not None:
                     values = as_stored(source.read(channel, slab), dtype, facts.name, _ADVICE)
-                    sums.append(_sum(values, facts.name))
+                    inside = counted.intersect(slab).shift([-a for a in slab.lo]).slices
+                    sums.append(_sum(values[inside], facts.name))
             held = [slab, *[nothing] * (group.size - 1)]
             stored = torch.from_numpy(np.ascontiguousarray(values))[None]
             part = BoxedVolume(group, held, stored).read([box.intersect(slab) for box in boxes])
@@ -204,7 +208,7 @@ def distribute(
             if part is not None and not place.empty:
                 inside = place.slices
                 image.local[channel][inside] = part[0]
-    mean = math.fsum(sums) / math.prod((facts.channels, *ends))
+    mean = math.fsum(sums) / math.prod((facts.channels, *extents))
     return image, float(group.broadcast_json(mean))
 
 

@@ -19,6 +19,7 @@ from pydist.errors import CheckpointError
 from pydist.inference.distributed import BoxedVolume
 from pydist.inference.results import Results
 from pydist.inference.scoring import Scorer
+from pydist.inference.source import ArrayImage, ImageFacts, distribute
 from pydist.inference.windows import Windows, regions
 from pydist.mesh import Mesh
 from pydist.parallel import parallelize
@@ -180,6 +181,29 @@ def test_volumes_of_each_stored_type_are_read(kind):
     found = run_local(body, 3)[0]
     assert found.dtype == kind
     np.testing.assert_array_equal(found.numpy(), whole.numpy())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_mean_is_that_of_the_image_without_what_windows_add(monkeypatch, ranks):
+    """Windows larger than the image repeat its last voxels, as here in slabs of three planes."""
+    monkeypatch.setattr("pydist.inference.source._SLAB", 3 * 12 * 12)
+    padded, values = (16, 12, 12), np.random.default_rng(0).integers(0, 99, (2, 5, 6, 12))
+    values[:, -1] += 900
+
+    def job(world):
+        source = ArrayImage(values, "x") if world.rank == 0 else None
+        facts = ImageFacts(source, world)
+        for extents, expected in (((5, 6, 12), values), ((8, 8, 12), at_least(values, (8, 8)))):
+            _, mean = distribute(source, facts, world, regions(padded, ranks), extents, "int16")
+            assert mean == pytest.approx(expected.mean(), rel=1e-12)
+
+    run_local(job, ranks)
+
+
+def at_least(values: np.ndarray, extents: tuple[int, int]) -> np.ndarray:
+    """Returns an image with its last voxels repeated."""
+    more = [(0, n - m) for n, m in zip(extents, values.shape[1:3], strict=True)]
+    return np.pad(values, [(0, 0), *more, (0, 0)], mode="edge")
 
 
 def test_values_are_added_in_the_order_of_the_ranks_that_give_them():
