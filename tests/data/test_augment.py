@@ -320,6 +320,14 @@ def test_batches_of_a_loader_do_not_depend_on_the_split():
             torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
 
 
+def test_lists_are_taken_as_tuples():
+    lists = AugmentOptions(crop=[4, 4, 4], zoom=[0.7, 1.4], blur=[0.5, 1.0], flip=["depth"])
+    tuples = AugmentOptions(crop=(4, 4, 4), zoom=(0.7, 1.4), blur=(0.5, 1.0), flip=("depth",))
+    assert lists == tuples
+    lists.check()
+    assert AugmentOptions(gamma=[1.0, 1.0]).changes is False
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -327,6 +335,9 @@ def test_batches_of_a_loader_do_not_depend_on_the_split():
         ({"flip": ("deep",)}, "flip = .*: possible are some of depth, height, width"),
         ({"rotate": 2.0}, "rotate = 2.0: possible are 0 to 1"),
         ({"gamma": (2.0, 1.0)}, r"gamma = \[2.0, 1.0\]: .*\[least, largest\] from 0.1 to 10"),
+        ({"zoom": 1.2}, r"zoom = 1.2: possible are \[least, largest\] from 0.1 to 10"),
+        ({"blur": [0.5, 1.0, 2.0]}, r"blur = \[0.5, 1.0, 2.0\]: possible are \[least, largest\]"),
+        ({"angle": [10.0, 20.0]}, r"angle = \[10.0, 20.0\]: possible are 0 to 180"),
         ({"elastic": 7.0}, "elastic = 7.0: possible are 0 to 0.4 of elastic_spacing, 6.4"),
         ({"angle": -3.0}, "angle = -3.0: possible are 0 to 180"),
         ({"probabilities": {"noize": 0.1}}, "probabilities = .*: possible are 0 to 1 for some of"),

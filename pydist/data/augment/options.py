@@ -88,6 +88,11 @@ class AugmentOptions:
     gamma: tuple[float, float] = (1.0, 1.0)
     """Least and largest exponent of the distance to the lower end of the values' range."""
 
+    def __post_init__(self) -> None:
+        for setting in ("crop", "flip", *_UNCHANGED):
+            if isinstance(given := getattr(self, setting), list):
+                object.__setattr__(self, setting, tuple(given))
+
     @classmethod
     def preset(cls, name: str, **changes: Any) -> AugmentOptions:
         """Returns the settings of a preset, some of them changed.
@@ -157,11 +162,12 @@ class AugmentOptions:
         }
         for setting, (low, high) in bounds.items():
             given = getattr(self, setting)
-            if isinstance(given, tuple):
-                fits = low <= given[0] <= given[1] <= high
+            several = len(given) if isinstance(given, tuple) else 0
+            if isinstance(_UNCHANGED.get(setting), tuple):
+                fits = several == 2 and low <= given[0] <= given[1] <= high
                 possible[setting] = (f"[least, largest] from {low} to {high}", fits)
             else:
-                possible[setting] = (f"{low} to {high:g}", low <= given <= high)
+                possible[setting] = (f"{low} to {high:g}", not several and low <= given <= high)
         for setting, (expected, fits) in possible.items():
             if not fits:
                 given = getattr(self, setting)
