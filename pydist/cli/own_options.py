@@ -75,7 +75,8 @@ class RunOptions(OwnOptions):
             print(flush=True)
         elif options.config is None:
             raise UsageError(f"no configuration file was given; usage: {self._usage_line}")
-        for given in overrides:  # before the configuration's options are searched for matches
+        # Before the configuration's options are searched for matches.
+        for given in (each for each in overrides if each.startswith("-")):
             name = given.partition("=")[0]
             if own := difflib.get_close_matches(name, self._option_string_actions, 1, 0.8):
                 raise UsageError(f"unknown option {given}; did you mean {own[0]}?")

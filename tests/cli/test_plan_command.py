@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from pydist.cli import balance, plan, profile
 from pydist.cli import main as cli
 
 CONFIG = """
@@ -27,6 +28,18 @@ GROWING = ("--train.batch-schedule.noise-scale", "--train.batch-schedule.largest
 def shown(capsys, *arguments: str) -> str:
     assert cli.main(["plan", "run.toml", *arguments]) == 0
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "values"),
+    [
+        (plan, ["--data.store", "memory"]),
+        (profile, ["--output.folder", "trace"]),
+        (balance, ["--output.folder", "rounds"]),
+    ],
+)
+def test_values_of_other_options_are_not_taken_for_misspelled_ones(command, values):
+    assert command._parse(["run.toml", "-n", "4", *values])[1] == values
 
 
 def test_every_mesh_has_a_row_the_best_first(place, capsys):
