@@ -238,10 +238,18 @@ def _keep(array: ArrayLike, out: Tensor) -> list[Tensor]:
 
     Returns:
         The source's memory, if the copy is only queued; a copy from pageable memory is complete.
+
+    Raises:
+        UsageError: it has another shape.
     """
     if array is out:
         return []
     given = as_tensor(array)
+    if given.shape != out.shape:
+        raise UsageError(
+            f"the data set returned an array of shape {tuple(given.shape)} for a block or target "
+            f"of {tuple(out.shape)}"
+        )
     out.copy_(given, non_blocking=True)
     return [given] if given.is_cuda or (out.is_cuda and given.is_pinned()) else []
 

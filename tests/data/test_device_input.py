@@ -175,6 +175,32 @@ def test_a_source_may_give_any_array(
     run_local(job, 2, timeout=60)
 
 
+class TwoChannels(Arrays):
+    sample_shape = (2, 4, 3, 5)
+
+    def whole(self, index: int) -> Tensor:
+        return torch.full(self.sample_shape, float(index))
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("store", ["off", "memory"])
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        (lambda x: x[:1], r"\(1, 4, 3, 5\) for a block or target of \(2, 4, 3, 5\)"),
+        (lambda x: x[:1] if x.dim() == 1 else x, r"\(1,\) for a block or target of \(2,\)"),
+    ],
+)
+def test_an_array_of_another_shape_is_not_repeated(
+    kind: Callable[[Tensor], object], shapes: str, device: bool, store: str
+) -> None:
+    loader = Loader(TwoChannels(kind), Mesh(LocalTransport()), 3, store=store)
+    if device:
+        through_device(loader)
+    with pytest.raises(UsageError, match=shapes), loader:
+        next(iter(loader))
+
+
 class Halved(ShardDataset):
     """Data set of a user who changes the inputs."""
 
