@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from pydist.comm import Transport
-from pydist.data import BadSample, Loader, ShardDataset
+from pydist.data import BadSample, Loader, PassRule, ShardDataset
 from pydist.errors import DataError, UsageError
 from pydist.mesh import Mesh
 from pydist.partition import Box
@@ -113,6 +114,18 @@ def test_seed_is_the_meshs_by_default() -> None:
             return next(iter(loader)).indices
 
     assert on_ranks(1, job, 1, None) == on_ranks(1, job, 2, 1) != on_ranks(1, job, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("passes", [PassRule(4), PassRule(4, 2)]), ("divide", [True, False]), ("pad", [True, False])],
+)
+def test_ranks_with_different_passes_are_told(name: str, values: list[Any]) -> None:
+    def body(transport: Transport) -> None:
+        with pytest.raises(UsageError, match=f"the loader's {name} differs between the ranks"):
+            Loader(Numbers(8), Mesh(transport, 1, (2, 1, 1)), 4, **{name: values[transport.rank]})
+
+    on_ranks(2, body)
 
 
 def test_ranks_with_different_data_are_told() -> None:
