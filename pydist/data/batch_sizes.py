@@ -23,18 +23,18 @@ class BatchSizes:
     Args:
         first: size at the beginning.
         changes: positions, ascending and above 0, and the sizes from there on.
-        measured: whether changes depend on measurements of a run: a resumed run continues with
-            those of its checkpoint.
+
+    Attributes:
+        planned: these changes; a resumed run must have planned the same.
     """
 
-    def __init__(
-        self, first: int, changes: Sequence[tuple[int, int]] = (), *, measured: bool = False
-    ) -> None:
-        self.measured = measured
+    def __init__(self, first: int, changes: Sequence[tuple[int, int]] = ()) -> None:
         self._places, self._sizes = [0], [first]
         self.version = 0
         """Number of calls of `change` and `load`."""
-        self.load(changes)
+        for position, size in changes:
+            self.change(position, size)
+        self.planned = self.changes
 
     @property
     def first(self) -> int:
@@ -50,6 +50,11 @@ class BatchSizes:
     def changes(self) -> list[tuple[int, int]]:
         """Positions where the size changes, and the sizes from there on."""
         return list(zip(self._places[1:], self._sizes[1:], strict=True))
+
+    @property
+    def called(self) -> list[tuple[int, int]]:
+        """Changes that a run has made itself; a resumed run continues with those of its state."""
+        return self.changes[len(self.planned) :]
 
     def at(self, position: int) -> int:
         """Returns the size of a step that begins at a position."""
@@ -70,10 +75,11 @@ class BatchSizes:
         self._sizes.append(size)
         self.version += 1
 
-    def load(self, changes: Sequence[Sequence[int]]) -> None:
-        """Replaces the changes."""
-        del self._places[1:], self._sizes[1:]
-        for position, size in changes:
+    def load(self, called: Sequence[Sequence[int]]) -> None:
+        """Replaces the changes that are not planned."""
+        first = 1 + len(self.planned)
+        del self._places[first:], self._sizes[first:]
+        for position, size in called:
             self.change(position, size)
         self.version += 1
 

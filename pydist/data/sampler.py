@@ -347,13 +347,14 @@ class MeshSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position and the settings that determine the order, as plain numbers."""
-        changes = [list(each) for each in self.sizes.changes]
+        planned, called = ([*map(list, each)] for each in (self.sizes.planned, self.sizes.called))
         return {
             "version": VERSION,
             "epoch": self.epoch,
             "step": self.step,
             **self._order_depends_on(),
-            **({"changes": changes} if changes else {}),
+            **({"changes": planned} if planned else {}),
+            **({"called": called} if called else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -373,13 +374,12 @@ class MeshSampler:
                     "order of the samples would not go on"
                 )
         theirs = [tuple(each) for each in state.get("changes", [])]
-        if self.sizes.measured:
-            self.sizes.load(theirs)
-        elif theirs != self.sizes.changes:
+        if theirs != self.sizes.planned:
             raise UsageError(
                 f"the saved sampler has batches that change at {theirs} (samples, batch), this one "
-                f"at {self.sizes.changes}: the order of the samples would not go on"
+                f"at {self.sizes.planned}: the order of the samples would not go on"
             )
+        self.sizes.load(state.get("called", []))
         self.seek(state["epoch"], state["step"])
 
     def _order_depends_on(self) -> dict[str, Any]:

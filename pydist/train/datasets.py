@@ -199,7 +199,7 @@ def batch_sizes(config: Config, epoch: int) -> BatchSizes:
     """
     planned = config.train.batch_schedule
     changes = [(planned.samples(place, epoch), size) for place, size in planned.milestones]
-    return BatchSizes(config.train.batch, changes, measured=planned.noise_scale)
+    return BatchSizes(config.train.batch, changes)
 
 
 def pass_rule(config: Config) -> PassRule:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from pydist.comm import Transport
-from pydist.data import BadSample, Loader, PassRule, ShardDataset
+from pydist.comm import LocalTransport, Transport
+from pydist.data import BadSample, BatchSizes, Loader, PassRule, ShardDataset
 from pydist.errors import DataError, UsageError
 from pydist.mesh import Mesh
 from pydist.partition import Box
@@ -161,6 +161,31 @@ def test_resume_goes_on_with_the_next_batch_though_more_were_read() -> None:
             assert list(third.batches(1, start=5)) == []
 
     on_ranks(1, job)
+
+
+def test_resume_goes_on_with_a_batch_that_the_loop_has_changed() -> None:
+    def loader() -> Loader:
+        sizes, rule = BatchSizes(4, [(4, 5)]), PassRule(4, by="batch")
+        return Loader(Numbers(20), Mesh(LocalTransport()), sizes, passes=rule)
+
+    with loader() as first, loader() as resumed:
+        next(iter(first))
+        before = first.state_dict()
+        next(iter(first))
+        first.change_batch(6)
+        state = first.state_dict()
+        expected = [b.indices for b in first]
+        assert [len(each) for each in expected] == [6, 5]
+        resumed.load_state_dict(state)
+        assert [b.indices for b in resumed] == expected
+        assert resumed.state_dict() == first.state_dict()
+        first.load_state_dict(before)  # the same loader, from before the change
+        assert [len(b.indices) for b in first] == [5, 5, 5, 1]
+        with (
+            pytest.raises(UsageError, match=r"batches that change at \[\(4, 5\)\] .*one at \[\]"),
+            Loader(Numbers(20), Mesh(LocalTransport()), 4) as other,
+        ):
+            other.load_state_dict(state)
 
 
 # -- reading ahead ----------------------------------------------------------------------------
