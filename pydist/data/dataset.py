@@ -182,7 +182,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             The normalized block, [C, D, H, W] of the box; `out` if it was given.
 
         Raises:
-            BadSample: a value is NaN or infinite (or has no logarithm), or the bytes are damaged.
+            BadSample: a value is NaN, infinite ("window" and "ct" clip it) or has no logarithm, or
+                the bytes are damaged.
             DataError: the file is missing, cut short, or not what the manifest says.
         """
         sample = self._sample(index)
@@ -249,7 +250,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             first_channel: the channel at index 0.
             stored: [C, D, H, W], of `stored_dtype`.
             out: the input, of this data set's dtype, on the same device.
-            found: one int32 on that device; becomes 1 if a value is NaN or infinite.
+            found: one int32 on that device; becomes 1 if an input is NaN or infinite.
         """
         if out.numel():
             dtype = staged_dtype(self.manifest.dtype)

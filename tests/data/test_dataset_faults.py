@@ -40,6 +40,16 @@ def test_bad_value_is_named_with_file_sample_and_voxel(
     dataset.read_block(1, Box((0, 0, 0, 0), (1, 4, 5, 6)))  # another rank's block is fine
 
 
+def test_a_window_clips_infinite_values_and_refuses_nan(write_samples: Callable[..., Path]) -> None:
+    samples = [np.ones((1, 2, 2, 2), np.float32) for _ in range(3)]
+    for sample, value in zip(samples, (np.inf, -np.inf, np.nan), strict=True):
+        sample[0, 0, 0, 0] = value
+    dataset = ShardDataset(write_samples(samples), normalize="window", window=(0.0, 1.0))
+    assert [float(dataset.read_block(n)[0, 0, 0, 0]) for n in (0, 1)] == [1, 0]
+    with pytest.raises(BadSample, match="value nan at channel 0"):
+        dataset.read_block(2)
+
+
 def test_count_without_a_logarithm_is_a_bad_value(write_samples: Callable[..., Path]) -> None:
     sample = np.zeros((1, 2, 2, 2), np.int16)
     sample[0, 1, 0, 1] = -1
