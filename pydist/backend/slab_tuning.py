@@ -139,10 +139,12 @@ def operands(problem: SlabProblem, like: Tensor) -> list[Tensor]:
     """Returns random operands and the target, all in the problem's memory format.
 
     The numbers are small, so that repeated sums do not overflow, but not zeros, which run faster.
+    They are drawn by a separate generator: the program's random numbers do not depend on tuning.
     """
+    draw = torch.Generator(like.device).manual_seed(0)
     shapes = (problem.first, problem.second, problem.target)
-    numbers = [torch.randn(shape, device=like.device).mul_(0.1) for shape in shapes]
-    return [in_format(each.to(problem.dtype), problem.channels_last) for each in numbers]
+    numbers = [torch.randn(shape, generator=draw, device=like.device) for shape in shapes]
+    return [in_format(each.mul_(0.1).to(problem.dtype), problem.channels_last) for each in numbers]
 
 
 def seconds_of(kernel: Callable[[], None]) -> float:

@@ -76,6 +76,14 @@ def test_what_there_is_to_choose_from():
     assert problem(dtype=torch.float64).candidates == ["library", "plain"]
 
 
+def test_measurements_leave_the_programs_random_numbers():
+    before = torch.get_rng_state()
+    made = slab_tuning.operands(problem("cpu"), torch.empty(0))
+    assert torch.equal(torch.get_rng_state(), before)
+    again = slab_tuning.operands(problem("cpu"), torch.empty(0))
+    assert all(torch.equal(*pair) and pair[0].any() for pair in zip(made, again, strict=True))
+
+
 # -- the choice -----------------------------------------------------------------------------
 
 SHAPE, WEIGHT = (1, 3, 9, 6, 5), (4, 3, 3, 3, 3)
