@@ -87,6 +87,18 @@ def test_a_process_group_of_the_user_is_kept() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_a_process_group_of_the_user_may_be_of_devices_and_destroyed() -> None:
+    result = run(
+        "import torch, torch.distributed as dist\n"
+        "dist.Backend.register_backend('devices', dist.ProcessGroupGloo, devices=['cuda'])\n"
+        "dist.init_process_group('devices', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "from pydist.runtime import connect\n"
+        "connect('c10d')._reduce(torch.ones(1), 'sum')\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
     """In this most common broken setup each rank believes that it is alone."""
     backends = {each.name: each for each in available() if each.library is not None}

@@ -6,7 +6,10 @@ run the data path on host memory.
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from pydist.comm import Transport
+from pydist.comm.transports.c10d import C10dTransport
 from pydist.comm.transports.nccl import device_assignment as nccl_place
 from pydist.errors import NotSupported, UsageError
 from pydist.runtime import connect
@@ -72,6 +76,30 @@ def test_lent_memory_is_copied_only_if_a_part_of_it_is_sent(world: Transport) ->
     assert allocated(None, 64) == lent.nbytes
     assert allocated(lent, 32) == lent.nbytes // 2
     assert allocated(lent, 64) == 0
+
+
+def test_buffered_sends_are_freed_when_they_are_received(world: Transport) -> None:
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    lent = [torch.ones(64, 1024) for _ in range(3)]
+    kept = [weakref.ref(each) for each in lent]
+    while lent:
+        world.send(lent[-1], after, tag=6, lender=lent.pop())
+        world.recv(torch.empty(64, 1024), before, tag=6)
+    deadline = time.monotonic() + 30
+    world.barrier()
+    while any(each() is not None for each in kept):
+        assert time.monotonic() < deadline
+        world.send(torch.ones(1), world.rank, tag=7)
+        world.recv(torch.ones(1), world.rank, tag=7)
+    world.barrier()
+
+
+def test_waits_have_no_limit_but_the_watchdogs(world: Transport) -> None:
+    if not isinstance(world, C10dTransport):
+        pytest.skip("gloo has a limit of its own")
+    for each in (world, world.split(0, world.rank)):
+        gloo = each._group._get_backend(torch.device("cpu"))
+        assert gloo.options._timeout > timedelta(days=20)
 
 
 def test_torch_distributed_is_ready(world: Transport) -> None:

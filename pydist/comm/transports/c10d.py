@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import re
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -22,7 +25,8 @@ from pydist.errors import RankLost, UsageError
 from pydist.watchdog import ended_ranks, waits
 
 _INTERNAL_TAG = 1 << 15  # above all user tags
-_CLOSING = "pydist: ranks that close group "
+_CLOSING = "pydist: ranks that close"
+_NEVER = timedelta(days=24)  # milliseconds in 32 bits; the watchdog knows which ranks hang
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -80,6 +84,40 @@ def _waits(name: str) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Con
     return decorate
 
 
+class _BufferedSends:
+    """Buffered sends of all groups of this process, each kept until it has been sent.
+
+    torch learns only in `wait` that gloo has sent a message: a thread waits for one after the other.
+    """
+
+    def __init__(self) -> None:
+        self.pending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
+        self._posted = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._free, name="pydist sends", daemon=True)
+
+    def add(self, work: dist.Work, message: Tensor, lender: Tensor) -> None:
+        """Keeps a message and its lender until it has been sent."""
+        self.pending.append((work, message, lender))
+        self._posted.release()
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def _free(self) -> None:
+        while self._posted.acquire():
+            with suppress(RuntimeError):  # its receiver has ended
+                self.pending[0][0].wait()
+            self.pending.popleft()
+
+    def abandon(self) -> None:
+        """Frees messages that no rank receives. Breaks connections.
+
+        The interpreter crashes if it ends during the thread's wait.
+        """
+        while self.pending:
+            with suppress(RuntimeError, IndexError):  # broken; freed by the thread
+                self.pending[0][0].wait(timedelta(milliseconds=1))
+
+
 class C10dTransport(HostTransport):
     """Transport of one rank that belongs to a gloo process group."""
 
@@ -87,21 +125,26 @@ class C10dTransport(HostTransport):
     concurrent = True
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, order: Sequence[int] | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        order: Sequence[int] | None = None,
+        sends: _BufferedSends | None = None,
     ) -> None:
         """Wraps a process group.
 
         Args:
-            group: the ranks of the transport; None for the default group, which must exist.
+            group: the ranks of the transport. None makes a group of all ranks, as the default group
+                may be the program's: with a timeout, or without a backend for host tensors.
             order: the group's ranks in the order of the transport; None keeps their order.
+            sends: the buffered sends of this process; None for a new object.
         """
-        chosen = group if group is not None else dist.group.WORLD
-        assert chosen is not None  # torch.distributed is initialized
-        self._group = chosen
+        self._group = group or _new_group()
         self.size = dist.get_world_size(self._group)
         self._order = list(order) if order is not None else list(range(self.size))
         self.rank = self._order.index(dist.get_rank(self._group))
-        self._pending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
+        self._owns_sends = sends is None
+        self._sends = sends or _BufferedSends()
+        self._store = dist.distributed_c10d._get_default_store()
         # Keeps buffers alive: bytes of other ranks arrive even if no one waits.
         self._under_way: set[_C10dWork] = set()
         # gloo can't send to its own rank: tag -> messages of this rank to itself.
@@ -112,8 +155,9 @@ class C10dTransport(HostTransport):
     def _subgroup(self, members: Sequence[int]) -> C10dTransport:
         ranks = [dist.get_global_rank(self._group, self._order[member]) for member in members]
         # torch sorts the ranks of a new group.
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return C10dTransport(group, [sorted(ranks).index(rank) for rank in ranks])
+        order = [sorted(ranks).index(rank) for rank in ranks]
+        group = _new_group(ranks, use_local_synchronization=True)
+        return C10dTransport(group, order, self._sends)
 
     def _channel(
         self,
@@ -122,11 +166,6 @@ class C10dTransport(HostTransport):
         tag: int,
     ) -> C10dChannel:
         return C10dChannel(self, sends, recvs, tag)
-
-    def _free_sent(self) -> None:
-        """Frees messages that have been sent."""
-        while self._pending and self._pending[0][0].is_completed():
-            self._pending.popleft()
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
         copy = tensor.clone(memory_format=torch.contiguous_format)
@@ -137,11 +176,10 @@ class C10dTransport(HostTransport):
 
     def _post(self, message: Tensor, lender: Tensor, dest: int, tag: int) -> None:
         """Sends a message, and keeps it and its lender until it has been sent."""
-        self._free_sent()
         if dest == self.rank:
             self._own[tag].append(message)
         elif message.numel():
-            self._pending.append((self._isend(message, dest, tag), message, lender))
+            self._sends.add(self._isend(message, dest, tag), message, lender)
 
     @_waits("a message")
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
@@ -151,7 +189,6 @@ class C10dTransport(HostTransport):
             tensor.view(-1).copy_(self._own[tag].popleft().view(-1))
         elif tensor.numel():
             self._irecv(tensor, source, tag).wait()
-        self._free_sent()
 
     @_names_lost("sends a message")
     def _isend(self, tensor: Tensor, dest: int, tag: int) -> dist.Work:
@@ -197,23 +234,18 @@ class C10dTransport(HostTransport):
         os._exit(exit_code)
 
     def close(self) -> None:
-        """Waits for buffered sends, until all ranks close; see `Transport.close`.
+        """Waits for buffered sends of all groups, until all ranks close; see `Transport.close`.
 
         A send ends with its receive, and what a stage has sent before an exception may have none.
         """
-        if self._is_closed:
+        if self._is_closed or not self._owns_sends:
             return
         self._is_closed = True
-        closing = _CLOSING + self._group.group_name
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.add(closing, 1)
-            while self._pending and store.add(closing, 0) < self.size:
-                self._free_sent()
+        with suppress(RuntimeError):  # the rank that has the store has ended: all were closing
+            self._store.add(_CLOSING, 1)
+            while self._sends.pending and self._store.add(_CLOSING, 0) < self.size:
                 time.sleep(5e-3)
-        except RuntimeError:
-            pass  # the rank that has the store has ended: all were closing
-        self._pending.clear()
+        self._sends.abandon()
 
 
 class _C10dWork(Work):
@@ -272,6 +304,13 @@ class C10dChannel(Channel):
         for source, each in self._recvs:
             if source == self._transport.rank:
                 self._transport._recv(each, source, self._tag)
+
+
+def _new_group(ranks: Sequence[int] | None = None, **options: bool) -> dist.ProcessGroup:
+    """Makes a gloo group of these ranks, of all by default."""
+    group = dist.new_group(ranks, backend="gloo", timeout=_NEVER, **options)
+    assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+    return group
 
 
 def _bytes(tensor: Tensor) -> Tensor:
