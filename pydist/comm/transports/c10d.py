@@ -93,14 +93,12 @@ class _BufferedSends:
     def __init__(self) -> None:
         self.pending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
         self._posted = threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._free, name="pydist sends", daemon=True)
+        threading.Thread(target=self._free, name="pydist sends", daemon=True).start()
 
     def add(self, work: dist.Work, message: Tensor, lender: Tensor) -> None:
         """Keeps a message and its lender until it has been sent."""
         self.pending.append((work, message, lender))
         self._posted.release()
-        if not self._thread.is_alive():
-            self._thread.start()
 
     def _free(self) -> None:
         while self._posted.acquire():
