@@ -99,6 +99,18 @@ def test_a_process_group_of_the_user_may_be_of_devices_and_destroyed() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_a_program_may_finalize_mpi() -> None:
+    backend = {each.name: each for each in available()}.get("mpich")
+    if backend is None:
+        pytest.skip("MPICH is not installed")
+    result = run(
+        "from pydist.runtime import connect; connect('mpi')\n"
+        "from mpi4py import MPI; MPI.Finalize()\n",
+        MPI4PY_LIBMPI=backend.library or "",
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
     """In this most common broken setup each rank believes that it is alone."""
     backends = {each.name: each for each in available() if each.library is not None}

@@ -20,7 +20,6 @@ from pydist.comm.interface.reduction import ReduceOp
 from pydist.comm.interface.transport import Transport
 from pydist.comm.transports.cuda_mpi import awareness
 from pydist.comm.transports.mpi.messages import MpiChannel
-from pydist.comm.transports.mpi.progress import ProgressEngine
 from pydist.comm.transports.mpi.transport import MpiTransport
 from pydist.comm.transports.nccl.device_assignment import device_missing
 from pydist.errors import NotSupported
@@ -45,16 +44,16 @@ class CudaMpiTransport(MpiTransport):
         self,
         device: torch.device,
         comm: MPI.Comm | None = None,
-        engine: ProgressEngine | None = None,
+        parent: CudaMpiTransport | None = None,
     ) -> None:
         """Duplicates a communicator. Collective.
 
         Args:
             device: the device whose tensors are accepted besides host tensors.
             comm: the ranks of the group; all ranks of the job if None.
-            engine: the progress engine of this process; a new one if None.
+            parent: the transport that this one is a subgroup of; None for the whole job.
         """
-        super().__init__(comm, engine)
+        super().__init__(comm, parent)
         self.device = device
 
     @classmethod
@@ -97,7 +96,7 @@ class CudaMpiTransport(MpiTransport):
         return tensor.is_cuda
 
     def _over(self, comm: MPI.Comm) -> CudaMpiTransport:
-        return CudaMpiTransport(self.device, comm, self._engine)
+        return CudaMpiTransport(self.device, comm, self)
 
     def _channel(
         self,

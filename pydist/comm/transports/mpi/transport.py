@@ -8,6 +8,8 @@ between long computations, or from a thread (see the module `progress`).
 from __future__ import annotations
 
 import functools
+import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -67,24 +69,29 @@ class MpiTransport(HostTransport):
     name = "mpi"
 
     @waits("a new group")
-    def __init__(self, comm: MPI.Comm | None = None, engine: ProgressEngine | None = None) -> None:
+    def __init__(self, comm: MPI.Comm | None = None, parent: MpiTransport | None = None) -> None:
         """Duplicates a communicator. Collective.
 
         Args:
             comm: the ranks of the group; all ranks of the job if None.
-            engine: the progress engine of this process; a new one if None.
+            parent: the transport that this one is a subgroup of; None for the whole job.
         """
         self._comm = (comm or MPI.COMM_WORLD).Dup()
         self._messages = self._comm.Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
-        self._owns_engine = engine is None
+        self._is_world = parent is None
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        if engine is None:
-            engine = ProgressEngine.from_environment(partial(_poll, self._comm), self.concurrent)
-        self._engine = engine
-        self._sums = SliceSums(self._comm, engine)
-        # Buffered sends in flight: the requests and the copy that they send.
+        # Buffered sends in flight: the requests, and the copy that they send with its lender.
         self._pending: deque[tuple[list[MPI.Request], Tensor, Tensor]] = deque()
+        if parent is None:
+            poll = partial(_poll, self._comm)
+            self._engine = ProgressEngine.from_environment(poll, self.concurrent)
+            # Of all groups of this process: the communicator of messages, and the sends in flight.
+            self._groups = [(self._messages, self._pending)]
+        else:
+            self._engine, self._groups = parent._engine, parent._groups
+            self._groups.append((self._messages, self._pending))
+        self._sums = SliceSums(self._comm, self._engine)
 
     @waits("a new group")
     def _subgroup(self, members: Sequence[int]) -> MpiTransport:
@@ -96,7 +103,7 @@ class MpiTransport(HostTransport):
 
     def _over(self, comm: MPI.Comm) -> MpiTransport:
         """Creates a transport of the same kind over another communicator."""
-        return MpiTransport(comm, self._engine)
+        return MpiTransport(comm, self)
 
     def _channel(
         self,
@@ -201,18 +208,45 @@ class MpiTransport(HostTransport):
     def abort(self, reason: str, exit_code: int) -> None:
         """Ends all processes of the job with `exit_code`."""
         del reason  # pydist.launch.failures has printed it
+        if MPI.Is_finalized():
+            os._exit(exit_code)
         MPI.COMM_WORLD.Abort(exit_code)
 
     def close(self) -> None:
-        """Waits for buffered sends, then frees the communicators; see `Transport.close`."""
-        if self._owns_engine:
+        """Frees the communicators; all ranks' also waits for buffered sends; see `Transport.close`.
+
+        A program that has finalized MPI has freed everything.
+        """
+        if self._is_world:
             self._engine.close()
-        for requests, _, _ in self._pending:
-            MPI.Request.Waitall(requests)
-        self._pending.clear()
-        for comm in (self._messages, self._comm):
-            if comm != MPI.COMM_NULL:
-                comm.Free()
+        if MPI.Is_finalized() or self._comm == MPI.COMM_NULL:
+            return
+        if self._is_world:
+            self._finish_sends()
+        self._messages.Free()
+        self._comm.Free()
+
+    def _finish_sends(self) -> None:
+        """Waits until the buffered sends of all ranks have ended, in all groups. Collective.
+
+        A send ends with its receive. So this rank, whose program has ended, receives what no call
+        has received, such as messages of a stage before an exception.
+        """
+        finished: MPI.Request | None = None
+        while finished is None or not finished.Test():
+            for comm, _ in self._groups:
+                _drop_messages(comm)
+            pending = [requests for _, sends in self._groups for requests, *_ in sends]
+            if finished is None and all(map(MPI.Request.Testall, pending)):
+                finished = self._comm.Ibarrier()
+            time.sleep(1e-3)
+
+
+def _drop_messages(comm: MPI.Comm) -> None:
+    """Receives all messages that have arrived, and drops them."""
+    status = MPI.Status()
+    while comm != MPI.COMM_NULL and (message := comm.Improbe(status=status)):
+        message.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
 
 
 def _poll(comm: MPI.Comm) -> None:
