@@ -45,6 +45,7 @@ _VARIABLES = {
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
+_LOCAL_OF_PMI = "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"  # of Cray's launchers, which start an MPICH
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Identity | None:
@@ -60,6 +61,10 @@ def detect(environment: Mapping[str, str] = os.environ) -> Identity | None:
         if rank in environment and size in environment:
             if launcher == "torchrun" and "MASTER_ADDR" not in environment:
                 continue  # RANK and WORLD_SIZE alone are set by many tools
+            if launcher == "mpich" and local_rank not in environment:
+                if _slurm_sets_pmi(environment):
+                    continue
+                local_rank, local_size = _LOCAL_OF_PMI
             found = Identity(
                 launcher,
                 _number(environment, rank),
@@ -74,6 +79,21 @@ def detect(environment: Mapping[str, str] = os.environ) -> Identity | None:
                 )
             return found
     return None
+
+
+def _slurm_sets_pmi(environment: Mapping[str, str]) -> bool:
+    """Returns whether srun has set the variables of PMI, as with --mpi=pmi2: then both are equal."""
+    pmi, slurm = (
+        [environment.get(name) for name in _VARIABLES[launcher][:2]]
+        for launcher in ("mpich", "slurm")
+    )
+    return pmi == slurm
+
+
+def without_identity(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables without those that tell a process its place in a job."""
+    names = {name for each in (*_VARIABLES.values(), _LOCAL_OF_PMI) for name in each}
+    return {name: value for name, value in environment.items() if name not in names}
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -21,6 +21,7 @@ from typing import IO, Any
 from pydist.errors import RankLost, UsageError
 from pydist.launch import watch
 from pydist.launch.backends import Backend, backend_named, cores
+from pydist.launch.launcher_env import without_identity
 from pydist.launch.launcher_socket import VARIABLE
 from pydist.launch.leftovers import private_directory
 from pydist.launch.processes import code_of_unreaped, in_words, is_stopped
@@ -170,7 +171,7 @@ class _RunningJob:
         return self._exit_code()
 
     def _environment(self, socket_path: str) -> dict[str, str]:
-        environment = dict(os.environ)
+        environment = without_identity(os.environ)
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self._size)))
         environment.update(self._backend.variables(self._size, self._directory))
         environment[VARIABLE] = socket_path

@@ -51,6 +51,17 @@ def run(
     )
 
 
+def test_an_outer_job_gives_ranks_no_place(
+    folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a pod of Kubeflow's PyTorchJob."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    result = run(folder, "open(f'{who.size} {who.rank}', 'w')\n", mpi=backend)
+    assert result.returncode == 0, result.stderr
+    assert {path.name for path in folder.glob("2 *")} == {"2 0", "2 1"}
+
+
 def test_ranks_get_their_place_and_arguments(folder: Path, backend: str) -> None:
     source = (
         "line = f'{who.rank}/{who.size} {__name__} {sys.argv[1:]} {sys.path[0]}'\n"

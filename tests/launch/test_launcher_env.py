@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pydist.errors import UsageError
-from pydist.launch.launcher_env import Identity, detect
+from pydist.launch.launcher_env import Identity, detect, without_identity
 from pydist.runtime import first_host
 
 
@@ -50,6 +50,31 @@ from pydist.runtime import first_host
             },
             Identity("slurm", 6, 8, 2, 4),
         ),
+        (  # srun --mpi=pmi2
+            {
+                "PMI_RANK": "6",
+                "PMI_SIZE": "8",
+                "PMI_LOCAL_RANK": "2",
+                "SLURM_PROCID": "6",
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_LOCALID": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+            },
+            Identity("slurm", 6, 8, 2, 4),
+        ),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
+            Identity("mpich", 3, 8, 1, 2),
+        ),
+        (  # an allocation of Slurm, in which srun has started a proxy
+            {
+                "PMI_RANK": "1",
+                "PMI_SIZE": "2",
+                "SLURM_PROCID": "0",
+                "SLURM_STEP_NUM_TASKS": "1",
+            },
+            Identity("mpich", 1, 2, 0, 1),
+        ),
     ],
 )
 def test_detect(environment: dict[str, str], expected: Identity | None) -> None:
@@ -68,6 +93,11 @@ def test_detect(environment: dict[str, str], expected: Identity | None) -> None:
 )
 def test_first_host_of_a_slurm_node_list(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
+
+
+def test_a_nested_job_has_the_identity_of_its_own_launcher() -> None:
+    outer = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "HOME": "/"}
+    assert without_identity(outer) == {"MASTER_ADDR": "a", "HOME": "/"}
 
 
 @pytest.mark.parametrize(
