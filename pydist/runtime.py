@@ -240,9 +240,10 @@ def _store_from_environment(who: Identity) -> Store:
     if who.launcher == "slurm":
         nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", "localhost"))
         job = int(os.environ.get("SLURM_JOB_ID", "0")) + int(os.environ.get("SLURM_STEP_ID", "0"))
-        os.environ.setdefault("MASTER_ADDR", first_host(nodes))
-        os.environ.setdefault("MASTER_PORT", str(20_000 + job % 20_000))
-        os.environ.update(RANK=str(who.rank), WORLD_SIZE=str(who.size))
+        # The environment stays as it is: with torchrun's variables, `detect` would find torchrun.
+        host = os.environ.get("MASTER_ADDR") or first_host(nodes)
+        port = int(os.environ.get("MASTER_PORT") or 20_000 + job % 20_000)
+        return TCPStore(host, port, who.size, is_master=who.rank == 0)
     store, _, _ = next(rendezvous("env://"))
     return store
 
@@ -261,10 +262,10 @@ def _set_threads(world: Transport) -> None:
 
     torch counts the cores that the process may use, even if other ranks use the same ones.
     """
-    if "OMP_NUM_THREADS" in os.environ:
-        return
     host, affinity = socket.gethostname(), sorted(_affinity())
     everyone = world.all_gather_json([host, affinity])
+    if "OMP_NUM_THREADS" in os.environ:
+        return  # after the collective call: the variable may be set on some ranks only
     torch.set_num_threads(max(1, len(affinity) // everyone.count([host, affinity])))
     used = len(set().union(*(cores for name, cores in everyone if name == host)))
     if world.rank == 0 and world.size > 1 and 2 * used <= (os.cpu_count() or 1):
