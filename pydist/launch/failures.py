@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import re
 import sys
 import threading
 import time
 import traceback
+from _io import _IOBase
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +37,9 @@ _PATIENCE = 5.0
 
 _DRAIN = 0.1
 """Seconds for the launcher to forward this rank's output, which MPICH drops at an abort."""
+
+_FLUSH = 2.0
+"""Most seconds in which open files are flushed; a pipe that no process reads would block."""
 
 _LONGEST = 240
 """Most characters of a message of another library that is shown on one line."""
@@ -63,10 +68,22 @@ class _Guard:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            flushing = threading.Thread(target=_flush_files, daemon=True)
+            flushing.start()
+            flushing.join(_FLUSH)
         if self.abort is not None:
             time.sleep(_DRAIN)
             self.abort(code)
         os._exit(code)
+
+
+def _flush_files() -> None:
+    """Flushes all open files of this process, as the interpreter would at its end."""
+    for each in gc.get_objects():
+        if issubclass(type(each), _IOBase):  # unlike isinstance, reads no attribute
+            with contextlib.suppress(Exception):
+                each.flush()
 
 
 _guard = _Guard()

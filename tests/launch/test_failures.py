@@ -90,6 +90,22 @@ def test_a_rank_that_is_not_the_first_is_silent() -> None:
     assert result.stderr == ""
 
 
+def test_open_files_keep_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "losses.csv"
+    result = run(
+        "failures._FLUSH = 0.5\n"
+        f"log = open({str(path)!r}, 'w')\n"
+        "log.write('0.5')\n"
+        "_, end = os.pipe(); os.set_blocking(end, False)\n"
+        "os.write(end, bytes(1 << 20)); os.set_blocking(end, True)\n"
+        "full = os.fdopen(end, 'w')\n"
+        "full.write('this can never be flushed')\n"
+        "raise ValueError\n"
+    )
+    assert result.returncode == 171
+    assert path.read_text() == "0.5"
+
+
 def test_the_stderr_filter_drops_echoes_only(capsys: pytest.CaptureFixture[str]) -> None:
     rule = "-" * 74 + "\n"
     echo = f"{rule}MPI_ABORT was invoked on rank 1\n  Errorcode: 71\n{rule}"
