@@ -154,7 +154,7 @@ class C10dTransport(HostTransport):
         ranks = [dist.get_global_rank(self._group, self._order[member]) for member in members]
         # torch sorts the ranks of a new group.
         order = [sorted(ranks).index(rank) for rank in ranks]
-        group = _new_group(ranks, use_local_synchronization=True)
+        group = _new_group(ranks)
         return C10dTransport(group, order, self._sends)
 
     def _channel(
@@ -304,9 +304,11 @@ class C10dChannel(Channel):
                 self._transport._recv(each, source, self._tag)
 
 
-def _new_group(ranks: Sequence[int] | None = None, **options: bool) -> dist.ProcessGroup:
-    """Makes a gloo group of these ranks, of all by default."""
-    group = dist.new_group(ranks, backend="gloo", timeout=_NEVER, **options)
+def _new_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Makes a gloo group of these ranks, which all call this; by default of all ranks."""
+    group = dist.new_group(
+        ranks, _NEVER, backend="gloo", use_local_synchronization=ranks is not None
+    )
     assert isinstance(group, dist.ProcessGroup)  # this rank is a member
     return group
 
