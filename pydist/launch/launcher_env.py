@@ -45,7 +45,7 @@ _VARIABLES = {
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-_LOCAL_OF_PMI = "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"  # of Cray's launchers, which start an MPICH
+_LOCAL_OF_PMI = ["PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"]  # of Cray's launchers, which start an MPICH
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Identity | None:
@@ -57,20 +57,21 @@ def detect(environment: Mapping[str, str] = os.environ) -> Identity | None:
     Raises:
         UsageError: the variables are not numbers, or inconsistent.
     """
-    for launcher, (rank, size, local_rank, local_size) in _VARIABLES.items():
+    for launcher, (rank, size, *local_names) in _VARIABLES.items():
         if rank in environment and size in environment:
             if launcher == "torchrun" and "MASTER_ADDR" not in environment:
                 continue  # RANK and WORLD_SIZE alone are set by many tools
-            if launcher == "mpich" and local_rank not in environment:
+            local = local_names
+            if launcher == "mpich" and local[0] not in environment:
                 if _slurm_sets_pmi(environment):
                     continue
-                local_rank, local_size = _LOCAL_OF_PMI
+                local = _LOCAL_OF_PMI
             found = Identity(
                 launcher,
                 _number(environment, rank),
                 _number(environment, size),
-                _number(environment, local_rank) if local_rank in environment else 0,
-                _leading_int(environment.get(local_size, "1")),
+                _number(environment, local[0]) if local[0] in environment else 0,
+                _leading_int(environment.get(local[1], "1")),
             )
             if found.rank >= found.size:
                 raise UsageError(
@@ -82,7 +83,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Identity | None:
 
 
 def _slurm_sets_pmi(environment: Mapping[str, str]) -> bool:
-    """Returns whether srun has set the variables of PMI, as with --mpi=pmi2: then both are equal."""
+    """Returns whether srun has set PMI's variables, as with --mpi=pmi2: both sets are equal."""
     pmi, slurm = (
         [environment.get(name) for name in _VARIABLES[launcher][:2]]
         for launcher in ("mpich", "slurm")

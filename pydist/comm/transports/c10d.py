@@ -87,7 +87,7 @@ def _waits(name: str) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Con
 class _BufferedSends:
     """Buffered sends of all groups of this process, each kept until it has been sent.
 
-    torch learns only in `wait` that gloo has sent a message: a thread waits for one after the other.
+    torch learns only in `wait` that gloo has sent a message: a thread waits for each in turn.
     """
 
     def __init__(self) -> None:
