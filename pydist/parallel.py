@@ -15,6 +15,7 @@ from pydist.comm.consensus import require_same
 from pydist.entry_hook import ENTRY, EntryHook
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.own_slice import is_sharded_weight
+from pydist.gradients.closures import agree_on_closures_of
 from pydist.gradients.forms.settings import Gradients, check_groups, settings_of
 from pydist.mesh import Mesh
 from pydist.ops.norm.batch_norm import STATISTICS
@@ -119,6 +120,7 @@ def parallelize(
     if mesh.data_size > 1:
         # First, so that other hooks get its result; also called when the forward pass raises.
         model.register_forward_hook(entry.batches.leave, prepend=True, always_call=True)
+        agree_on_closures_of(model, mesh)
         parametrizations = {
             id(part)
             for module in model.modules()

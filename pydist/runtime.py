@@ -243,7 +243,8 @@ def _store_from_environment(who: Identity) -> Store:
         # The environment stays as it is: with torchrun's variables, `detect` would find torchrun.
         host = os.environ.get("MASTER_ADDR") or first_host(nodes)
         port = int(os.environ.get("MASTER_PORT") or 20_000 + job % 20_000)
-        return TCPStore(host, port, who.size, is_master=who.rank == 0)
+        store, _, _ = next(rendezvous(f"tcp://{host}:{port}", who.rank, who.size))
+        return store
     store, _, _ = next(rendezvous("env://"))
     return store
 

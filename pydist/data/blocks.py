@@ -114,13 +114,9 @@ def stored_source(source: BlockSource) -> StoredSource | None:
 
     Those of a class that overrides `read_block` alone are not.
     """
-    classes = type(source).__mro__
-
-    def depth(name: str) -> int:
-        return next((n for n, each in enumerate(classes) if name in vars(each)), len(classes))
-
-    alone = depth("read_block") < min(depth("read_stored"), depth("normalize"))
-    return source if isinstance(source, StoredSource) and not alone else None
+    names = {"read_block", "read_stored", "normalize"}
+    own = next((found for c in type(source).__mro__ if (found := names & vars(c).keys())), names)
+    return source if isinstance(source, StoredSource) and own != {"read_block"} else None
 
 
 class Read(NamedTuple):
@@ -245,12 +241,12 @@ def _keep(array: ArrayLike, out: Tensor) -> list[Tensor]:
     if array is out:
         return []
     given = as_tensor(array)
-    if given.shape != out.shape:
+    if [n for n in given.shape if n != 1] != [n for n in out.shape if n != 1]:
         raise UsageError(
             f"the data set returned an array of shape {tuple(given.shape)} for a block or target "
             f"of {tuple(out.shape)}"
         )
-    out.copy_(given, non_blocking=True)
+    out.copy_(given.reshape(out.shape), non_blocking=True)
     return [given] if given.is_cuda or (out.is_cuda and given.is_pinned()) else []
 
 

@@ -157,6 +157,7 @@ class MeshSampler:
             self.require_one_each()
         self.step = 0
         """Step of the position: its batch is the next one, unless the epoch has no more."""
+        self._is_sought = False
 
     def require_one_each(self) -> None:
         """Raises `UsageError` if batches, or passes, have fewer samples than there are groups."""
@@ -223,6 +224,8 @@ class MeshSampler:
         return None if any(first < p < first + self.num_samples for p in inside) else size
 
     def __iter__(self) -> Iterator[GroupBatch]:
+        if self.step >= len(self) and not self._is_sought:  # an iterator is kept that ended it
+            self.seek(self.epoch + 1)
         place = self.epoch, self.step
         try:
             while self.step < len(self):
@@ -230,7 +233,7 @@ class MeshSampler:
                 while True:
                     batch = self.batch(epoch, step, part)
                     if batch.is_last:
-                        self.step += 1
+                        self.step, self._is_sought = self.step + 1, False
                         place = self.epoch, self.step
                     yield batch
                     if batch.is_last:
@@ -260,7 +263,7 @@ class MeshSampler:
         """
         if epoch < 0 or not 0 <= step <= self.steps(epoch):
             raise UsageError(f"epoch {epoch}, step {step}: an epoch has {len(self)} batches")
-        self.epoch, self.step = epoch, step
+        self.epoch, self.step, self._is_sought = epoch, step, True
 
     def after(self, batch: GroupBatch) -> tuple[int, int, int]:
         """Returns epoch, step and pass after a batch; at the end of an epoch those of the next."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist.gradients.forms.stateful import SteppedForm
-from pydist.gradients.leaf import NEW
+from pydist.gradients.leaf import NEW, OLD
 from pydist.gradients.partitioned import GradientSet, PartitionedGradient
 from pydist.gradients.pieces import pieces_of
 from pydist.gradients.rows import in_order_of, memory_of
@@ -98,9 +98,10 @@ class Bucket:
                 grads.append(grad)
                 means.append(piece)
         copy_all(grads, means)
+        first = self.leaves[0]
+        if len(self.leaves) == 1 and (self._row is not self._flat or flag(first) == OLD):
+            self._flat, self._places = None, []  # large, and the next pass may need none
         self._row = self._work = None
-        if len(self.leaves) == 1:
-            self._flat, self._places = None, []  # large, and most passes need none
 
     def set_aside(self, parameter: Tensor) -> None:
         """Prepares a gradient for accumulation; an ordinary one needs nothing."""

@@ -7,12 +7,13 @@ steps. The mean over the groups, weighted like gradients, is the same on all ran
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -25,8 +26,17 @@ from pydist.group_sizes import batches_entering, weights_of
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
+_models: list[tuple[weakref.ref[nn.Module], Mesh]] = []
+"""Models that are on several sample groups."""
 _installed: list[object] = []
 _lock = threading.Lock()
+
+
+def agree_on_closures_of(model: nn.Module, mesh: Mesh) -> None:
+    """Passes the loss of the global batch to optimizers that depend on a closure's loss."""
+    with _lock:
+        alive = [known for known in _models if known[0]() is not None]
+        _models[:] = [*alive, (weakref.ref(model), mesh)]
 
 
 def install() -> None:
@@ -54,13 +64,22 @@ def _decides(optimizer: Optimizer) -> bool:
 
 
 def _mesh_of(optimizer: Optimizer) -> Mesh | None:
-    """Returns the mesh over whose sample groups gradients are averaged, if there are several."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+    """Returns the mesh over whose sample groups losses are averaged, if there are several."""
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in stepped:
         leaf = leaf_of(own_slice(parameter))
         reducer = None if leaf is None else leaf.reducer()
         # Members, as all ranks know the same ones; a newcomer may be known to this rank alone.
         if isinstance(reducer, Reducer) and reducer.members.has(parameter):
-            return reducer.mesh if reducer.mesh.data_size > 1 else None
+            if reducer.mesh.data_size > 1:
+                return reducer.mesh
+    # Frozen parameters are no members: some optimizers need no gradients.
+    ids = set(map(id, stepped))
+    with _lock:
+        known = [(reference(), mesh) for reference, mesh in _models]
+    for model, mesh in known:
+        if model is not None and any(id(p) in ids for p in model.parameters()):
+            return mesh
     return None
 
 

@@ -106,9 +106,9 @@ def own_flags(
                 proposal.append(index)
                 continue
             exists = lane.bucket_of[leaf].has_gradient(leaf)
-            if exists and isinstance(lane.form, SteppedForm) and leaf.is_assigned(parameter):
-                leaf.fired = True  # its form keeps nothing of it yet
-            if leaf.fired and exists:
+            # A stepped form keeps nothing of an assigned gradient yet.
+            is_new = isinstance(lane.form, SteppedForm) and leaf.is_assigned(parameter)
+            if exists and (leaf.fired or is_new):
                 flags.append(NEW)
                 leaf.idle = 0
                 frozen.append(0)

@@ -98,6 +98,8 @@ class PartitionedGradient(Tensor):
     raised. The next backward reduces it."""
     arriving: bool
     """Whether a backward that raised has left a part of it in flight."""
+    spoiled: bool
+    """Whether a step of stages that raised has added to it; this rank may have no part of it."""
     gradient_set: GradientSet
     member: int
     """Its index in the set."""
@@ -115,7 +117,7 @@ class PartitionedGradient(Tensor):
             device=parameter.device,
         )
         made.piece, made.pending, made.gradient_set = piece, None, gradient_set
-        made.arriving = False
+        made.arriving = made.spoiled = False
         made.member = gradient_set.add(piece)
         return made
 
@@ -171,7 +173,7 @@ def _repr(_: Any, grad: PartitionedGradient, **__: Any) -> str:
 @_handles(Tensor.zero_)
 def _zero(_: Any, grad: PartitionedGradient) -> PartitionedGradient:
     grad.piece.zero_()
-    grad.pending, grad.arriving = None, False
+    grad.pending, grad.arriving, grad.spoiled = None, False, False
     grad.gradient_set.forget_norms()
     return grad
 

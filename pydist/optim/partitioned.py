@@ -430,8 +430,9 @@ def _own(value: Any, parameter: Tensor, part: ParameterPartition | None) -> Any:
     """Returns this rank's part of a value of the full state (moments, a count of steps)."""
     if not isinstance(value, Tensor):
         return value
-    if part is None or value.shape != parameter.shape or value.device != parameter.device:
-        return value.clone()  # a count on the host has the shape of a parameter without dims
+    is_count = value.dim() == 0 and value.device != parameter.device
+    if part is None or value.shape != parameter.shape or is_count:
+        return value.clone()
     if is_sharded_weight(parameter):
         value = own_part_of_state(value, parameter)
     return in_memory_order_of(own_slice(parameter), value)[part.start : part.stop].clone()

@@ -122,20 +122,23 @@ def _refuse_shared_memory(model: nn.Module, names: Collection[str]) -> None:
     A slice has memory of its own, so the other one would keep the old values.
     """
     places = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        if tensor.numel() and not tensor.is_meta:
-            lo = tensor.data_ptr()
-            places.append((lo, lo + (last + 1) * tensor.element_size(), name))
-    end, before = 0, ""
-    for lo, hi, name in sorted(places):
-        if lo < end and (name in names or before in names):
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if not x.numel() or x.is_meta or x.layout != torch.strided:
+            continue
+        last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        begin = x.data_ptr()
+        places.append((begin, begin + (last + 1) * x.element_size(), last < x.numel(), name))
+    begun, end, is_whole, before = 0, 0, False, ""
+    for lo, hi, is_dense, name in sorted(places):
+        # Two tensors with gaps, as halves of the columns of a matrix, may have separate elements.
+        meets = lo < end and (is_whole or is_dense or lo == begun)
+        if meets and (name in names or before in names):
             raise NotSupported(
                 f"{before!r} and {name!r} share memory, but sharded weights have their own: use "
                 "one parameter in both places, or parallelize(..., sharded_weights=False)"
             )
         if hi > end:
-            end, before = hi, name
+            begun, end, is_whole, before = lo, hi, is_dense, name
 
 
 def _replace(weight: nn.Parameter, layout: Layout, statistics: str) -> None:

@@ -16,7 +16,7 @@ from pydist.errors import NotSupported
 from pydist.exchange.own_slice import own_slice
 from pydist.gradients.partitioned import StepsParts
 from pydist.slices.steps import NeedsNorms
-from pydist.stages.gradients import grad_state_of, own_part_of
+from pydist.stages.gradients import grad_state_of, is_spoiled
 from pydist.stages.parameters import StagedParameters
 from pydist.stages.ranks import Stages
 
@@ -80,7 +80,7 @@ class GradientWatch:
         if not self._has_failed:
             return
         grads = (own_slice(p).grad for p in parameters)
-        if any(bool(own_part_of(grad).isnan().any()) for grad in grads if grad is not None):
+        if any(is_spoiled(grad) for grad in grads if grad is not None):
             raise NotSupported(
                 "a gradient to which a step of the pipeline has added before it raised, on each "
                 "mesh another part, which is NaN now: call zero_grad() before the next step"

@@ -202,9 +202,16 @@ class StagedGradients:
         for x, old in self.inputs:
             x.grad = old
         for _, p in self._parameters.named():
-            grad = own_slice(p).grad
-            if grad is not None and id(p) in self._known and self._has_added(p):
-                own_part_of(grad).fill_(torch.nan)
+            own = own_slice(p)
+            grad = own.grad
+            if grad is None or id(p) not in self._known or not self._has_added(p):
+                continue
+            if grad.is_sparse:
+                own.grad = torch.full_like(own, torch.nan)
+                continue
+            own_part_of(grad).fill_(torch.nan)
+            if isinstance(grad, PartitionedGradient):
+                grad.spoiled = True
         self._known, self.inputs = {}, ()  # the next step may raise before it knows them
 
     @torch.no_grad()
@@ -377,6 +384,13 @@ def own_part_of(grad: Tensor) -> Tensor:
     if isinstance(grad, PartitionedGradient):
         return grad.piece
     return local_of(grad) if isinstance(grad, ShardedTensor) else grad
+
+
+def is_spoiled(grad: Tensor) -> bool:
+    """Returns whether a gradient may be one of `StagedGradients.spoil`: it has NaN."""
+    if isinstance(grad, PartitionedGradient):
+        return grad.spoiled
+    return bool(own_part_of(grad).isnan().any())
 
 
 def grad_state_of(grad: Tensor | None) -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -159,25 +160,22 @@ def _batches(data: ShardDataset, network: nn.Module) -> bool:
     return len({data.shape_of(index) for index in range(len(data))}) == 1
 
 
-def check_one_sample(task: Task, data: ShardDataset, network: nn.Module) -> None:
+def check_one_sample(network: nn.Module, data: ShardDataset) -> None:
     """Checks before the first step that a network which norms by its input validates one sample.
 
     Args:
-        task: makes the plain network again, which is run on shapes.
+        network: the plain network; a copy of it is run on shapes.
         data: the validation set.
-        network: the network on the ranks.
 
     Raises:
         UsageError: a batch norm without running statistics gets one value of each channel.
     """
     if not any(map(norms_by_input, network.modules())):
         return
-    plain = task.network(data.manifest)
-    if plain is network:  # an object that the factory's module has, on the ranks already
-        return
     with torch.device("meta"), torch.no_grad():
         try:
-            plain.to("meta").eval()(torch.empty(1, *without_flat(data.shape_of(0), data.dims)))
+            plain = copy.deepcopy(network).to("meta").eval()
+            plain(torch.empty(1, *without_flat(data.shape_of(0), data.dims)))
         except Exception as error:  # a user's network may raise anything, also for want of values
             if "more than 1 value per channel" in str(error):
                 raise UsageError(

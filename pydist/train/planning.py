@@ -65,7 +65,11 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
     manifest = Manifest.load(config.data.path)
     task = task_of(config)
     shape = shape_in_training(config, task, manifest)
-    network = task.network(manifest)
+    try:
+        with torch.device("meta"):  # without memory
+            network = task.network(manifest)
+    except UsageError:  # its factory needs values
+        network = task.network(manifest)
     trace = trace_network(network, without_flat(shape, manifest.dims), _criterion(task))
     parameters = sum(p.numel() for p in network.parameters())
     partitioned = config.optimizer.sharded == "always" or (

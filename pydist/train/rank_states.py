@@ -16,6 +16,8 @@ from pydist.train.job import Job
 def gather_rank_states(job: Job, own: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the states of all ranks, equal ones once, for `own_state`. Collective.
 
+    Only the rank that writes gets the states themselves.
+
     Args:
         job: the ranks.
         own: the state of this rank, for `nested_state.flatten_state`.
@@ -28,7 +30,7 @@ def gather_rank_states(job: Job, own: Mapping[str, Any]) -> dict[str, Any]:
     everyones = job.world.all_gather_bytes(mine)
     distinct = list(dict.fromkeys(everyones))
     return {
-        "states": [_unpack(each) for each in distinct],
+        "states": [_unpack(each) for each in distinct] if job.writes else [],
         "of": [distinct.index(each) for each in everyones],
         "places": job.world.all_gather_json(_place(job)),
     }

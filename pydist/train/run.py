@@ -214,11 +214,10 @@ def _run_on(
             loader = stack.enter_context(make_loader(config, data, job, stores[0]))
             stack.enter_context(own_stream(loader.device))
         require_same(job.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
-        state = make_state(config, task, job, data, loader, prepare)
+        state = make_state(config, task, job, data, loader, validation_data, prepare)
         validation_loader: Loader | None = None
         with together(job.world, "opening the data"):
             if validation_data is not None:
-                check_one_sample(task, validation_data, state.model)
                 validation_loader = stack.enter_context(
                     make_loader(config, validation_data, job, stores[1], state.model)
                 )
@@ -298,6 +297,7 @@ def make_state(
     job: Job,
     data: ShardDataset,
     loader: Loader,
+    validation_data: ShardDataset | None = None,
     prepare: Callable[[torch.nn.Module], None] | None = None,
 ) -> RunState:
     """Creates the initial state of a run, on the loader's device. Collective.
@@ -308,6 +308,7 @@ def make_state(
         job: the ranks.
         data: the training set.
         loader: the loader of its batches.
+        validation_data: the validation set, if there is one.
         prepare: see `train`.
     """
     with _ONE_NETWORK, phase("building the network"):
@@ -315,6 +316,9 @@ def make_state(
         model = task.network(data.manifest)
     if prepare is not None and job.world.rank == 0:
         prepare(model)
+    with together(job.world):
+        if validation_data is not None:
+            check_one_sample(model, validation_data)
     device = loader.device
     model.to(device)
     if not job.world.mixes:  # memory is summed in its order, so that it must be the same on all

@@ -201,6 +201,19 @@ def test_an_array_of_another_shape_is_not_repeated(
         next(iter(loader))
 
 
+class Scalars(Arrays):
+    num_targets = 1
+
+    def target(self, index: int) -> Tensor:
+        return torch.tensor(float(index))
+
+
+def test_a_target_may_be_a_scalar() -> None:
+    with Loader(Scalars(torch.clone), Mesh(LocalTransport()), 2, training=False) as loader:
+        batch = next(iter(loader))
+        assert batch.targets.tolist() == [[0.0], [1.0]]
+
+
 class Halved(ShardDataset):
     """Data set of a user who changes the inputs."""
 

@@ -129,6 +129,13 @@ def test_iterating_goes_from_epoch_to_epoch() -> None:
     assert [(b.epoch, b.step) for b in sampler] == [(4, 2)]
 
 
+def test_an_epoch_that_a_kept_iterator_has_ended_is_not_repeated() -> None:
+    sampler = MeshSampler(2, 1, 0, 2)
+    kept = iter(sampler)
+    assert next(kept).is_last
+    assert [batch.epoch for batch in sampler] == [1]
+
+
 def test_state_after_the_last_batch_is_the_next_epoch() -> None:
     sampler = MeshSampler(4, 1, 0, 2)
     for batch in sampler:

@@ -191,6 +191,49 @@ def test_an_assigned_gradient_takes_its_error_feedback_along():
     assert torch.equal(*on_ranks((1, 1, 1), body, data=2))
 
 
+def test_an_assigned_gradient_that_was_cleared_does_not_come_back():
+    """Another model's backward pass between both must not take it for one of its own."""
+    net, other = initialized(Two()), initialized(nn.Linear(8, 8))
+
+    def body(mesh):
+        form = PowerSGD(rank=1, start=0, least_saving=1)
+        model = parallelize(copy.deepcopy(net), mesh, gradients=form)
+        critic, x = parallelize(copy.deepcopy(other), mesh), randn(2, 8, seed=mesh.data_index)
+        model(x, "first").square().sum().backward()
+        model.first.weight.grad = randn(8, 8, seed=3)
+        critic(x).square().sum().backward()
+        model.zero_grad()
+        model(x, "second").square().sum().backward()
+        return model.first.weight.grad
+
+    assert on_ranks((1, 1, 1), body, data=2) == [None, None]
+
+
+class Closed(torch.optim.Optimizer):
+    """Optimizer without gradients, which gets a loss alone."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        return closure()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_losses_of_a_closure_over_models_of_two_meshes(frozen):
+    """Also if no parameter has gradients, and the first model has one sample group."""
+    net = initialized(nn.Conv3d(4, 4, 1)).requires_grad_(not frozen)
+
+    def rank(world):
+        cut, groups = Mesh(world, 1, (2, 1, 1)), Mesh(world, data=2)
+        one, two = parallelize(copy.deepcopy(net), cut), parallelize(copy.deepcopy(net), groups)
+        optimizer = Closed([*one.parameters(), *two.parameters()], {})
+        x = X[world.rank : world.rank + 1]
+        return optimizer.step(lambda: one(X).square().mean() + two(x).square().mean())
+
+    expected = 2 * net(X).square().mean().detach()
+    for found in run_local(rank, 2):
+        torch.testing.assert_close(whole_of(found).detach(), expected, rtol=1e-12, atol=0)
+
+
 def _errors(model):
     """Returns what PowerSGD has not sent of the first layer, for all groups; on rank 0."""
     entries = gradient_state(model).get("parameters", {})

@@ -349,6 +349,19 @@ def test_weights_in_shared_memory_are_refused(kind):
     on_channels(body)
 
 
+def test_halves_of_a_matrix_are_cut():
+    """They overlap as intervals of memory, but share no element."""
+
+    def body(mesh):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(6, 8)).double()
+        for layer, part in zip(model, randn(8, 12).chunk(2, dim=1), strict=True):
+            layer.weight = nn.Parameter(part)
+        parallel(mesh, model)
+        return [isinstance(layer.weight, ShardedTensor) for layer in model]
+
+    assert on_channels(body)[0] == [True, True]
+
+
 def test_weights_side_by_side_in_memory():
     def body(mesh):
         model = network()

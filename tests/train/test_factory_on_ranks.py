@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +80,42 @@ def test_values_draws_shared_weights_and_tensors_of_a_factory(config, monkeypatc
     assert len(built) == 3
     assert all(torch.equal(each, built[0]) for each in built)
     assert len(model_of(config, load_hardware("cpu"), 1 << 30).trace.calls) > 5
+
+
+def test_a_network_is_planned_without_its_memory(config):
+    path = Path(config.model.factory.partition(":")[0])
+    path.write_text(
+        "from torch import nn\n"
+        "def make(in_channels, classes):\n"
+        "    wide = 1 << 20  # 4 TiB of weights\n"
+        "    convolution = nn.Conv3d(wide, wide, 1, bias=False)\n"
+        "    layers = nn.Conv3d(in_channels, wide, 1), convolution, nn.Conv3d(wide, classes, 1)\n"
+        "    return nn.Sequential(*layers)\n"
+    )
+    assert len(model_of(config, load_hardware("cpu"), 1 << 30).trace.calls) > 3
+
+
+def test_the_check_of_validation_leaves_shared_modules_and_random_numbers_alone(config):
+    network = (
+        "import torch\n"
+        "from torch import nn\n"
+        "NORM = nn.BatchNorm3d(4, track_running_stats=False)\n"
+        "class Scaled(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x * torch.rand(1)\n"
+        "def make(in_channels, classes):\n"
+        "    layers = nn.Conv3d(in_channels, 4, 1), NORM, Scaled(), nn.Conv3d(4, classes, 1)\n"
+        "    return nn.Sequential(*layers)\n"
+    )
+    curves = []
+    for validate_every in (1, 0):
+        path = config.output.folder.with_name(f"norms{validate_every}.py")
+        path.write_text(network)
+        model = replace(config.model, factory=f"{path}:make")
+        each = in_folder(replace(config, model=model), path.stem)
+        alone(each := change(each, train={"validate_every": validate_every}))
+        curves.append(curve(each))
+    assert curves[0] == curves[1]
 
 
 def test_preparing_the_network_draws_no_numbers_of_the_run(config):
