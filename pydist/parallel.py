@@ -70,7 +70,7 @@ def parallelize(
             shows its global shape, and `state_dict()` is that of the whole network, but collective;
             see `pydist.slices`.
         gradients: how the ranks average gradients: "dense", "fp16", "bf16", "torus",
-            "hierarchical", "powersgd", "dgc", or settings such as
+            "hierarchical", "powersgd", "dgc", "post_local", or settings such as
             `pydist.gradients.PowerSGD(rank=4)`. Compressed forms compress what is sent between
             sample groups only. Gradients that `torch.autograd.grad` returns, those with a graph,
             and those of parameters that belong to no model or are frozen at first are dense.

@@ -27,8 +27,8 @@ def distribute_tensor(
         tensor: the full tensor, or an array of another library (see `pydist.interop`), equal on
             all ranks of the group; checksums verify it in every step.
         mesh: the mesh.
-        dims: which dim is cut along which mesh axis; by default [N, C, D, H, W] over depth, height
-            and width.
+        dims: which dim is cut along which mesh axis; by default that of its name, of
+            [N, C, D, H, W], images [N, C, H, W] and lines [N, C, W]; {} cuts none.
         first_sample: as of `ShardedTensor.from_local`.
 
     Raises:

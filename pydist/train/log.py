@@ -12,8 +12,10 @@ step         step, epoch, loss, lr, batch (samples of all groups), passes (in st
              "within" and "between" groups), parts (seconds by part)
 layers       step, layers (by parameter: norm weight, norm direction, trust ratio), of LARS and LAMB
 noise_scale  step, noise_scale, noise and signal (its parts, see `NoiseScale`), batch
-validation   step, epoch, samples, loss; of CosmoFlow mae; of segmentation, by class, dice (mean
-             over volumes) and pooled_dice (of all their voxels)
+validation   step, epoch, samples, loss; of CosmoFlow mae; of classification accuracy; of
+             segmentation, by class, dice (mean over volumes) and pooled_dice (of all their voxels)
+data         step, epoch, split, file_bytes (of all ranks), skipped (samples)
+rebalance    step, axis, sizes, next_sizes, busy (seconds of a step for each part)
 store        step, epoch, split ("train" or "val"); of all ranks, since the last such event:
              hit_rate (fraction of blocks from memory or disk), disk_rate (from disk), file_bytes,
              disk_bytes, received_bytes (from other ranks), lost_blocks (by a disk), held_bytes (now
