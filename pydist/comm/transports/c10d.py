@@ -177,7 +177,14 @@ class C10dTransport(HostTransport):
         if dest == self.rank:
             self._own[tag].append(message)
         elif message.numel():
-            self._sends.add(self._isend(message, dest, tag), message, lender)
+            # The thread that waits would end the profiler's record of the call: if the profiler
+            # stops meanwhile, torch crashes.
+            torch._C._autograd._enable_record_function(False)
+            try:
+                work = self._isend(message, dest, tag)
+            finally:
+                torch._C._autograd._enable_record_function(True)
+            self._sends.add(work, message, lender)
 
     @_waits("a message")
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
