@@ -28,8 +28,11 @@ def _like(values: Tensor, x: ShardedTensor, **options: Any) -> ShardedTensor:
 
 @implements(torch.rand_like)
 def rand_like(input: ShardedTensor, **options: Any) -> ShardedTensor:
-    """Draws uniform numbers in [0, 1)."""
-    return _like(keyed_uniform(torch.rand_like, input), input, **options)
+    """Draws uniform numbers in [0, 1), rounded down to the precision of the dtype."""
+    dtype = options.get("dtype") or input.dtype
+    steps = 2 / torch.finfo(dtype).eps  # in [0, 1); at least the 2²⁴ of fp32 numbers change nothing
+    values = keyed_uniform(torch.rand_like, input)
+    return _like(values.mul_(steps).floor_().div_(steps), input, **options)
 
 
 @implements(torch.randn_like)

@@ -284,6 +284,21 @@ def test_moments_of_the_draws():
         assert found == pytest.approx(moments, abs=0.03)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_uniform_numbers_are_below_one(dtype):
+    def body(mesh):
+        x = distribute_tensor(randn(2, 8, 16, 16, 16).to(dtype), mesh)
+        drawn = torch.rand_like(x).full_tensor()
+        wide = torch.rand_like(x, dtype=torch.float64).full_tensor()
+        return drawn.dtype, float(drawn.max()), float(drawn.double().mean()), float(wide.max())
+
+    kind, largest, mean, wide = on_ranks((2, 1, 1), body)[0]
+    assert kind == dtype
+    assert largest == 1 - torch.finfo(dtype).eps / 2
+    assert mean == pytest.approx(0.5, abs=0.01)
+    assert 0.99 < wide < 1
+
+
 def test_rrelu_draws_slopes_between_its_bounds():
     def body(mesh):
         x = distribute_tensor(randn(*SHAPE), mesh).requires_grad_()
