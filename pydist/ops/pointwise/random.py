@@ -5,6 +5,8 @@ The numbers differ from torch's, whose generators count calls, but are equal for
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,29 +28,70 @@ def _like(values: Tensor, x: ShardedTensor, **options: Any) -> ShardedTensor:
     return wrap(local, x.layout, x)
 
 
+def _drawn(
+    func: Callable[..., Any],
+    made: Callable[[Tensor, torch.dtype], Tensor],
+    x: ShardedTensor,
+    options: Mapping[str, Any],
+) -> ShardedTensor:
+    """Returns random numbers for a `*_like` call, independent real and imaginary parts if complex.
+
+    Args:
+        func: the call.
+        made: makes them of uniform numbers, for a dtype.
+        x: the tensor of the call.
+        options: of the call.
+    """
+    dtype = options.get("dtype") or x.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise refusal(func, (x,), options, f"random numbers of {dtype}")
+    values = made(keyed_uniform(func, x), dtype)
+    if dtype.is_complex:
+        values = torch.complex(values, made(keyed_uniform(func, x), dtype))
+    return _like(values, x, **options)
+
+
 @implements(torch.rand_like)
 def rand_like(input: ShardedTensor, **options: Any) -> ShardedTensor:
     """Draws uniform numbers in [0, 1), rounded down to the precision of the dtype."""
-    dtype = options.get("dtype") or input.dtype
-    steps = 2 / torch.finfo(dtype).eps  # in [0, 1); at least the 2²⁴ of fp32 numbers change nothing
-    values = keyed_uniform(torch.rand_like, input)
-    return _like(values.mul_(steps).floor_().div_(steps), input, **options)
+
+    def made(uniform: Tensor, dtype: torch.dtype) -> Tensor:
+        steps = 2 / torch.finfo(dtype).eps  # in [0, 1); the 2²⁴ of fp32, or more, change nothing
+        return uniform.mul_(steps).floor_().div_(steps)
+
+    return _drawn(torch.rand_like, made, input, options)
 
 
 @implements(torch.randn_like)
 def randn_like(input: ShardedTensor, **options: Any) -> ShardedTensor:
-    """Draws normal numbers: the quantiles of uniform ones."""
-    uniform = keyed_uniform(torch.randn_like, input).double()
-    return _like(torch.special.ndtri(uniform + _HALF_STEP), input, **options)
+    """Draws normal numbers of variance 1: the quantiles of uniform ones."""
+
+    def made(uniform: Tensor, dtype: torch.dtype) -> Tensor:
+        normal = torch.special.ndtri(uniform.double() + _HALF_STEP)
+        return normal * math.sqrt(0.5) if dtype.is_complex else normal
+
+    return _drawn(torch.randn_like, made, input, options)
 
 
 @implements(torch.bernoulli, torch.Tensor.bernoulli)
 def bernoulli(input: ShardedTensor, p: float | None = None, *, generator: Any = None) -> Any:
-    """Draws 1 with the probability given by the element (or `p`), else 0."""
+    """Draws 1 with the probability given by the element (or `p`), else 0.
+
+    Raises:
+        RuntimeError: a probability is not between 0 and 1.
+    """
     if generator is not None:
         raise refusal(torch.bernoulli, (input,), {}, "a generator; numbers are keyed by place")
-    chance = local_of(input).detach() if p is None else p
-    return _like(keyed_uniform(torch.bernoulli, input) < chance, input)
+    if input.is_complex() or (p is None and not input.is_floating_point()):
+        raise refusal(torch.bernoulli, (input,), {}, f"probabilities of {input.dtype}")
+    if p is None:
+        chance = local_of(input).detach()
+        are_chances = ((chance >= 0) & (chance <= 1)).all()
+        torch._assert_async(are_chances, "bernoulli expects probabilities between 0 and 1")
+        return _like(keyed_uniform(torch.bernoulli, input) < chance, input)
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"bernoulli expects a probability between 0 and 1, but got p={p}")
+    return _like(keyed_uniform(torch.bernoulli, input) < p, input)
 
 
 @implements(F.rrelu, torch.rrelu)

@@ -299,6 +299,42 @@ def test_narrow_uniform_numbers_are_below_one(dtype):
     assert 0.99 < wide < 1
 
 
+DRAWS_THAT_TORCH_REFUSES = {
+    "rand_like of integers": lambda x: torch.rand_like(x.long()),
+    "randn_like of flags": lambda x: torch.randn_like(x, dtype=torch.bool),
+    "bernoulli of integers": lambda x: torch.bernoulli(x.gt(0).long()),
+    "bernoulli of complex numbers": lambda x: x.to(torch.complex64).bernoulli(0.5),
+    "bernoulli of logits": torch.bernoulli,
+    "bernoulli of nan": lambda x: torch.bernoulli(x * torch.nan),
+    "bernoulli(1.5)": lambda x: x.bernoulli(1.5),
+    "bernoulli(nan)": lambda x: x.bernoulli(torch.nan),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS_THAT_TORCH_REFUSES.values(), ids=DRAWS_THAT_TORCH_REFUSES)
+def test_draws_that_torch_refuses(draw):
+    with pytest.raises(RuntimeError):
+        draw(randn(*SHAPE))
+
+    def body(mesh):
+        with pytest.raises(RuntimeError, match=r"random numbers of|probabilit"):
+            draw(distribute_tensor(randn(*SHAPE), mesh))
+
+    on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.randn_like])
+def test_parts_of_complex_draws_are_independent(draw):
+    x = randn(2, 8, 16, 16, 16).to(torch.complex128)
+
+    def moments(drawn):
+        parts = torch.view_as_real(drawn).view(-1, 2).T
+        return [*parts.mean(1).tolist(), *torch.cov(parts).flatten().tolist()]
+
+    found = on_ranks((2, 1, 1), lambda mesh: draw(distribute_tensor(x, mesh)).full_tensor())[0]
+    assert moments(found) == pytest.approx(moments(draw(x)), abs=0.02)
+
+
 def test_rrelu_draws_slopes_between_its_bounds():
     def body(mesh):
         x = distribute_tensor(randn(*SHAPE), mesh).requires_grad_()
