@@ -286,10 +286,19 @@ def _as_sequence(value: Any) -> Sequence[Any]:
 
 
 def _shard_of(tensor: Tensor, layout: Layout) -> Tensor:
-    """Returns this rank's part, in `layout`, of a plain tensor or of one in any layout."""
+    """Returns this rank's part, in `layout`, of a plain tensor or of one in any layout.
+
+    Raises:
+        RuntimeError: a plain tensor does not have the global shape.
+    """
     if isinstance(tensor, ShardedTensor):
         return local_of(redistribute(tensor, layout))
     refuse_shard_shaped(tensor, layout)
+    if tuple(tensor.shape) != layout.shape:
+        raise RuntimeError(
+            f"Mismatch in shape: a gradient of shape {list(tensor.shape)} is given for a tensor of "
+            f"shape {list(layout.shape)}"
+        )
     return shard_of_plain(tensor, layout)
 
 

@@ -313,6 +313,34 @@ def test_a_given_gradient_in_any_layout(given):
     on_shards(body, (2, 1, 1), shape)
 
 
+def _through_a_hook(x, grad):
+    y = x * 2
+    y.register_hook(lambda g: grad)
+    y.sum().backward()
+
+
+GIVEN = {
+    "backward": lambda x, grad: (x * 2).backward(grad),
+    "autograd.grad": lambda x, grad: torch.autograd.grad(x * 2, x, grad),
+    "grad": lambda x, grad: setattr(x, "grad", grad),
+    "a hook": _through_a_hook,
+}
+
+
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)])
+@pytest.mark.parametrize("give", GIVEN.values(), ids=GIVEN)
+def test_a_given_plain_gradient_of_another_shape_is_refused(give, spatial):
+    larger, narrow = randn(1, 2, 8, 4, 6, seed=1), randn(1, 2, 6, 4, 1, seed=1)
+
+    def body(mesh: Mesh) -> None:
+        for grad in (larger, narrow):
+            x = distribute_tensor(randn(1, 2, 6, 4, 4), mesh).requires_grad_()
+            with pytest.raises(RuntimeError, match="Mismatch in shape"):
+                give(x, grad)
+
+    on_ranks(spatial, body)
+
+
 @pytest.mark.parametrize("by_function", [False, True])
 def test_backward_into_some_inputs_only(by_function):
     def body(x, mesh):
