@@ -182,7 +182,18 @@ def _at(x: Tensor, indices: Mapping[int, Tensor], like: ShardedTensor) -> Sharde
 @implements(torch.index_select, torch.Tensor.index_select)
 @numpy_names
 def index_select(input: Tensor, dim: int, index: Tensor) -> ShardedTensor:
-    """Selects elements along one dim; a split dim is gathered first."""
+    """Selects elements along one dim; a split dim is gathered first.
+
+    Raises:
+        IndexError: the index is not a vector.
+        RuntimeError: the index is not of integers, or one of them is negative.
+    """
+    if index.dim() > 1:
+        raise IndexError("index_select(): Index is supposed to be a vector")
+    if index.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError("index_select(): Expected dtype int32 or int64 for index")
+    own = local_of(index) if isinstance(index, ShardedTensor) else index
+    torch._assert_async((own >= 0).all(), "index_select(): index out of range: it is negative")
     like = source_among((input, index))
     return _at(input, {canonical(dim, input.dim()): index.reshape(-1)}, like)
 

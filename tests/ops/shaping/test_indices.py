@@ -165,3 +165,23 @@ def test_a_mask_of_another_shape_is_named():
         assert torch.equal(x.full_tensor(), randn(*SHAPE))
 
     on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_index_select_refuses_what_torch_refuses(dim):
+    wrong = {
+        "is negative": torch.tensor([0, -1]),
+        "Expected dtype int32 or int64": torch.tensor([True, False, True, True, False]),
+        "supposed to be a vector": torch.tensor([[0, 1], [2, 1]]),
+    }
+
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["2x1x1"]))
+        for message, index in wrong.items():
+            with pytest.raises((IndexError, RuntimeError)):
+                randn(*SHAPE).index_select(dim, index)
+            with pytest.raises((IndexError, RuntimeError), match=message):
+                x.index_select(dim, index)
+        assert x.index_select(dim, torch.tensor(1, dtype=torch.int32)).shape[dim] == 1
+
+    on_ranks((2, 1, 1), body)
