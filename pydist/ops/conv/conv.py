@@ -195,7 +195,10 @@ def _padding(
         # As torch does: if the total is odd, the larger half is after the input.
         totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return tuple((t // 2, t - t // 2) for t in totals)
-    return symmetric(as_tuple(padding, dims))  # type: ignore[arg-type]
+    pads = as_tuple(padding, dims)  # type: ignore[arg-type]
+    if min(pads) < 0:
+        raise RuntimeError(f"negative padding is not supported: {pads}")
+    return symmetric(pads)
 
 
 def _register() -> None:

@@ -72,7 +72,7 @@ def conv_transpose(
         dilation: distance of the kernel's taps.
 
     Raises:
-        UsageError: the channels, the groups or the output padding do not fit.
+        UsageError: the channels, the groups or the paddings do not fit.
     """
     function = _FUNCTIONS[dims]
     if not isinstance(input, ShardedTensor):
@@ -119,6 +119,11 @@ def _check(layout: Layout, window: TransposedWindow, weight: tuple[int, ...], gr
         raise UsageError(
             f"transposed convolution of {layout.shape} in {groups} groups with a weight {weight}: "
             "expected [input channels, output channels / groups, *kernel]"
+        )
+    if min(*window.padding, *window.output_padding) < 0:
+        raise UsageError(
+            f"negative padding is not supported: {window.padding}, at the end of the output "
+            f"{window.output_padding}"
         )
     bounds = (max(s, d) for s, d in zip(window.stride, window.dilation, strict=True))
     if any(extra >= most for extra, most in zip(window.output_padding, bounds, strict=True)):

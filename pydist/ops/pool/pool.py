@@ -56,6 +56,8 @@ def avg_pool(
         return unbatched(avg_pool(dims, batched(input), *tail))
     function = _AVG[dims]
     refuse_integers(function, input)
+    if divisor_override == 0:
+        raise refusal(function, (input,), {}, "a divisor of 0")
     input = widened(function, dims, input)
     input, window, plan = _plan(function, dims, input, kernel_size, stride, padding, 1, ceil_mode)
     pads = as_tuple(padding, dims)
@@ -141,8 +143,8 @@ def _plan(
         kernel, pads = as_tuple(size, dims), as_tuple(pad, dims)
         # In torch a missing or empty stride means the kernel size.
         steps = kernel if step is None or step == () else as_tuple(step, dims)
-        if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
-            why = f"padding {pads} is more than half of kernel {kernel}"
+        if any(p < 0 or 2 * p > k for p, k in zip(pads, kernel, strict=True)):
+            why = f"padding {pads} is negative or more than half of kernel {kernel}"
             raise refusal(function, (x,), {}, why)
         window = Window(kernel, steps, as_tuple(dilated, dims), symmetric(pads))
         if ceil_mode:

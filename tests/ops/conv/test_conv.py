@@ -180,6 +180,9 @@ REFUSED = {
     "window larger than the input": (
         lambda x, w: F.conv3d(x, w.repeat(1, 1, 3, 1, 1)), UsageError, "does not fit"
     ),
+    "negative padding": (
+        lambda x, w: F.conv3d(x, w[..., :1, :1, :1], padding=(-1, 0, 0)), RuntimeError, "negative"
+    ),
     "the same extents with a stride": (
         lambda x, w: F.conv3d(x, w, padding="same", stride=(1, 2, 1)), RuntimeError, "strided"
     ),

@@ -299,6 +299,12 @@ REFUSED = {
     "output padding": (
         lambda x, w: F.conv_transpose3d(x, w, output_padding=1), UsageError, "must be smaller"
     ),
+    "negative padding": (
+        lambda x, w: F.conv_transpose3d(x, w, padding=(0, -1, 0)), UsageError, "negative padding"
+    ),
+    "negative output padding": (
+        lambda x, w: F.conv_transpose3d(x, w, output_padding=(0, -1, 0)), UsageError, "negative"
+    ),
     "nothing left": (
         lambda x, w: F.conv_transpose3d(x, w, padding=3), UsageError, r"gives extents \(0, 0, 0\)"
     ),

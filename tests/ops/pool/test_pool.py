@@ -268,6 +268,9 @@ REFUSED = {
     "maximum of wide integers": (lambda x: F.max_pool3d(x.long(), 2), "int64"),
     "other dims": (lambda x: F.avg_pool2d(x, 2), "N, C"),
     "padding over half a kernel": (lambda x: F.avg_pool3d(x, 2, 2, 2), "more than half"),
+    "negative padding in an average": (lambda x: F.avg_pool3d(x, 2, 1, -1), "is negative"),
+    "negative padding in a maximum": (lambda x: F.max_pool3d(x, 2, 1, -1), "is negative"),
+    "a divisor of 0": (lambda x: F.avg_pool3d(x, 2, divisor_override=0), "a divisor of 0"),
     "a window of padding alone": (
         lambda x: F.max_pool3d(x[:, :, :, :, :1], (1, 1, 2), 1, (0, 0, 1), (1, 1, 2)),
         "hold no input",
