@@ -23,6 +23,8 @@ from pydist.tensor.refusals import module_path, source_line
 if TYPE_CHECKING:
     from pydist.layout import Layout
 
+_autograd: Any = torch._C._autograd
+
 ViewPart = tuple["View", tuple[tuple[int, int], ...]]
 """A box of a tensor, named by the tensor's view: [first, last) along each of its dims."""
 
@@ -52,13 +54,15 @@ class Memory:
         key: names this memory in the storage, which holds no memory.
         plain: the plain tensor that contains this memory on every rank, and its layout, if the
             tensor may be changed.
+        shown: the tensors of this memory whose shards a program has and has not changed.
     """
 
-    __slots__ = ("born", "is_base", "key", "plain", "storage")
+    __slots__ = ("born", "is_base", "key", "plain", "shown", "storage")
 
     def __init__(self, storage: SharedStorage | None = None) -> None:
         self.storage = storage
         self.plain: tuple[weakref.ref[Tensor], Layout] | None = None
+        self.shown: list[weakref.ref[Any]] = []
         self.born = storage.clock if storage else 0
         self.is_base = False
         self.key = object()
@@ -70,6 +74,21 @@ class Memory:
             self.is_base = True
             self.storage.watch(self.key, shard)
         return Memory(self.storage)
+
+    def note_shown(self, x: Aliased) -> None:
+        """Notes that a program has the shard of `x`; in-place calls on others then show it again.
+
+        Otherwise its next use would take such a change for the program's own.
+        """
+        shard = x._shard
+        if shard._is_view() and _autograd._get_creation_meta(shard) != _autograd.CreationMeta.DEFAULT:
+            return  # e.g. made under no_grad: torch raises where its node is read after a change
+        if all(other() is not x for other in self.shown):
+            self.shown.append(weakref.ref(x))
+
+    def forget_changed(self) -> None:
+        """Forgets the tensors whose shards the program has changed."""
+        self.shown = [ref for ref in self.shown if _is_as_shown(ref())]
 
     def __del__(self) -> None:
         if self.storage is not None and not self.is_base:
@@ -156,6 +175,10 @@ class SharedStorage:
             self.record(key, None, "through to_local()")
 
 
+def _is_as_shown(x: Any) -> bool:
+    return x is not None and x._shown is not None and x._shard.grad_fn is x._shown[0]
+
+
 def _disjoint(one: ViewPart | None, other: ViewPart | None) -> bool:
     if one is None or other is None or one[0] is not other[0]:
         return False
@@ -166,6 +189,7 @@ class Aliased(Protocol):
     """The attributes of a sharded tensor that concern its memory."""
 
     layout: Layout
+    _shard: Tensor
     _view: View | None
 
 

@@ -172,6 +172,8 @@ class ShardedTensor(torch.Tensor):
             refuse_stale(self)
         if self._shown is not None and self._shard.grad_fn is not self._shown[0]:
             _reenter(self)
+        if self._view is not None and self._view.memory.shown:
+            self._view.memory.forget_changed()
         return self._shard
 
     # Networks read these very often: as properties they need no dispatch.
@@ -216,6 +218,8 @@ class ShardedTensor(torch.Tensor):
         """Marks the shard, which a program has: it may compute with it, or change it."""
         observer.lead_to(local, self.mesh, self._history, self._origin.sizes, self.layout)
         self._shown = (local.grad_fn,)
+        if self._view is not None:
+            self._view.memory.note_shown(self)
 
     def full_tensor(self) -> Tensor:
         """Returns the full tensor, plain, equal on all ranks of the sample group.
@@ -455,6 +459,8 @@ def view_of(
             return y  # a copy in torch as well
     if 0 not in layout.shape:
         view = view_at(x)
+        if x._shown is not None:
+            view.memory.note_shown(x)
         memory = view.memory.copied(x._shard) if is_copy else view.memory
         cut = None if index is None else (view, index)
         is_expanded = is_expanded or (view.is_expanded and not is_copy)
@@ -476,6 +482,9 @@ def replace_shard_(x: ShardedTensor, local: Tensor, changed: bool = True) -> Sha
     if x._shown is not None:
         x._show(local)  # this change is not the program's own
     if changed and x._view is not None:
+        for other in x._view.memory.shown:
+            if (shown := other()) is not None and shown is not x:
+                shown._show(shown._shard)
         record_change(x)
     if changed and not of_wrapper(torch.Tensor.is_inference, x):
         torch.autograd.graph.increment_version(x)

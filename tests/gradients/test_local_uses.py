@@ -285,3 +285,75 @@ def test_a_call_in_place_after_to_local(channel, again):
     for found in on_ranks((2, 1, 1), use, axes={"channel": channel}):
         for grad, true in zip(found, expected, strict=True):
             torch.testing.assert_close(grad, true, rtol=0, atol=1e-12)
+
+
+def _view_after_the_look(model, y, branch):
+    seen = local(y)
+    y[:, :1] += branch[:, :1]
+    return seen, y
+
+
+def _view_before_the_look(model, y, branch):
+    part = y[:, :1]
+    seen = local(y)
+    part += branch[:, :1]
+    return seen, y
+
+
+def _look_at_the_view(model, y, branch):
+    part = y[:, :1]
+    seen = local(part)
+    y += branch
+    return seen, part + y
+
+
+def _view_after_a_change_of_the_program(model, y, branch):
+    part = y[:, :1]
+    seen = local(y)
+    seen.mul_(model.k)
+    part.mul_(2)
+    return local(branch), y
+
+
+def _look_at_a_view_without_gradients(model, y, branch):
+    with torch.no_grad():
+        part = y[:, :1]
+    seen = local(y)
+    local(part)
+    y += branch
+    return seen, y
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _look_at_a_view_without_gradients,
+        _view_after_the_look,
+        _view_before_the_look,
+        _look_at_the_view,
+        _view_after_a_change_of_the_program,
+    ],
+)
+def test_a_change_of_a_view_after_to_local(change, again):
+    """The change is a sharded call's own, and the branch of whole tensors keeps its gradients."""
+
+    def step(model, x):
+        y = model.first(x)
+        if isinstance(x, ShardedTensor):
+            x = x.redistribute(x.layout.whole())
+        seen, y = change(model, y, torch.cat([model.last(torch.cat([x, x], 1)), x], 1))
+        if again:
+            seen.mul_(model.k)
+        y.sin().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = step(Net(MIDDLES["layer"]), randn(*SHAPE))
+
+    def use(mesh):
+        model = Net(MIDDLES["layer"])
+        return step(parallelize(model, mesh), distribute_tensor(randn(*SHAPE), mesh))
+
+    for found in on_ranks((2, 1, 1), use, keep_thin_blocks=True):
+        for grad, true in zip(found, expected, strict=True):
+            torch.testing.assert_close(grad, true, rtol=0, atol=1e-12)
