@@ -80,8 +80,8 @@ class Memory:
 
         Otherwise its next use would take such a change for the program's own.
         """
-        shard = x._shard
-        if shard._is_view() and _autograd._get_creation_meta(shard) != _autograd.CreationMeta.DEFAULT:
+        shard, made = x._shard, _autograd._get_creation_meta
+        if shard._is_view() and made(shard) != _autograd.CreationMeta.DEFAULT:
             return  # e.g. made under no_grad: torch raises where its node is read after a change
         if all(other() is not x for other in self.shown):
             self.shown.append(weakref.ref(x))

@@ -227,7 +227,12 @@ def reshape(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
 
 @implements(torch.Tensor.view)
 def view(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
-    """Reshapes a tensor without a copy; raises an error if torch would."""
+    """Reshapes a tensor as `reshape` does, if need be by a copy.
+
+    torch refuses a view whose elements are in another order in memory, as of a transposed tensor.
+    Shards do not show the global strides, so such a call is not refused here. If the tensor or the
+    copy is then changed in place, use of the other raises an error.
+    """
     dtype = named.get("dtype", shape[0] if shape else None)
     if isinstance(dtype, torch.dtype):
         if dtype.itemsize != input.dtype.itemsize:
