@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -82,8 +82,10 @@ def _restore(value: Any, content: Any) -> None:
         return
     if isinstance(value, dict):
         value.clear()
+        # Not a subclass's own way, which may do more; an OrderedDict keeps its order by itself.
+        plain: Any = OrderedDict if isinstance(value, OrderedDict) else dict
         for key, each, inner in content:
-            dict.__setitem__(value, key, each)
+            plain.__setitem__(value, key, each)
             _restore(each, inner)
     elif isinstance(value, list | deque):
         value.clear()

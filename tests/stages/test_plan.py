@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -268,12 +269,14 @@ class Remembering(nn.Module):
         super().__init__()
         self.linear, self.number, self.mask = nn.Linear(4, 4), 0, None
         self.seen, self.by_number, self.total = ["none"], {0: "none"}, torch.zeros(4)
+        self.recent = OrderedDict(b=1, a=2)
 
     def forward(self, x):
         self.number += 1
         self.seen.append(x)
         self.by_number[self.number] = x.shape
         self.total += 1
+        self.recent.move_to_end("b")
         if self.mask is None:
             self.mask = torch.ones(len(x), 1)
             self.register_buffer("places", torch.arange(len(x)))
@@ -284,6 +287,7 @@ def test_a_record_restores_what_modules_remember():
     net = Remembering()
     record(net, (randn(3, 4).float(),))
     assert (net.number, net.mask, net.seen, net.by_number) == (0, None, ["none"], {0: "none"})
+    assert list(net.recent.items()) == [("b", 1), ("a", 2)]
     assert not net.total.any()
     assert "places" not in dict(net.named_buffers())
     assert net(torch.ones(5, 4)).shape == (5, 4)  # the mask is made of this batch's size
