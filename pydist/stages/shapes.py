@@ -81,9 +81,11 @@ class Shapes:
             for i in changed:
                 torch.autograd.graph.increment_version(tensors[i])
             return _made(recipe, list(tensors)), changed
-        before = [each._version for each in tensors]
+        before, forms = [each._version for each in tensors], list(map(_form, tensors))
         result = compute()
         changed = [i for i, n in enumerate(before) if tensors[i]._version != n]
+        if forms != list(map(_form, tensors)):  # as unsqueeze_ does: no recipe for arguments
+            return result, changed
         if len(self._known) > _MOST:  # of calls with other numbers each time
             self._known.clear()
         if key is not None and all(x.layout == torch.strided for x in tensors_of(result)):
@@ -134,7 +136,7 @@ def _key(value: Any, tensors: list[Tensor]) -> Hashable:
             if each is value:
                 return Same(i)
         tensors.append(value)
-        return value.shape, value.stride(), value.storage_offset(), value.dtype
+        return _form(value)
     kind = type(value)
     if isinstance(value, _PLAIN):
         return kind, value  # True is no 1
@@ -145,6 +147,10 @@ def _key(value: Any, tensors: list[Tensor]) -> Hashable:
     if kind is dict:
         return kind, tuple((name, _key(each, tensors)) for name, each in value.items())
     raise TypeError(kind)
+
+
+def _form(x: Tensor) -> Hashable:
+    return x.shape, x.stride(), x.storage_offset(), x.dtype
 
 
 def _sharing(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -239,6 +239,14 @@ def new_buffers(net, x):
     return x
 
 
+def viewed_in_place(net, x):
+    x = net.layers[0](x)
+    x.unsqueeze_(1)
+    x = torch.tanh(net.layers[2](x) * net.weights[0]).mean(1)
+    x.t_()
+    return net.layers[3](x.clone().t())
+
+
 CHAINS = {
     "block 1 left out": (left_out(1), {"cuts": ["layers.2"]}),
     "block 3 left out": (left_out(3), {"cuts": ["layers.3"]}),
@@ -255,6 +263,7 @@ CHAINS = {
     "recomputed": (
         dropped_before_a_buffer, {"cuts": ["layers.2"], "recompute": True, "micro_batches": 2}
     ),
+    "views in place": (viewed_in_place, {"cuts": ["layers.2"], "micro_batches": 2}),
     "new buffers": (new_buffers, {"cuts": ["layers.2"]}),
 }  # fmt: skip
 
