@@ -39,6 +39,9 @@ from pydist.tensor.stage import StageTensor
 NO_STAGE = -1
 """Stage of a pass that makes the calls of the network, and computes none."""
 
+_MOST_DRAWS = 1 << 32
+"""Draws of a module in a pass, at most."""
+
 
 class MicroBatch(Calls):
     """Micro-batch that passes through one stage, forward and backward.
@@ -94,6 +97,9 @@ class MicroBatch(Calls):
         """Collects the statistics of norms, which change running ones after the batch."""
         self.samples: range | None = None
         """Indices of its samples in the global batch, in a step."""
+        self.begun = -1, 0
+        """Number of training steps before the batch, and of the batch after them: its draws are
+        others if it is no training step, as in evaluation."""
         self.is_shared = False
         """Whether micro-batches of the batch pass through the last stage on different meshes."""
         self.of_groups = 1.0
@@ -334,6 +340,9 @@ class MicroBatch(Calls):
     def _run_drawing(self, call: Call, drawn: int) -> Any:
         mesh = self._stages.mesh
         forward = mesh.session.forwards if self._origin is None else self._origin.forward
+        forwards, batch = self.begun
+        if mesh.session.forwards == forwards:
+            drawn += batch * _MOST_DRAWS
         return run_drawing(call, mesh, forward, drawn, self.index, self.samples)
 
     def compute_again(self, call: Call) -> Any:

@@ -32,10 +32,17 @@ class PassState:
         self._lends, self._collects = lends, collects
         self._first: dict[int, _Start] = {}  # by the index of the micro-batch
         self._counters: dict[int, Tensor] = {}  # of norms, before the batch
+        self.forwards = -1
+        """Number of steps that training passes had begun before the batch."""
+        self.batches = 0
+        """Number of batches since a training pass has begun a step, with this one."""
 
     def begin_batch(self) -> None:
         """Forgets the passes over the batch before."""
         self._first.clear()
+        forwards = self._stages.mesh.session.forwards
+        self.batches = self.batches + 1 if forwards == self.forwards else 1
+        self.forwards = forwards
         if self._collects:
             found = self._model.named_buffers()
             counters = (b for name, b in found if name.endswith("num_batches_tracked"))

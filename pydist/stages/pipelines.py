@@ -417,6 +417,7 @@ class Pipeline:
         )  # fmt: skip
         entry = entry_hook_of(self.model)
         made.wrapped = None if entry.statistics == "rank" else entry.of_batch
+        made.begun = self._state_of.forwards, self._state_of.batches
         if part is not None:
             made.statistics, made.of_groups = self._statistics, part.of_groups
             made.samples, made.is_shared = part.samples, self._schedule.returns

@@ -175,3 +175,38 @@ def test_dropout_in_place_changes_views():
     (found,) = steps(network(Viewed()), [ONE])
     (expected,) = steps(network(Twice()), [ONE])
     assert_equal(found, expected)
+
+
+def evaluated(net, meshes, **options):
+    """Returns, of each rank, the losses of steps in evaluation with dropout, and its outputs."""
+    target = randn(8, 512, seed=4)
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        made = pipeline(own, stages, VOLUMES[:2], cuts=["1"][: len(meshes) - 1], **options)
+        own.eval()
+        own[1].train()
+        losses = [float(made.step(VOLUMES, target, F.mse_loss)) for _ in range(2)]
+        outputs = [made(VOLUMES) for _ in range(3)]
+        whole = [getattr(y, "full_tensor", lambda y=y: y)() for y in outputs if y is not None]
+        return [torch.tensor(losses), *whole], {
+            n: p.grad for n, p in own.named_parameters() if p.grad is not None
+        }
+
+    return on_stages(meshes, rank)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_masks_in_evaluation_are_those_of_the_batch(cut):
+    """As of Monte Carlo dropout: other ones for each batch, the same in all passes over it."""
+    layers = [nn.Dropout(0.5), nn.Flatten()]
+    layers = layers if cut else [nn.Sequential(*layers[::-1]), nn.Identity()]
+    net = initialized(nn.Sequential(nn.Conv3d(1, 8, 1), *layers))
+    (((losses, *outputs), grads),) = evaluated(net, [ONE])
+    assert losses[0] != losses[1]
+    assert len({float(y.sum()) for y in outputs}) == 3
+    for meshes, options in (([ONE] * 2, {"recompute": True, "micro_batches": 2}), ([DEEP, ONE], {})):
+        for (found, *shown), own in evaluated(net, meshes, **options):
+            torch.testing.assert_close(found, losses)
+            torch.testing.assert_close(shown, outputs[: len(shown)])
+            assert_equal(own, {n: grads[n] for n in own})
