@@ -104,6 +104,10 @@ _DETACHING = frozenset({
 """Calls whose results need no gradient, whatever their arguments."""
 _BATCH_NORMS = (F.batch_norm, torch.batch_norm)
 _MOVES = (_T.to, _T.cpu, _T.cuda, _T.type)
+_CONVERSIONS = frozenset({
+    _T.to, _T.type, _T.type_as, _T.float, _T.half, _T.bfloat16, _T.double,
+})  # fmt: skip
+"""Calls that may return their argument itself, by its dtype."""
 _FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias")
 _NATIVE = ("input", "weight", "bias", "running_mean", "running_var")
 _LAST = ("momentum", "eps")
@@ -158,6 +162,7 @@ class Calls(ABC):
         self.device, self._shapes = device, shapes
         self._counts = Counter[str]()
         self._tensors = 0
+        self._has_autocast = False  # in a call so far: values may have other dtypes than `meta`
         self._sharing: dict[int, weakref.WeakSet[StageTensor]] = {}
 
     @abstractmethod
@@ -212,6 +217,10 @@ class Calls(ABC):
                 "own, belongs to one stage; batch norm's running statistics are possible"
             )
         meta, metas = self._on_meta(func, args, kwargs)
+        self._has_autocast |= torch.is_autocast_enabled(self.device.type)
+        converts = self._has_autocast and func in _CONVERSIONS
+        if converts and any(meta is x.meta and x.made for x in inputs):
+            meta = meta.view_as(meta)  # it may be the argument itself: one stage alone knows
         changed = [x for x in inputs if any(x.meta is each for each in metas)]
         if len(metas) > len({id(x) for x in changed}) and func not in _UPDATES:
             raise NotSupported(
