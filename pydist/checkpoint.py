@@ -27,13 +27,13 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from pydist import owner
+from pydist import nested_state, owner
 from pydist.comm import Transport
 from pydist.comm.consensus import together
 from pydist.errors import CheckpointError, UsageError
 from pydist.optim import load_gradient_state
 from pydist.optim.partitioned import optimizer_kind
-from pydist.train import checkpoint, nested_state
+from pydist.train import checkpoint
 from pydist.train.network import network_of
 from pydist.train.rank_states import gather_rank_states, own_state
 from pydist.train.resumable import Resumable

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pydist.errors import CheckpointError
 from pydist.exchange.own_slice import own_slice
+from pydist.nested_state import flatten_state, unflatten_state
 from pydist.slices.state import gathered, layout_of_slices, own_part
 from pydist.stages.parameters import StagedParameters
 from pydist.stages.ranks import Stages
@@ -78,22 +80,24 @@ def _like_whole(tensor: Tensor) -> Tensor:
 
 
 def _broadcast_entries(mine: Mapping[str, Any], stages: Stages, root: int) -> dict[str, Any]:
-    """Broadcasts an optimizer's state of one parameter: tensors, and numbers."""
-    world, described = stages.world, {}
+    """Broadcasts an optimizer's state of one parameter: tensors, plain values, and containers.
+
+    Raises:
+        CheckpointError: on all ranks; it has a value that is none of these.
+    """
+    world, described, tensors = stages.world, None, dict[str, Tensor]()
     if world.rank == root:
-        for name, value in mine.items():
-            is_tensor = isinstance(value, Tensor)
-            kind = [str(value.dtype).removeprefix("torch."), list(value.shape)] if is_tensor else 0
-            described[name] = [kind, None if is_tensor else value]
-    found: dict[str, Any] = {}
-    for name, (kind, value) in world.broadcast_json(described, root).items():
-        if not kind:
-            found[name] = value
-            continue
-        dtype, shape = kind
-        sent = torch.empty(shape, dtype=getattr(torch, dtype))
-        if world.rank == root:
-            sent = mine[name].detach().cpu().contiguous().clone()
+        try:
+            skeleton, tensors = flatten_state(dict(mine))
+            kinds = {n: [str(x.dtype).removeprefix("torch."), x.shape] for n, x in tensors.items()}
+            described = [skeleton, kinds, ""]
+        except CheckpointError as error:
+            described = [None, {}, str(error)]
+    skeleton, kinds, reason = world.broadcast_json(described, root)
+    if reason:
+        raise CheckpointError(reason)
+    for name, (dtype, shape) in kinds.items():
+        sent = tensors.setdefault(name, torch.empty(shape, dtype=getattr(torch, dtype)))
         world.broadcast(sent, root)
-        found[name] = sent
+    found: dict[str, Any] = unflatten_state(skeleton, tensors)
     return found

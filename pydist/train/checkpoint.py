@@ -3,7 +3,7 @@
 A checkpoint is a folder ``step-000120`` with
 
 - ``NAME.safetensors`` for each part of the state (model, optimizer, ...): its tensors;
-- ``state.json``: everything else, as `pydist.train.nested_state` writes it;
+- ``state.json``: everything else, as `pydist.nested_state` writes it;
 - ``manifest.json``: format version, step, and length and CRC-32C of every file.
 
 It is written as ``.step-000120.tmp-...``, flushed to disk and renamed, so that a folder with the
@@ -26,12 +26,11 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from pydist import owner
+from pydist import nested_state, owner
 from pydist._loader import native
 from pydist.data.publish import flush_to_disk, reason_of, replace_folder
 from pydist.errors import CheckpointError, DiskError
 from pydist.parsing import parse_json
-from pydist.train import nested_state
 
 FORMAT = "pydist-checkpoint"
 VERSION = 1

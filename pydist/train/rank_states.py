@@ -7,9 +7,9 @@ from typing import Any
 
 import safetensors.torch
 
+from pydist import nested_state
 from pydist.comm.consensus import together
 from pydist.parsing import parse_json
-from pydist.train import nested_state
 from pydist.train.job import Job
 
 

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pydist.errors import NotSupported

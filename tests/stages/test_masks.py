@@ -205,7 +205,8 @@ def test_masks_in_evaluation_are_those_of_the_batch(cut):
     (((losses, *outputs), grads),) = evaluated(net, [ONE])
     assert losses[0] != losses[1]
     assert len({float(y.sum()) for y in outputs}) == 3
-    for meshes, options in (([ONE] * 2, {"recompute": True, "micro_batches": 2}), ([DEEP, ONE], {})):
+    again = {"recompute": True, "micro_batches": 2}
+    for meshes, options in (([ONE] * 2, again), ([DEEP, ONE], {})):
         for (found, *shown), own in evaluated(net, meshes, **options):
             torch.testing.assert_close(found, losses)
             torch.testing.assert_close(shown, outputs[: len(shown)])

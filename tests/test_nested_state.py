@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
+from pydist import nested_state
 from pydist.errors import CheckpointError
-from pydist.train import nested_state
 
 scalars = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
 keys = st.text() | st.integers() | st.booleans()
