@@ -276,11 +276,11 @@ class EntryHook:
         if self.mesh.size > 1:
             self.reducer.reduce()
 
-    def of_batch(self, x: Tensor) -> ShardedTensor:
-        """Wraps a plain tensor of the running batch as a sharded one that is not cut."""
+    def of_batch(self, x: Tensor, sizes: GroupSizes | None = None) -> ShardedTensor:
+        """Wraps a plain tensor of a batch, by default the running one, as a sharded, uncut one."""
         whole = distribute_tensor(x, self.mesh, {})
         running = self._sizes if self.mesh.data_size == 1 else self.batches.running
-        entered: ShardedTensor = self._enter(whole, running)
+        entered: ShardedTensor = self._enter(whole, sizes or running)
         return entered
 
     def _cut(self, x: Any) -> Any:

@@ -85,7 +85,7 @@ class MicroBatch(Calls):
         self._uses = uses
         self._relays, self._mark = relays, mark
         self._lends = lends
-        self.wrapped: Callable[[Tensor], ShardedTensor] | None = None
+        self.wrapped: Callable[[Tensor, GroupSizes | None], ShardedTensor] | None = None
         """Wraps a plain tensor as one of the batch of all groups, if norms are over all groups."""
         self.sources: Sources | None = None
         """Where the plain tensors of the forward pass come from, while it runs."""
@@ -293,7 +293,8 @@ class MicroBatch(Calls):
             return call.run()
         if self._stages.mesh.size == 1:
             return call.run()
-        found = call._replace(args=(), kwargs={**given, "input": self.wrapped(value)}).run()
+        entered = self.wrapped(value, self._sizes)  # in backward another batch may be running
+        found = call._replace(args=(), kwargs={**given, "input": entered}).run()
         return as_result(found.full_tensor())
 
     def _check(self, call: Call, stage: int) -> None:
@@ -348,7 +349,13 @@ class MicroBatch(Calls):
     def compute_again(self, call: Call) -> Any:
         """Computes a call that a checkpointed part repeats in backward."""
         refuse_to_draw_again(call)
-        return call.run()
+        if not call.is_batch_norm:
+            return call.run()
+        if call.statistics and self.statistics is not None:  # which has counted them in forward
+            given = call.named
+            copies = {name: given[name].clone() for name in ("running_mean", "running_var")}
+            call = call._replace(args=(), kwargs={**given, **copies})
+        return self._run_norm(call)
 
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
         """Assigns the results of a call to its stage."""

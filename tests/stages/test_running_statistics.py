@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pydist.errors import NotSupported, UsageError
 from pydist.stages import pipeline
-from support.equivalence import Task
+from support.equivalence import Task, randn
 from support.networks.small import initialized
 from support.staged import (
     DEEP,
@@ -82,3 +83,37 @@ def test_running_statistics_that_can_not_be_of_the_batch():
             made.step(unet_task().x, unet_task().target, F.mse_loss)
 
     on_stages([ONE] * 2, body)
+
+
+class Checkpointed(nn.Module):
+    """Normalizes features in a part that backward repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.part = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.part, self.first(x), use_reentrant=False))
+
+
+@pytest.mark.parametrize("meshes", [[ONE] * 2, [DEEP, ONE], [TWO_GROUPS] * 2], ids=str)
+def test_norms_of_plain_tensors_under_checkpoints(meshes):
+    """Backward repeats them with the statistics of their micro-batch, of all groups."""
+    x, target = randn(10, 6, seed=1), randn(10, 6, seed=2)
+    task = Task(initialized(Checkpointed()), x, target, F.mse_loss)
+    data = meshes[0].get("data", 1)
+    expected = in_sequence(task, 2, data=data)
+    once = copy.deepcopy(task.model)
+    once.part[:2](once.first(x))
+
+    def rank(stages):
+        own = task._replace(model=copy.deepcopy(task.model))
+        options = {"cuts": ["last"], "micro_batches": 2, "running_statistics": "batch"}
+        found = results(*step_of(own, stages, **options))
+        for name, _ in task.model.named_parameters():
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-12)
+        for name in ("part.1.running_mean", "part.1.running_var"):
+            torch.testing.assert_close(found[name], once.get_buffer(name))
+
+    on_stages(meshes, rank)
