@@ -6,6 +6,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -108,6 +109,8 @@ _CONVERSIONS = frozenset({
     _T.to, _T.type, _T.type_as, _T.float, _T.half, _T.bfloat16, _T.double,
 })  # fmt: skip
 """Calls that may return their argument itself, by its dtype."""
+_CAST = (torch.float16, torch.bfloat16, torch.float32)
+"""The dtypes that autocast converts."""
 _FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias")
 _NATIVE = ("input", "weight", "bias", "running_mean", "running_var")
 _LAST = ("momentum", "eps")
@@ -271,7 +274,13 @@ class Calls(ABC):
 
         def compute() -> Any:
             with torch.inference_mode(False), torch.no_grad():
-                return func(*metas, **named)
+                try:
+                    return func(*metas, **named)
+                except (RuntimeError, TypeError):
+                    cast = self._cast_by_autocast((metas, named))
+                    if cast is None:
+                        raise
+                    return func(*cast[0], **cast[1])
 
         try:
             result, changed = self._shapes.result(func, metas, named, compute)
@@ -289,6 +298,14 @@ class Calls(ABC):
             if not any(each is known for known in tensors):
                 tensors.append(each)
         return result, [tensors[i] for i in changed]
+
+    def _cast_by_autocast(self, metas: Any) -> Any:
+        """Returns meta tensors with one dtype, as of autocast; `None` where they need no other."""
+        found = [x.dtype for x in tensors_of(metas) if x.dtype in _CAST]
+        if len(set(found)) < 2 or not torch.is_autocast_enabled(self.device.type):
+            return None
+        dtype = reduce(torch.promote_types, found)
+        return replaced(lambda x: x.to(dtype) if x.dtype in _CAST else x, metas)
 
     def _wrapped(
         self, meta: Any, value: Any, known: Mapping[int, StageTensor], new: list[StageTensor]

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pydist.errors import NotSupported
@@ -73,3 +74,27 @@ def test_a_changed_conversion_of_another_stages_tensor_is_refused():
     """It may be that tensor: other stages do not know."""
     with pytest.raises(NotSupported, match="shares memory with: begin the stage at another call"):
         outputs(nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), Function(doubled)), ["1"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_inputs_of_another_dtype_than_weights(dtype):
+    """Autocast converts either."""
+    layers = nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool3d(1), nn.Flatten()
+    net = initialized(nn.Sequential(*layers, nn.Linear(4, 3))).to(
+        torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+    )
+    x, target = X.to(dtype), randn(4, 3, seed=2).float()
+
+    def loss(y, target):
+        return F.mse_loss(y.float(), target)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = float(loss(net(x), target).detach())
+
+    def rank(stages):
+        own = copy.deepcopy(net)
+        with torch.autocast("cpu", torch.bfloat16):
+            made = pipeline(own, stages, x[:1].to(net[0].weight.dtype), cuts=["1"])
+            return float(made.step(x, target, loss))
+
+    assert on_stages([ONE] * 2, rank) == pytest.approx([expected] * 2, rel=2e-2)
