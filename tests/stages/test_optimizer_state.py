@@ -35,8 +35,7 @@ class Factored(torch.optim.Optimizer):
                 factors = state.setdefault("factors", [torch.zeros(n) for n in p.shape])
                 state["by dim"] = {dim: (n, factors[dim] + 1) for dim, n in enumerate(p.shape)}
                 state["more"] = self.more
-                for factor in factors:
-                    factor += 1
+                torch._foreach_add_(factors, 1)
 
 
 def states(more=None):
