@@ -41,7 +41,7 @@ COMMANDS = {
     "data verify": Command("pydist.cli.data", "verify", "compare a data set with its checksums"),
     "train": Command("pydist.cli.train", "train", "train a network from a TOML file"),
     "status": Command("pydist.cli.status", "status", "tell how far a run is, from outside"),
-    "predict": Command("pydist.cli.predict", "predict", "predict volumes, images and other samples"),
+    "predict": Command("pydist.cli.predict", "predict", "predict volumes, images or samples"),
     "serve": Command("pydist.cli.serve_model", "serve_model", "predict for requests over HTTP"),
     "export": Command("pydist.cli.export", "export", "extract the weights from a checkpoint"),
     "profile": Command("pydist.cli.profile", "profile", "measure a training step by layer"),

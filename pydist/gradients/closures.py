@@ -70,9 +70,10 @@ def _mesh_of(optimizer: Optimizer) -> Mesh | None:
         leaf = leaf_of(own_slice(parameter))
         reducer = None if leaf is None else leaf.reducer()
         # Members, as all ranks know the same ones; a newcomer may be known to this rank alone.
-        if isinstance(reducer, Reducer) and reducer.members.has(parameter):
-            if reducer.mesh.data_size > 1:
-                return reducer.mesh
+        if not isinstance(reducer, Reducer) or not reducer.members.has(parameter):
+            continue
+        if reducer.mesh.data_size > 1:
+            return reducer.mesh
     # Frozen parameters are no members: some optimizers need no gradients.
     ids = set(map(id, stepped))
     with _lock:

@@ -245,5 +245,5 @@ def test_a_checkpoint_says_what_its_network_is(segmentation, tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint here, nor in its folder ckpt"):
         load_trained(tmp_path)
     old = checkpoint.write(tmp_path / "old", 1, {"model": weights})
-    with pytest.raises(CheckpointError, match="a loop of its user.s own has written it"):
+    with pytest.raises(CheckpointError, match=r"a loop of its user.s own has written it"):
         load_trained(old)
