@@ -162,12 +162,14 @@ class AugmentOptions:
         }
         for setting, (low, high) in bounds.items():
             given = getattr(self, setting)
-            several = len(given) if isinstance(given, tuple) else 0
+            are_several = isinstance(given, tuple)
             if isinstance(_UNCHANGED.get(setting), tuple):
-                fits = several == 2 and low <= given[0] <= given[1] <= high
+                is_pair = are_several and len(given) == 2
+                fits = is_pair and low <= given[0] <= given[1] <= high
                 possible[setting] = (f"[least, largest] from {low} to {high}", fits)
             else:
-                possible[setting] = (f"{low} to {high:g}", not several and low <= given <= high)
+                fits = not are_several and low <= given <= high
+                possible[setting] = (f"{low} to {high:g}", fits)
         for setting, (expected, fits) in possible.items():
             if not fits:
                 given = getattr(self, setting)

@@ -65,8 +65,7 @@ def _generate(root: Path, options: UniverseOptions, progress: Progress | None) -
     """Does the work of `generate_universes` in an existing folder, with its lock held."""
     recipe = recipe_hash(options.recipe())
     before = present_set(root, recipe, options.overwrite)
-    nothing = np.broadcast_to(np.uint8(0), (1, *(options.box,) * 3))
-    names = (name for i in range(options.count) for name, *_ in _cut(options, i, nothing))
+    names = (name for i in range(options.count) for name, *_ in _files(options, i))
     files = MadeFiles(root, before, names)
     if before is not None and before.origin.get(RECIPE) != recipe:
         files.replace()
@@ -104,14 +103,15 @@ def _make(made: MadeFiles, options: UniverseOptions, recipe: str, index: int) ->
     counts, contents = (simulate(options, index), {}) if kept is None else kept
     parameters = draw_parameters(options, index)
     files = []
-    for name, offsets, part in _cut(options, index, counts):
+    for name, offsets, place in _files(options, index):
+        part = counts[place]
         content: bytes | memoryview
         if kept is None:
             content = _image(options, recipe, parameters, part)
             made.publish(name, content)
         else:
             content = contents[name]
-        means = [float(_sample(options, part, o).mean(dtype=np.float64)) for o in offsets]
+        means = [float(part[_window(options, o)].mean(dtype=np.float64)) for o in offsets]
         checksum = checksum_of(content)
         files.append(DataFile(name, split, len(content), checksum, offsets, tuple(means)))
     logs = Log1pSums.empty(len(counts))
@@ -121,27 +121,24 @@ def _make(made: MadeFiles, options: UniverseOptions, recipe: str, index: int) ->
     return _Made(tuple(files), what, logs)
 
 
-def _cut(
-    options: UniverseOptions, index: int, counts: npt.NDArray[Any]
-) -> Iterator[tuple[str, tuple[tuple[int, int, int], ...], npt.NDArray[Any]]]:
-    """Yields the files of a universe: name, offsets of its samples, content [C, ...]."""
+def _files(
+    options: UniverseOptions, index: int
+) -> Iterator[tuple[str, tuple[tuple[int, int, int], ...], tuple[slice, ...]]]:
+    """Yields the files of a universe: name, offsets of its samples, its part of [C, D, H, W]."""
     width, name = options.width, f"univ_{index:06d}"
     places = range(0, options.box, width)
     corners = tuple(itertools.product(places, places, places))
     if options.layout == "cosmoflow":
-        yield f"{name}.hdf5", corners, counts
+        yield f"{name}.hdf5", corners, (slice(None),)
         return
-    for z, y, x in corners:
-        place = "_".join(str(corner // width) for corner in (z, y, x))
-        part = counts[:, z : z + width, y : y + width, x : x + width]
-        yield f"{name}_{place}.hdf5", ((0, 0, 0),), part
+    for corner in corners:
+        place = "_".join(str(each // width) for each in corner)
+        yield f"{name}_{place}.hdf5", ((0, 0, 0),), _window(options, corner)
 
 
-def _sample(
-    options: UniverseOptions, part: npt.NDArray[Any], offset: tuple[int, int, int]
-) -> npt.NDArray[Any]:
-    window = (slice(None), *(slice(o, o + options.width) for o in offset))
-    return part[window]
+def _window(options: UniverseOptions, offset: tuple[int, int, int]) -> tuple[slice, ...]:
+    """Returns the part of [C, D, H, W] that a sample at an offset has."""
+    return (slice(None), *(slice(o, o + options.width) for o in offset))
 
 
 def _image(
@@ -173,7 +170,7 @@ def _read_again(
     contents = {}
     shape = (len(options.redshifts), *(options.box,) * 3)
     counts = np.empty(shape, dtype=options.dtype)
-    for name, _, part in _cut(options, index, counts):
+    for name, _, place in _files(options, index):
         content = made.read(name)
         if content is None:
             return None
@@ -184,7 +181,7 @@ def _read_again(
                 stored = file.dataset("full")[...]
         except DataError:
             return None
-        part[...] = np.moveaxis(stored, -1, 0) if options.layout == "cosmoflow" else stored
+        counts[place] = np.moveaxis(stored, -1, 0) if options.layout == "cosmoflow" else stored
         contents[name] = content
     return counts, contents
 

@@ -248,13 +248,12 @@ def check_form(settings: Gradients, mesh: Mesh, parameters: Iterable[tuple[str, 
     """
     if isinstance(settings, Torus):
         rows_of([range(mesh.size)], settings.row)
-    complexes = ((name, p.dtype) for name, p in parameters if p.requires_grad and p.is_complex())
-    if (found := next(complexes, None)) is None or _is_dense(settings, mesh):
-        return
-    raise NotSupported(
-        f'gradients="{settings.name}" of the parameter {found[0]!r}, of {found[1]}: '
-        'gradients="dense" is possible'
-    )
+    for name, p in parameters:
+        if p.requires_grad and p.is_complex() and not _is_dense(settings, mesh):
+            raise NotSupported(
+                f'gradients="{settings.name}" of the parameter {name!r}, of {p.dtype}: '
+                'gradients="dense" is possible'
+            )
 
 
 def _is_dense(settings: Gradients, mesh: Mesh) -> bool:
