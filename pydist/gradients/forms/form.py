@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pydist.comm.interface.reduction import divide_
 from pydist.gradients.forms.messages import Messages
@@ -16,32 +17,30 @@ if TYPE_CHECKING:
     from pydist.gradients.leaf import Leaf
 
 
-class Form(Protocol):
+class Form(ABC):
     """How the ranks of a lane average the rows of its buckets.
 
     All ranks start the same rows in the same order. They wait for them in the same order, after all
-    of them have started.
+    of them have started. Defaults are those of forms that keep nothing between backward passes.
+
+    Attributes:
+        name: shown in errors and logs.
+        transports: the groups whose collectives it uses.
     """
 
-    @property
-    def name(self) -> str:
-        """Name that errors and logs show."""
-        ...
-
-    @property
-    def transports(self) -> Sequence[Transport]:
-        """The groups whose collectives it uses."""
-        ...
+    name: str
+    transports: Sequence[Transport]
 
     @property
     def is_local(self) -> bool:
         """Whether the running pass leaves the sample groups with different gradients."""
-        ...
+        return False
 
     def arrange(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Returns the parameters of a bucket in the order of their gradients in its row."""
-        ...
+        return list(leaves)
 
+    @abstractmethod
     def start(self, row: Tensor, leaves: Sequence[Leaf]) -> Work:
         """Starts the reduction of a row, in place.
 
@@ -49,59 +48,29 @@ class Form(Protocol):
             row: this rank's gradients, [elements], of one floating-point dtype.
             leaves: the parameters, in the order of `arrange`.
         """
-        ...
 
-    def progress(self) -> None:
+    def progress(self) -> None:  # noqa: B027  (not abstract: most forms send one message)
         """Starts messages that follow complete ones, while backward runs. Does not wait."""
-        ...
 
-    def complete(self, row: Tensor) -> None:
+    def complete(self, row: Tensor) -> None:  # noqa: B027  (where the reduction itself divides)
         """Makes the result of a complete reduction the mean over the ranks, in place."""
-        ...
 
-    def conclude(self, kept: Callable[[Leaf], bool]) -> None:
+    def conclude(self, kept: Callable[[Leaf], bool]) -> None:  # noqa: B027
         """Ends a backward pass, after all its reductions.
 
         Args:
             kept: returns whether a parameter has received its mean; the same on all ranks.
         """
-        ...
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027
         """Ends a backward pass whose reductions are dropped."""
-        ...
 
+    @abstractmethod
     def sent(self) -> Mapping[str, int]:
         """Returns the bytes that this rank has sent so far, by the kind of group."""
-        ...
 
 
-class Stateless:
-    """Base of forms that keep nothing between backward passes."""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether groups end with different gradients, here never; see `Form.is_local`."""
-        return False
-
-    def arrange(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Keeps the order of the parameters; see `Form.arrange`."""
-        return list(leaves)
-
-    def progress(self) -> None:
-        """Does nothing, as no message follows another; see `Form.progress`."""
-
-    def complete(self, row: Tensor) -> None:
-        """Does nothing, as the reduction itself divides; see `Form.complete`."""
-
-    def conclude(self, kept: Callable[[Leaf], bool]) -> None:
-        """Does nothing, as nothing is kept between passes; see `Form.conclude`."""
-
-    def abandon(self) -> None:
-        """Does nothing, as nothing is kept between passes; see `Form.abandon`."""
-
-
-class DenseForm(Stateless):
+class DenseForm(Form):
     """Form that averages each bucket by one all-reduce over all ranks.
 
     Attributes:

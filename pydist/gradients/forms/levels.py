@@ -14,7 +14,7 @@ groups, the intervals, and what they send between groups.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pydist.comm.interface.reduction import divide_
-from pydist.gradients.forms.form import Stateless
+from pydist.gradients.forms.form import Form
 from pydist.gradients.forms.messages import Final, Messages, Sequel, even_counts
 
 if TYPE_CHECKING:
@@ -32,16 +32,13 @@ if TYPE_CHECKING:
     from pydist.gradients.leaf import Leaf
 
 
-class Levels(Stateless, ABC):
+class Levels(Form):
     """Base of forms that reduce in two levels.
 
     Attributes:
-        name: see `Form`.
         within: the groups of the first level: the sample group, a host, or a row of a grid.
         between: connects the ranks with one index in all these groups.
     """
-
-    name: str
 
     def __init__(self, within: Transport, between: Transport) -> None:
         self.within, self.between = _messages(within), _messages(between)
