@@ -15,12 +15,12 @@ def mark(tensor: Tensor, key: str, value: object) -> None:
         node.metadata[key] = value
 
 
-def below(roots: Iterable[Any], key: str) -> Iterator[tuple[Any, Any]]:
+def below(roots: Iterable[Any], key: str | None = None) -> Iterator[tuple[Any, Any]]:
     """Yields every node of a graph once, with its mark of that name or `None`.
 
     Args:
         roots: nodes where the walk starts; `None` is skipped.
-        key: name of the mark. Nodes below a marked node are skipped.
+        key: name of the mark. Nodes below a marked node are skipped; by default none are.
     """
     stack, seen = list(roots), set[Any]()
     while stack:
@@ -28,7 +28,7 @@ def below(roots: Iterable[Any], key: str) -> Iterator[tuple[Any, Any]]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        value = node.metadata.get(key)
+        value = None if key is None else node.metadata.get(key)
         if value is None:
             stack += [following for following, _ in node.next_functions]
         yield node, value

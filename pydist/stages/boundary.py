@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pydist import marks
 from pydist.gradients.rows import is_dense
 from pydist.stages.messages import PassMark, Route
 from pydist.stages.ranks import Stages
@@ -197,7 +198,8 @@ class Boundary:
         places = [end.next_functions[0][0] for end in ends]
         # A pass that begins elsewhere reaches these. A GPU's passes, of all threads that are
         # ranks, run in one thread, which none of them may keep waiting.
-        later = _below(places) if self._waits_in_backward else set[Any]()
+        nexts = [n for p in places for n, _ in p.next_functions] if self._waits_in_backward else []
+        later = {node for node, _ in marks.below(nexts)}
         for (gradient, _), place in zip(self.sent, places, strict=True):
             if place not in later:
                 receive(gradient)
@@ -264,17 +266,6 @@ class Boundary:
         if sample.size > 1:
             calls = mark.to_bytes()
             sample.ledger.note(sample, ("message between stages", call, calls), waits=False)
-
-
-def _below(nodes: Iterable[Any]) -> set[Any]:
-    """Returns the nodes of a graph that a backward pass reaches from some nodes, after them."""
-    stack, found = list(nodes), set[Any]()
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                stack.append(node)
-    return found
 
 
 def _in_order_of(local: Tensor, meta: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pydist import marks
+
 _CRITERION = "the criterion's "
 
 
@@ -56,13 +58,4 @@ def trained_leaves(x: Tensor) -> list[Tensor]:
     """Returns the leaves of a plain tensor's graph."""
     if x.grad_fn is None:
         return [x]
-    nodes, seen, leaves = [x.grad_fn], set[Any](), list[Tensor]()
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        nodes += [each for each, _ in node.next_functions if each is not None]
-    return leaves
+    return [node.variable for node, _ in marks.below([x.grad_fn]) if hasattr(node, "variable")]
