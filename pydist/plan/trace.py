@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pydist.arguments import mapped
 from pydist.errors import NotSupported, UsageError
 from pydist.ops.windows import Window, as_tuple, symmetric
-from pydist.stages.shapes import tensors_of
+from pydist.tensor.wrapper import tensors_of
 
 SAMPLES = 2
 """Samples of a trace; of one alone batch norm after the last pool has no statistics."""

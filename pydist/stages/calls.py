@@ -16,10 +16,11 @@ from torch import Tensor
 from pydist.arguments import leaves
 from pydist.comm.interface.ledger import calling_module
 from pydist.errors import NotSupported
-from pydist.stages.shapes import Shapes, replaced, tensors_of
+from pydist.stages.shapes import Shapes
 from pydist.tensor import ShardedTensor
 from pydist.tensor.refusals import name_of
 from pydist.tensor.stage import StageTensor
+from pydist.tensor.wrapper import replaced, tensors_of
 
 
 class Key(NamedTuple):

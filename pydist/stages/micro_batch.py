@@ -26,7 +26,7 @@ from pydist.stages.left_layers import run_leaving
 from pydist.stages.messages import PassMark, Route
 from pydist.stages.parameters import trained_leaves
 from pydist.stages.ranks import Stages, device_of
-from pydist.stages.shapes import Shapes, is_differentiable, tensors_of
+from pydist.stages.shapes import Shapes, is_differentiable
 from pydist.stages.sources import Sources, ValueRead
 from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfers import Transfers, origin_of
@@ -35,6 +35,7 @@ from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.aliasing import as_result
 from pydist.tensor.refusals import name_of
 from pydist.tensor.stage import StageTensor
+from pydist.tensor.wrapper import tensors_of
 
 NO_STAGE = -1
 """Stage of a pass that makes the calls of the network, and computes none."""

@@ -32,10 +32,11 @@ from pydist.stages.attributes import Attributes
 from pydist.stages.calls import Call, Calls, Key, memory_id
 from pydist.stages.generators import Generators
 from pydist.stages.parts import on_mesh
-from pydist.stages.shapes import Shapes, is_differentiable, replaced, tensors_of
+from pydist.stages.shapes import Shapes, is_differentiable
 from pydist.stages.sources import Sources, names_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
+from pydist.tensor.wrapper import replaced, tensors_of
 from pydist.watchdog import MODULE_PATH
 
 _CONVOLUTIONS = frozenset({

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pydist.tensor.wrapper import replaced, tensors_of
+
 _PLAIN = (
     int, float, complex, str, type(None), type(Ellipsis), torch.dtype, torch.layout,
     torch.memory_format, torch.device,
@@ -93,36 +95,9 @@ class Shapes:
         return result, changed
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """Returns the tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, slice):
-        value = (value.start, value.stop, value.step)
-    if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in tensors_of(each)]
-    return []
-
-
 def is_differentiable(x: Tensor) -> bool:
     """Returns whether a tensor of this dtype can have a gradient."""
     return x.is_floating_point() or x.is_complex()
-
-
-def replaced(fn: Callable[[Tensor], Any], value: Any) -> Any:
-    """Returns nested tuples, lists, dicts and slices with all tensors replaced."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, tuple | list):
-        parts = [replaced(fn, each) for each in value]
-        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
-    if isinstance(value, Mapping):
-        return {key: replaced(fn, each) for key, each in value.items()}
-    if isinstance(value, slice):
-        return slice(*(replaced(fn, each) for each in (value.start, value.stop, value.step)))
-    return value
 
 
 def _key(value: Any, tensors: list[Tensor]) -> Hashable:

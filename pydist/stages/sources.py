@@ -13,9 +13,9 @@ from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
 from pydist.stages.parameters import StagedParameters
-from pydist.stages.shapes import tensors_of
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
+from pydist.tensor.wrapper import tensors_of
 
 Named = tuple[frozenset[str], Tensor]
 Followed = tuple[weakref.ref[Tensor], frozenset[str]]

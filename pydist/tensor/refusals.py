@@ -11,9 +11,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pydist.errors import NotSupported
+from pydist.tensor.wrapper import tensors_of
 from pydist.watchdog import MODULE_PATH
 
 # Users do not look for their calls in these files.
@@ -54,7 +55,7 @@ def refusal(
     name = name_of(func)
     module = module_path()
     source = source_line()
-    shapes = [list(t.shape) for t in _tensors((*args, *kwargs.values()))]
+    shapes = [list(t.shape) for t in tensors_of((args, kwargs))]
     return NotSupported(
         f"{name} on a sharded tensor"
         f"{f' in module {module}' if module else ''}{f' at {source}' if source else ''} "
@@ -177,11 +178,3 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)

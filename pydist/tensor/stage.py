@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pydist.errors import NotSupported
 from pydist.tensor.handlers import OUTER
-from pydist.tensor.wrapper import GET_GRAD_FN, GET_REQUIRES_GRAD, of_wrapper
+from pydist.tensor.wrapper import GET_GRAD_FN, GET_REQUIRES_GRAD, of_wrapper, tensors_of
 
 
 class CallHandler(Protocol):
@@ -96,8 +96,7 @@ class StageTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        found = _first((args, kwargs))
-        assert found is not None
+        found = next(x for x in tensors_of((args, kwargs)) if isinstance(x, StageTensor))
         return found.calls.handle(func, args, kwargs or {})
 
     @classmethod
@@ -115,14 +114,3 @@ class StageTensor(torch.Tensor):
 
 
 OUTER.add(StageTensor)
-
-
-def _first(value: Any) -> StageTensor | None:
-    """Returns the first stage tensor in nested arguments."""
-    if isinstance(value, StageTensor):
-        return value
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return None
-    return next((found for each in value if (found := _first(each)) is not None), None)

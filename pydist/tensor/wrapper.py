@@ -1,13 +1,14 @@
 """Handles torch's own calls on the wrapper of a shard, and guards its gradient.
 
 A wrapper has the global shape and no storage, and is not a node of the graph, which consists of
-shards. Calls that would make it a node are refused here.
+shards. Calls that would make it a node are refused here. Tensors in nested arguments of calls
+are found and replaced here, too.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -86,12 +87,33 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(Tensor)
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """Returns the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in tensors_of(each)]
+    return []
+
+
+def replaced(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """Returns nested tuples, lists, dicts and slices with all tensors replaced."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, tuple | list):
+        parts = [replaced(fn, each) for each in value]
+        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+    if isinstance(value, Mapping):
+        return {key: replaced(fn, each) for key, each in value.items()}
+    if isinstance(value, slice):
+        return slice(*(replaced(fn, each) for each in (value.start, value.stop, value.step)))
+    return value
+
+
 def plain_operands(value: Any, kept: tuple[type, ...]) -> Any:
     """Returns arguments of a call, with subclasses other than `kept` as plain tensors."""
-    if isinstance(value, Tensor):
-        return value if type(value) in kept else plain(value)
-    if isinstance(value, dict):
-        return {name: plain_operands(each, kept) for name, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(plain_operands(each, kept) for each in value)
-    return value
+    return replaced(lambda x: x if type(x) in kept else plain(x), value)

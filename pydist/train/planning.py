@@ -24,7 +24,7 @@ from pydist.plan import InStages, StepModel, Training, estimate_step, trace_netw
 from pydist.plan.choosing import choose_mesh, hardware_here, step_model
 from pydist.plan.in_stages import estimate_in_stages
 from pydist.stages import Stages
-from pydist.stages.shapes import tensors_of
+from pydist.tensor.wrapper import tensors_of
 from pydist.train.config import MeshConfig
 from pydist.train.datasets import shape_in_training
 from pydist.train.parts import WARMUP

@@ -17,8 +17,8 @@ from pydist.comm import Transport, run_local
 from pydist.grid import SPATIAL_AXES, Grid
 from pydist.models import CosmoFlow, UNet3d
 from pydist.plan import StepModel, Training, estimate_step, load_hardware, trace_network
-from pydist.stages.shapes import tensors_of
 from pydist.tensor import local_of
+from pydist.tensor.wrapper import tensors_of
 
 
 def monai() -> nn.Module:
