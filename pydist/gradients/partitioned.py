@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,13 +12,6 @@ from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
-
-
-@runtime_checkable
-class StepsParts(Protocol):
-    """An optimizer that steps this rank's parts of parameters, or of slices of sharded weights."""
-
-    steps_parts: bool
 
 
 class GradientSet:

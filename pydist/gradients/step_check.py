@@ -13,7 +13,7 @@ from pydist.errors import NotSupported
 from pydist.exchange.own_slice import own_slice
 from pydist.gradients.leaf import leaf_of
 from pydist.gradients.newcomers import refuse_parting
-from pydist.gradients.partitioned import PartitionedGradient, StepsParts
+from pydist.gradients.partitioned import PartitionedGradient
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -39,7 +39,7 @@ def install() -> None:
 def _check_step(optimizer: Optimizer, *_: object) -> None:
     """Refuses a step with a known gradient that was not reduced, or after which copies differ."""
     own: list[Tensor] = []
-    steps_parts = isinstance(optimizer, StepsParts)  # once, as the check of a protocol is slow
+    steps_parts = getattr(optimizer, "steps_parts", False)
     for number, group in enumerate(optimizer.param_groups):
         for index, each in enumerate(group["params"]):
             parameter = own_slice(each)

@@ -120,6 +120,7 @@ class ShardedOptimizer(Optimizer):
     """
 
     steps_parts = True
+    """Whether each rank steps its parts of parameters, or of slices of sharded weights."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Wraps an optimizer.

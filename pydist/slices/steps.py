@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol, runtime_checkable
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pydist.errors import NotSupported
 from pydist.exchange.own_slice import is_sharded_weight, own_slice
-from pydist.gradients.partitioned import StepsParts
 from pydist.slices.state import gathered, note_call
 from pydist.tensor import ShardedTensor, local_of, wrap
 from pydist.tensor.operands import redistribute
@@ -42,18 +41,6 @@ ELEMENTWISE = (
 )  # fmt: skip
 """Optimizers of torch that treat each element separately, so a part can be stepped alone. Other
 classes say so by an attribute ``elementwise = True``."""
-
-
-@runtime_checkable
-class NeedsNorms(Protocol):
-    """An optimizer that asks for norms of whole parameters, and is element-wise otherwise."""
-
-    def summed_by(
-        self, sums: Callable[[Sequence[Tensor], Tensor], Tensor]
-    ) -> AbstractContextManager[None]:
-        """Lets steps complete sums of squares [2, P]; see `pydist.optim.layerwise`."""
-        ...
-
 
 _RUNNING = "_pydist_step_on_slices"
 _HOOKED = Optimizer.profile_hook_step(lambda: None).__code__
@@ -103,8 +90,8 @@ class _Step:
     def begin(self) -> None:
         """Puts the slices, and their state, in place."""
         state = self._optimizer.state
-        if isinstance(self._optimizer, NeedsNorms):
-            self._norms.enter_context(self._optimizer.summed_by(self._sum))
+        if (summed_by := getattr(self._optimizer, "summed_by", None)) is not None:
+            self._norms.enter_context(summed_by(self._sum))
         for group, parameters in self._given:
             group["params"] = [own_slice(p) for p in parameters]
         for parameter in self._parameters:
@@ -169,7 +156,7 @@ def _prepare(optimizer: Optimizer, *_: Any) -> None:
     place are the last before the step and the first after it.
     """
     end_step(optimizer)  # of a step that raised
-    if isinstance(optimizer, StepsParts) or not _has_sharded_weights(optimizer):
+    if getattr(optimizer, "steps_parts", False) or not _has_sharded_weights(optimizer):
         return
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
@@ -262,7 +249,8 @@ def _within(step: _Step, closure: Callable[..., Any]) -> Callable[..., Any]:
 def step_obstacle(optimizer: Optimizer) -> str | None:
     """Returns why an optimizer can't step parts of parameters, or `None`."""
     elementwise = type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)
-    if not elementwise and not isinstance(optimizer, NeedsNorms):
+    # With norms of whole parameters, one with `summed_by` is element-wise.
+    if not elementwise and not hasattr(optimizer, "summed_by"):
         names = ", ".join(each.__name__ for each in ELEMENTWISE)
         return (
             f"it may look at more than one element at a time; possible are {names}, subclasses of "

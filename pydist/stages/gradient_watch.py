@@ -14,8 +14,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from pydist.errors import NotSupported
 from pydist.exchange.own_slice import own_slice
-from pydist.gradients.partitioned import StepsParts
-from pydist.slices.steps import NeedsNorms
 from pydist.stages.gradients import grad_state_of, is_spoiled
 from pydist.stages.parameters import StagedParameters
 from pydist.stages.ranks import Stages
@@ -148,7 +146,7 @@ def _require_own_gradients(optimizer: Optimizer) -> None:
             "its own gradient, such as SGD and AdamW"
         )
     is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
-    steps_parts = isinstance(optimizer, NeedsNorms | StepsParts)
+    steps_parts = hasattr(optimizer, "summed_by") or getattr(optimizer, "steps_parts", False)
     if not (is_torchs or steps_parts or getattr(optimizer, "elementwise", False)):
         warnings.warn(
             f"{name} of a network in stages: if it changes each parameter by its own gradient "
