@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pydist.errors import NotSupported
 from pydist.exchange.own_slice import own_slice
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 _models: list[tuple[weakref.ref[nn.Module], Mesh]] = []
 """Models that are on several sample groups."""
-_installed: list[object] = []
 _lock = threading.Lock()
 
 
@@ -39,14 +37,8 @@ def agree_on_closures_of(model: nn.Module, mesh: Mesh) -> None:
         _models[:] = [*alive, (weakref.ref(model), mesh)]
 
 
-def install() -> None:
-    """Installs the exchange of losses in all optimizers, once."""
-    with _lock:
-        if not _installed:
-            _installed.append(register_optimizer_step_pre_hook(_before_step))
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def agree_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Replaces the closure of a step by one that returns the loss of the global batch."""
     place = "closure" if "closure" in kwargs else 1
     closure = kwargs.get("closure") if place == "closure" else args[1] if len(args) > 1 else None
     if not callable(closure) or not _decides(optimizer):

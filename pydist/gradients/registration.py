@@ -45,9 +45,9 @@ def reducer_of(mesh: Mesh) -> Reducer:
 
 def _make(mesh: Mesh) -> Reducer:
     engine.install()
-    step_check.install()
+    step_check.before_steps(step_check.check_step)
     swap.install()
-    closures.install()
+    step_check.before_steps(closures.agree_before_step)
     reducer = Reducer(mesh)
     mesh.session.at_backward.append(reducer.expect_end_of_backward)
     return reducer

@@ -1,9 +1,11 @@
-"""A check before optimizer steps, of gradients and of the devices that step them."""
+"""Hooks before all steps of optimizers, and one that checks gradients and devices."""
 
 from __future__ import annotations
 
+import threading
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 # The meshes of plain tensors that require a gradient and were used with sharded tensors. Not an
 # attribute of the tensors, which then could not be pickled.
 _meshes = WeakIdKeyDictionary()
-_installed: list[object] = []
+_hooks: set[Callable[..., Any]] = set()
+_lock = threading.Lock()
 
 
 def note_plain(tensor: Tensor, mesh: Mesh) -> None:
@@ -30,13 +33,19 @@ def note_plain(tensor: Tensor, mesh: Mesh) -> None:
         _meshes[tensor] = weakref.ref(mesh)
 
 
-def install() -> None:
-    """Installs the check in all optimizers, once."""
-    if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(_check_step))
+def before_steps(hook: Callable[..., Any]) -> None:
+    """Calls a function before the steps of all optimizers from now on; registers it once.
+
+    Args:
+        hook: see `torch.optim.optimizer.register_optimizer_step_pre_hook`.
+    """
+    with _lock:
+        if hook not in _hooks:
+            register_optimizer_step_pre_hook(hook)
+            _hooks.add(hook)
 
 
-def _check_step(optimizer: Optimizer, *_: object) -> None:
+def check_step(optimizer: Optimizer, *_: object) -> None:
     """Refuses a step with a known gradient that was not reduced, or after which copies differ."""
     own: list[Tensor] = []
     steps_parts = getattr(optimizer, "steps_parts", False)

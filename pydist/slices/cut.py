@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pydist.errors import NotSupported
+from pydist.gradients.step_check import before_steps
 from pydist.grid import CHANNEL_AXIS
 from pydist.group_sizes import GroupSizes
 from pydist.layout import Layout, Split
@@ -53,7 +54,7 @@ def shard_weights(model: nn.Module, mesh: Mesh, statistics: str) -> None:
         _replace(weight, layout, statistics)
     for module in model.modules() if chosen else ():  # all: they may share the weights later
         state.install(module)
-    steps.install()
+    before_steps(steps.show_slices)
     vectors.install()
 
 

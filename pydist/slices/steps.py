@@ -7,7 +7,6 @@ included. Between steps its state is sharded like the weights.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -28,7 +27,6 @@ from torch.optim import (
     RMSprop,
     Rprop,
 )  # fmt: skip
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pydist.errors import NotSupported
 from pydist.exchange.own_slice import is_sharded_weight, own_slice
@@ -45,15 +43,6 @@ classes say so by an attribute ``elementwise = True``."""
 _RUNNING = "_pydist_step_on_slices"
 _HOOKED = Optimizer.profile_hook_step(lambda: None).__code__
 """Code of the function in which torch wraps the step of a class, to call hooks."""
-_lock = threading.Lock()
-_installed: list[object] = []
-
-
-def install() -> None:
-    """Installs the hook of all optimizers, once."""
-    with _lock:
-        if not _installed:
-            _installed.append(register_optimizer_step_pre_hook(_prepare))
 
 
 def shard_state(optimizer: Optimizer) -> None:
@@ -70,7 +59,7 @@ def gather_in_state_dict(optimizer: Optimizer) -> None:
     if _RUNNING not in optimizer.__dict__:
         optimizer.__dict__[_RUNNING] = None
         optimizer.register_state_dict_pre_hook(end_step)
-        optimizer.register_load_state_dict_pre_hook(lambda optimizer, _: end_step(optimizer))
+        optimizer.register_load_state_dict_pre_hook(end_step)
         optimizer.register_state_dict_post_hook(_gather_state)
 
 
@@ -149,7 +138,7 @@ def shown_as(values: dict[str, Any], own: Tensor, weight: Any) -> dict[str, Any]
     return {name: shown(value) for name, value in values.items()}
 
 
-def _prepare(optimizer: Optimizer, *_: Any) -> None:
+def show_slices(optimizer: Optimizer, *_: Any) -> None:
     """Lets the step itself see slices, and all hooks of users, on it or on all optimizers, weights.
 
     Hooks of all optimizers come before its own and after them: the own hooks that put slices in
@@ -162,16 +151,16 @@ def _prepare(optimizer: Optimizer, *_: Any) -> None:
     after: Any = optimizer._optimizer_step_post_hooks
     if _begin_step not in before.values():
         optimizer.register_step_pre_hook(_begin_step)
-    if _after_step not in after.values():
-        optimizer.register_step_post_hook(_after_step)
+    if end_step not in after.values():
+        optimizer.register_step_post_hook(end_step)
     before.move_to_end(next(key for key, hook in before.items() if hook is _begin_step))
-    after.move_to_end(next(key for key, hook in after.items() if hook is _after_step), last=False)
+    after.move_to_end(next(key for key, hook in after.items() if hook is end_step), last=False)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Returns whether users have registered step hooks on an optimizer."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return any(each not in (_begin_step, _after_step) for own in hooks for each in own.values())
+    return any(each not in (_begin_step, end_step) for own in hooks for each in own.values())
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
@@ -221,11 +210,7 @@ def _begin_step(
     return None
 
 
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    end_step(optimizer)
-
-
-def end_step(optimizer: Optimizer) -> None:
+def end_step(optimizer: Optimizer, *_: Any) -> None:
     """Puts the sharded weights in place again if a step on slices has not ended, as it raised."""
     step = optimizer.__dict__.get(_RUNNING)
     if step is not None:

@@ -9,17 +9,16 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
-from torch.optim import LBFGS
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim import LBFGS, Optimizer
 
 from pydist.errors import NotSupported
 from pydist.exchange.own_slice import own_slice
+from pydist.gradients.step_check import before_steps
 from pydist.stages.gradients import grad_state_of, is_spoiled
 from pydist.stages.parameters import StagedParameters
 from pydist.stages.ranks import Stages
 
 _watches: WeakSet[GradientWatch] = WeakSet()
-_installed: list[object] = []
 _lock = threading.Lock()
 
 
@@ -45,9 +44,8 @@ class GradientWatch:
         self._is_alone = len(stages.meshes) == 1
         if self._is_alone:
             return  # it has all gradients
+        before_steps(_before_step)
         with _lock:
-            if not _installed:
-                _installed.append(register_optimizer_step_pre_hook(_before_step))
             _watches.add(self)
 
     @contextmanager
