@@ -175,6 +175,17 @@ class Stages:
         """Whether this rank's mesh runs the last stage, which computes the loss."""
         return self.index == self.order[-1]
 
+    def fed(self, mesh: int) -> list[int]:
+        """Returns the ranks of another mesh to which this one sends what its sample group has."""
+        mine, peers = self.mesh, self.meshes[mesh]
+        places = range(mine.sample_index, peers.sample_size, mine.sample_size)
+        return [peers.rank(mine.data_index, place) for place in places]
+
+    def feeder(self, mesh: int) -> int:
+        """Returns the rank of another mesh from which this one receives those; see `fed`."""
+        mine, peers = self.mesh, self.meshes[mesh]
+        return peers.rank(mine.data_index, mine.sample_index % peers.sample_size)
+
     def send_bytes(self, message: bytes, rank: int, tag: int = 0) -> None:
         """Sends a byte string to a rank of the job, without waiting for it.
 

@@ -100,15 +100,13 @@ class StageTransfer:
         if self.route.is_local:
             self._kept[BACKWARD].append(grad)
             return
-        mine, source = self._stages.mesh, self._stages.meshes[self.route.sender]
         if self.spec.splits is None:
             grad = self._averaged(grad)
         channels_last = grad is not None and self._keeps_format and is_channels_last(grad)
         found = torch.tensor([number, grad is not None, channels_last])
         tag = self.route.tag(BACKWARD)
-        for index in range(source.sample_size):
-            if index % mine.sample_size == mine.sample_index:
-                self._stages.world.send(found, source.rank(mine.data_index, index), tag)
+        for rank in self._stages.fed(self.route.sender):
+            self._stages.world.send(found, rank, tag)
         if grad is not None:
             self._send(grad, BACKWARD, channels_last, lends=True)  # nobody changes a gradient
 
@@ -140,11 +138,10 @@ class StageTransfer:
         if self.route.is_local:
             kept: Tensor | None = self._kept[BACKWARD].popleft()
             return kept
-        mine, target = self._stages.mesh, self._stages.meshes[self.route.receiver]
-        rank = target.rank(mine.data_index, mine.sample_index % target.sample_size)
+        rank = self._stages.feeder(self.route.receiver)
         found = torch.empty(3, dtype=torch.int64)
         while True:
-            with mine.session.timers.measure("transfer"):
+            with self._stages.mesh.session.timers.measure("transfer"):
                 self._stages.world.recv(found, rank, self.route.tag(BACKWARD))
                 theirs, exists, channels_last = found.tolist()
                 if exists == STOPPED:

@@ -78,11 +78,9 @@ class Transfers:
         if route.is_local:
             self._headers[tag].append((mark, spec))
         else:
-            mine, message = self._stages.mesh, mark.to_bytes() + spec.to_bytes()
-            for index in range(receiver.sample_size):
-                if index % mine.sample_size == mine.sample_index:
-                    rank = receiver.rank(mine.data_index, index)
-                    self._stages.send_bytes(message, rank, tag)
+            message = mark.to_bytes() + spec.to_bytes()
+            for rank in self._stages.fed(route.receiver):
+                self._stages.send_bytes(message, rank, tag)
         transfer.send(local.detach(), lends=lends)
         return transfer
 
@@ -109,10 +107,9 @@ class Transfers:
         if route.is_local:
             theirs, spec = self._headers[tag].popleft()
         else:
-            mine, sender = self._stages.mesh, self._stages.meshes[route.sender]
-            rank = sender.rank(mine.data_index, mine.sample_index % sender.sample_size)
+            rank = self._stages.feeder(route.sender)
             while True:
-                with mine.session.timers.measure("transfer"):
+                with self._stages.mesh.session.timers.measure("transfer"):
                     message = self._stages.receive_bytes(rank, tag)
                 theirs = PassMark.from_bytes(message)
                 if message.startswith(STOP, MARK_BYTES):
@@ -186,12 +183,10 @@ class Transfers:
             last: the batch's last forward pass.
             reason: the error of this rank.
         """
-        stages, mine = self._stages, self._stages.mesh
-        message = PassMark(last, 0, 0).to_bytes() + reason.encode()
-        for peers in stages.meshes:
-            for index in range(0 if peers is stages.own else peers.sample_size):
-                if index % mine.sample_size == mine.sample_index:
-                    stages.send_bytes(message, peers.rank(mine.data_index, index), END)
+        stages, message = self._stages, PassMark(last, 0, 0).to_bytes() + reason.encode()
+        for mesh in range(len(stages.meshes)):
+            for rank in stages.fed(mesh) if mesh != stages.index else ():
+                stages.send_bytes(message, rank, END)
 
     def await_ends(self, last: int) -> None:
         """Waits until all meshes have made all passes of a batch.
@@ -202,12 +197,11 @@ class Transfers:
         Raises:
             StageStopped: one of them has stopped it, perhaps after its last message to this one.
         """
-        stages, mine = self._stages, self._stages.mesh
-        for mesh, sender in enumerate(stages.meshes):
+        stages = self._stages
+        for mesh in range(len(stages.meshes)):
             number = 0 if mesh != stages.index else last
             while number < last:  # of a batch that has failed
-                rank = sender.rank(mine.data_index, mine.sample_index % sender.sample_size)
-                message = stages.receive_bytes(rank, END)
+                message = stages.receive_bytes(stages.feeder(mesh), END)
                 number = PassMark.from_bytes(message).number
                 if number >= last and len(message) > MARK_BYTES:
                     raise StageStopped(mesh, message[MARK_BYTES:])
@@ -219,7 +213,7 @@ class Transfers:
             last: the batch's last forward pass.
             reason: the error of this rank.
         """
-        stages, mine, text = self._stages, self._stages.mesh, reason.encode()
+        stages, text = self._stages, reason.encode()
         planned, seen = self._planned, self._seen
         for route in planned | seen:
             returns = planned.get(route, False) or seen.get(route, False)
@@ -229,11 +223,8 @@ class Transfers:
             for direction, (sender, receiver) in ends.items():
                 if sender != stages.index or route.is_local:
                     continue
-                peers, tag = stages.meshes[receiver], route.tag(direction)
-                for index in range(peers.sample_size):
-                    if index % mine.sample_size != mine.sample_index:
-                        continue
-                    rank = peers.rank(mine.data_index, index)
+                tag = route.tag(direction)
+                for rank in stages.fed(receiver):
                     if direction == FORWARD:
                         message = PassMark(last, 0, 0).to_bytes() + STOP + text
                         stages.send_bytes(message, rank, tag)
