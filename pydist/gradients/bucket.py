@@ -173,15 +173,8 @@ class Bucket:
             leaf.remember_pause(parameter)
         self._row = self._work = None
 
-    def abandon(self, *, wait: bool = True) -> None:
-        """Drops messages that a backward that raised left in flight.
-
-        Args:
-            wait: whether to wait for the messages, which write memory until then; not for those of
-                a CUDA graph whose capture failed.
-        """
-        if wait and self._work is not None:
-            self._work.wait()
+    def abandon(self) -> None:
+        """Drops the message of a CUDA graph whose capture failed, which never runs."""
         self._row = self._work = None
 
     def _own_memory(self) -> Tensor | None:

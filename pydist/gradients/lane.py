@@ -201,10 +201,12 @@ class Lane:
         self.form.conclude(lambda leaf: remnants[leaf] is Remnant.SENT)
         self.reset()
 
-    def abandon(self, *, wait: bool) -> None:
-        """Forgets the running backward. See `Bucket.abandon`."""
+    def abandon(self) -> None:
+        """Forgets a step whose capture as a CUDA graph failed; see `Transport.forget_capture`."""
+        for transport in self.transports:
+            transport.forget_capture()
         for bucket in self.buckets:
-            bucket.abandon(wait=wait)
+            bucket.abandon()
         self.form.abandon()
         self.reset()
 
@@ -215,11 +217,6 @@ class Lane:
         if not isinstance(self.form, DenseForm):
             with torch.no_grad(), self._timers.measure("gradients"):
                 self.form.progress()
-
-    def forget_capture(self) -> None:
-        """Discards messages of a failed capture; see `Transport.forget_capture`."""
-        for transport in self.transports:
-            transport.forget_capture()
 
     def reset(self) -> None:
         """Prepares for another backward."""

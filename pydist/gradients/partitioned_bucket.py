@@ -180,9 +180,8 @@ class PartitionedBucket(Bucket):
             parameter.grad.pending = pending
         self._forget()
 
-    def abandon(self, *, wait: bool = True) -> None:
-        """Drops messages in flight and the gradients in them; see `Bucket.abandon`."""
-        super().abandon(wait=wait)
+    def abandon(self) -> None:
+        """Drops the message and the gradients in it; see `Bucket.abandon`."""
         self._forget()
 
     def set_aside(self, parameter: Tensor) -> None:

@@ -254,8 +254,7 @@ class Reducer:
     def forget_capture(self) -> None:
         """Resets the reducer after a failed capture; see `Transport.forget_capture`."""
         for lane in self.members.lanes:
-            lane.forget_capture()
-            lane.abandon(wait=False)
+            lane.abandon()
         self._queued = self._interrupted = False
 
     def _is_paused(self, leaf: Leaf) -> bool:
