@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from pydist.gradients.forms.stateful import SteppedForm
-from pydist.gradients.leaf import NEW, OLD
+from pydist.gradients.leaf import NEW, OLD, pieces_of
 from pydist.gradients.partitioned import GradientSet, PartitionedGradient
-from pydist.gradients.pieces import pieces_of
 from pydist.gradients.rows import in_order_of, memory_of
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -336,3 +336,14 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 def _what(value: Any) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def pieces_of(row: Tensor, leaves: Sequence[Leaf]) -> list[Tensor]:
+    """Returns views of the parameters' places in a row that holds all of them, in this order."""
+    places, start = [], 0
+    for leaf in leaves:
+        piece = row[start : start + leaf.numel]
+        shape, stride = leaf.kind.shape, leaf.kind.stride
+        places.append(piece.as_strided(shape, stride) if leaf.dense else piece.view(shape))
+        start += leaf.numel
+    return places

@@ -22,7 +22,7 @@ from torch import Tensor
 from pydist.comm.interface.reduction import WIDER, divide_
 from pydist.errors import UsageError
 from pydist.gradients.forms.levels import Levels
-from pydist.gradients.pieces import pieces_of
+from pydist.gradients.leaf import pieces_of
 
 if TYPE_CHECKING:
     from pydist.comm.interface.handles import Work
