@@ -50,11 +50,3 @@ class Generators:
         np.random.set_state(self._numpys)
         if self._devices is not None:
             torch.cuda.set_rng_state(self._devices, self._device)
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restores the states after the `with` block."""
-        try:
-            yield
-        finally:
-            self.restore()

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from pydist.entry_hook import entry_hook_of
-from pydist.stages.attributes import Attributes
-from pydist.stages.generators import Generators
 from pydist.stages.micro_batch import MicroBatch
 from pydist.stages.parameters import module_of
+from pydist.stages.program_state import ProgramState
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.record import copied_buffers
 
@@ -72,22 +71,17 @@ class PassState:
         try:
             if first is None:
                 counters = {i: b.clone() for i, b in self._counters.items()} if self._first else {}
-                attributes = generators = None
+                program = ProgramState(modules, device) if self._lends else None
                 if self._lends:
                     found = _buffers_of(modules)
                     running.before = {i: counters.get(i, b).clone() for i, b in found.items()}
-                    attributes, generators = Attributes(modules), Generators(device)
-                self._first[running.index] = _Start(
-                    running.before, running.updaters, attributes, generators
-                )
+                self._first[running.index] = _Start(running.before, running.updaters, program)
                 with copied_buffers(modules, counters):
                     yield
                 return
-            assert first.attributes is not None
-            assert first.generators is not None
-            with Attributes(modules).kept(), Generators(device).kept():
-                first.attributes.restore()
-                first.generators.restore()
+            assert first.program is not None
+            with ProgramState(modules, device).kept():
+                first.program.restore()
                 if repeats is not None:
                     values = repeats.before
                 else:
@@ -107,14 +101,12 @@ class _Start(NamedTuple):
     Attributes:
         before: values of the buffers, by their ids.
         updaters: the running statistics among them, as of `MicroBatch`.
-        attributes: of the modules, if there are further passes.
-        generators: of random numbers, if there are further passes.
+        program: state of modules and generators, if there are further passes.
     """
 
     before: dict[int, Tensor]
     updaters: Mapping[int, int]
-    attributes: Attributes | None
-    generators: Generators | None
+    program: ProgramState | None
 
 
 def _buffers_of(modules: Sequence[nn.Module]) -> dict[int, Tensor]:

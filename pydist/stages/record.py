@@ -28,10 +28,9 @@ from pydist.backend.problem import onednn_has
 from pydist.comm import LocalTransport
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
-from pydist.stages.attributes import Attributes
 from pydist.stages.calls import Call, Calls, Key, memory_id
-from pydist.stages.generators import Generators
 from pydist.stages.parts import on_mesh
+from pydist.stages.program_state import ProgramState
 from pydist.stages.shapes import Shapes, is_differentiable
 from pydist.stages.sources import Sources, names_of
 from pydist.tensor import ShardedTensor, local_of
@@ -375,8 +374,8 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> Recorde
     mesh = Mesh(LocalTransport())
     modules, versions = list(model.modules()), [p._version for p in model.parameters()]
     with (
-        torch.enable_grad(), Generators(first.device).kept(), Attributes(modules).kept(),
-        copied_buffers(modules), _named(model),
+        torch.enable_grad(), ProgramState(modules, first.device).kept(), copied_buffers(modules),
+        _named(model),
     ):  # fmt: skip
         for _ in range(repeats):
             sources = Sources(names_of(model))

@@ -1,4 +1,4 @@
-"""Attributes of modules that a forward pass may change."""
+"""State that a forward pass may change: attributes of modules, and random numbers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pydist.stages.generators import Generators
+
 _TORCHS = nn.Module().__dict__.keys() - {"_parameters", "_buffers", "_modules"}
 """Names of attributes that every module has, and no forward pass changes."""
 _DEEPEST = 8
 _OWN = ("_parameters", "_buffers", "_modules")
 
 
-class Attributes:
-    """The attributes of modules at one time, with what they contained.
+class ProgramState:
+    """The attributes of modules at one time, with what they contained, and the generators' states.
 
-    That is numbers, tensors, and containers of them (lists, dicts, sets, deques, and their
+    Contents are numbers, tensors, and containers of them (lists, dicts, sets, deques, and their
     subclasses), and which buffers there were; not the values of buffers and parameters, nor what
     other objects contain.
 
     Args:
         modules: the modules.
+        device: where they compute.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        self._generators = Generators(device)
         self._kept = []
         for module in modules:
             held = module.__dict__
@@ -40,7 +44,7 @@ class Attributes:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restores the attributes after the `with` block."""
+        """Restores the state after the `with` block."""
         try:
             yield
         finally:
@@ -48,7 +52,8 @@ class Attributes:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Gives the modules these attributes; new ones are deleted."""
+        """Restores generators, and the modules' attributes; new ones are deleted."""
+        self._generators.restore()
         for held, contents in self._kept:
             for name in held.keys() - contents.keys() - _TORCHS:
                 del held[name]
