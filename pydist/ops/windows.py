@@ -16,7 +16,6 @@ from pydist.exchange.exchanger import Exchanger
 from pydist.exchange.redistribution import BoxGatherer
 from pydist.layout import Layout, Split
 from pydist.partition import Box, Footprint, subtract
-from pydist.tensor import ShardedTensor, local_of
 
 
 @dataclass(frozen=True)
@@ -161,21 +160,21 @@ class WindowPlan:
     def apply(
         self,
         function: Callable[[Tensor], Tensor],
-        x: ShardedTensor,
+        local: Tensor,
         channels_last: bool = False,
     ) -> Tensor:
         """Gathers this rank's inputs, including halo and padding, and computes its outputs.
 
         Args:
             function: the window operation, without padding.
-            x: the sharded input.
+            local: the shard of the input.
             channels_last: the memory format of the inputs passed to `function`.
 
         A rank without outputs computes one dummy window and discards it. It has to run the same
         nodes in backward and double backward as the other ranks; otherwise its hooks do not fire,
         its exchanges run in another order, and the job hangs.
         """
-        padded = self.gathers(local_of(x), channels_last)
+        padded = self.gathers(local, channels_last)
         if not self.out.box.empty:
             return function(padded)
         missing = [r - n for r, n in zip(self._reach, padded.shape[2:], strict=True)]

@@ -10,30 +10,22 @@ import torch
 from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
-from pydist.exchange.function import without_autocast
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.layout import Layout
 from pydist.ops.channels import gathered_input, on_plain
 from pydist.ops.coarsening import coarsen_if_faster, conv_workload
 from pydist.ops.conv.correction import CorrectionPlan, corrected, lines_up
-from pydist.ops.conv.local_conv import (
-    ConvChooser,
-    in_autocast_type,
-    local_conv,
-    onednn_on_all,
-    unpadded_conv,
-)
+from pydist.ops.conv.local_conv import ConvChooser, local_conv, onednn_on_all, unpadded_conv
 from pydist.ops.conv.split_channels import (
-    add_parts,
-    is_partial,
+    layer_result,
     own_operands,
     own_weights,
+    refuse_unfit,
     split_channels,
 )
-from pydist.ops.dtypes import require_same_dtype
 from pydist.ops.fusion.relu import ConvOutputs, deferred_bias
 from pydist.ops.windows import Window, WindowPlan, as_keys, as_tuple, plan_window, symmetric
-from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
+from pydist.tensor import HANDLERS, ShardedTensor
 
 _FUNCTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
@@ -67,10 +59,7 @@ def conv(
     if not isinstance(input, ShardedTensor):
         options = stride, padding, dilation, groups
         return on_plain(function, partial(conv, dims), input, weight, bias, *options)
-    if input.dim() != dims + 2:
-        raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
-    if input.is_complex():
-        raise refusal(function, (input, weight), {}, "complex numbers: convolve their parts")
+    refuse_unfit(function, dims, input, weight)
     layout, of_all = input.layout, tuple(weight.shape)
     session, sizes = layout.mesh.session, as_keys(dims, stride, padding, dilation)
     splits = groups == 1 and not is_sharded_weight(weight)
@@ -87,21 +76,12 @@ def conv(
     input, layout = split.input, split.input.layout
     windows = plan_window(layout, window, of_all[0], split.outputs)
     out = windows.out
-    local, weight, bias = own_operands(split, weight, bias, out, groups, is_transposed=False)
-    # Autocast's rule for convolutions, applied here because halos must have the same dtype.
-    local, weight, bias = in_autocast_type(local, weight, bias)
-    require_same_dtype(function, local, weight, bias)
+    local, weight, bias = own_operands(
+        function, split, weight, bias, out, groups, is_transposed=False
+    )
     key = ("conv", windows, of_all, groups, local.dtype, local.device)
     plan = session.plan(key, lambda: _ConvPlan(windows, of_all, groups, local))
-    x = wrap(local, layout, input)
-    with without_autocast(local.device):
-        if is_partial(layout, out):
-            shard, _ = plan.run(x, weight, None)
-            return add_parts(shard, bias, split, out)
-        shard, deferred = plan.run(x, weight, bias)
-    result = wrap(shard, out, input)
-    result._deferred = deferred
-    return result
+    return layer_result(partial(plan.run, local, weight), bias, split, out)
 
 
 def _window(
@@ -161,22 +141,19 @@ class _ConvPlan:
                 lambda x, weight: unpadded_conv(plan.gathers(x), weight, *attributes),
             )
 
-    def run(
-        self, input: ShardedTensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, ConvOutputs]:
+    def run(self, local: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ConvOutputs]:
         """Returns this rank's part of the result, and its state, which may hold a deferred bias."""
         if self._correction is not None:
-            return corrected(local_of(input), weight, bias, self._correction)
+            return corrected(local, weight, bias, self._correction)
         compute = partial(
             local_conv, weight=weight, bias=bias, chooser=self._chooser, mesh=self._mesh
         )
         if self._in_place:
-            local = local_of(input)
             late = deferred_bias(local, bias)
             shard = compute(local, adds_bias=late is None)
             return shard, ConvOutputs(shard, late)
-        channels_last = self._chooser.kernels_ahead(local_of(input), weight).channels_last
-        shard = self._plan.apply(compute, input, channels_last=channels_last)
+        channels_last = self._chooser.kernels_ahead(local, weight).channels_last
+        shard = self._plan.apply(compute, local, channels_last=channels_last)
         return shard, ConvOutputs(shard)
 
 

@@ -17,29 +17,23 @@ from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
 from pydist.errors import UsageError
-from pydist.exchange.function import without_autocast
 from pydist.exchange.redistribution import BoxGatherer
 from pydist.layout import Layout, Split
 from pydist.ops.channels import on_plain
 from pydist.ops.conv.correction import CorrectionPlan, corrected
-from pydist.ops.conv.local_conv import (
-    ConvChooser,
-    in_autocast_type,
-    onednn_on_all,
-)
+from pydist.ops.conv.local_conv import ConvChooser, onednn_on_all
 from pydist.ops.conv.local_transposed import local_transposed, transposed_by_torch
 from pydist.ops.conv.split_channels import (
-    add_parts,
-    is_partial,
+    layer_result,
     own_operands,
     own_weights,
+    refuse_unfit,
     split_channels,
 )
 from pydist.ops.conv.transposed_window import Piece, TransposedWindow
-from pydist.ops.dtypes import require_same_dtype
 from pydist.ops.windows import as_tuple
 from pydist.partition import Box
-from pydist.tensor import HANDLERS, ShardedTensor, refusal, wrap
+from pydist.tensor import HANDLERS, ShardedTensor
 from pydist.tensor.deferred import NOTHING, Deferred
 
 _FUNCTIONS = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
@@ -78,10 +72,7 @@ def conv_transpose(
     if not isinstance(input, ShardedTensor):
         options = stride, padding, output_padding, groups, dilation
         return on_plain(function, partial(conv_transpose, dims), input, weight, bias, *options)
-    if input.dim() != dims + 2:
-        raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
-    if input.is_complex():
-        raise refusal(function, (input, weight), {}, "complex numbers: convolve their parts")
+    refuse_unfit(function, dims, input, weight)
     layout = input.layout
     window = TransposedWindow(
         tuple(weight.shape[2:]),
@@ -96,22 +87,14 @@ def conv_transpose(
     )  # fmt: skip
     input, layout = split.input, split.input.layout
     out = _out(layout, window, channels, split.outputs)
-    local, weight, bias = own_operands(split, weight, bias, out, groups, is_transposed=True)
-    # Autocast's rule for convolutions, applied here because halos must have the same dtype.
-    local, weight, bias = in_autocast_type(local, weight, bias)
-    require_same_dtype(function, local, weight, bias)
+    local, weight, bias = own_operands(
+        function, split, weight, bias, out, groups, is_transposed=True
+    )
     key = ("conv_transpose", layout, out, window, of_all, groups, local.dtype, local.device)
     plan = layout.mesh.session.plan(
         key, lambda: _TransposedPlan(layout, window, of_all, groups, local, out)
     )
-    with without_autocast(local.device):
-        if is_partial(layout, out):
-            shard, _ = plan.run(local, weight, None)
-            return add_parts(shard, bias, split, out)
-        shard, deferred = plan.run(local, weight, bias)
-    result = wrap(shard, out, input)
-    result._deferred = deferred
-    return result
+    return layer_result(partial(plan.run, local, weight), bias, split, out)
 
 
 def _check(layout: Layout, window: TransposedWindow, weight: tuple[int, ...], groups: int) -> None:

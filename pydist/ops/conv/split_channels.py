@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pydist.errors import UsageError
 from pydist.exchange.adjoints import sum_parts
+from pydist.exchange.function import without_autocast
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.exchange.redistribution import scatter_parts
 from pydist.layout import Layout, Split
@@ -26,11 +27,23 @@ from pydist.ops.channels import (
     with_channels,
 )
 from pydist.ops.coarsening import idle_axes, idle_split
-from pydist.ops.dtypes import NARROW
+from pydist.ops.conv.local_conv import in_autocast_type
+from pydist.ops.dtypes import NARROW, require_same_dtype
 from pydist.ops.fusion.relu import ConvOutputs
 from pydist.partition import Partition
-from pydist.tensor import ShardedTensor, local_of, wrap
+from pydist.tensor import ShardedTensor, local_of, refusal, wrap
+from pydist.tensor.deferred import Deferred
 from pydist.tensor.operands import operand_in, parameter_for
+
+
+def refuse_unfit(
+    function: Callable[..., Any], dims: int, input: ShardedTensor, weight: Tensor
+) -> None:
+    """Raises `NotSupported` for an input without a batch dim, or of complex numbers."""
+    if input.dim() != dims + 2:
+        raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
+    if input.is_complex():
+        raise refusal(function, (input, weight), {}, "complex numbers: convolve their parts")
 
 
 class SplitChannels(NamedTuple):
@@ -115,31 +128,40 @@ def _scaled(split: Split, extent: int, wanted: int) -> Split:
 
 
 def own_operands(
-    split: SplitChannels, weight: Tensor, bias: Tensor | None, out: Layout, groups: int, *,
-    is_transposed: bool,
+    function: Callable[..., Any], split: SplitChannels, weight: Tensor, bias: Tensor | None,
+    out: Layout, groups: int, *, is_transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Returns this rank's parts of the input, the weight and the bias.
+    """Returns this rank's parts of the input, the weight and the bias, in autocast's type.
 
     Args:
+        function: torch's call, for errors.
         split: of the channels.
         weight: of all channels.
         bias: [Co] or `None`.
         out: layout of the outputs that each rank computes.
         groups: of channels.
         is_transposed: whether the convolution is a transposed one.
+
+    Raises:
+        UsageError: they have different dtypes.
     """
     input, layout = split.input, split.input.layout
     inputs, outputs = layout.splits[1], out.splits[1]
     if inputs is None and outputs is None:
-        return local_of(input), parameter_for(weight, out), parameter_for(bias, out)
-    splits = [inputs, outputs] if is_transposed else [outputs, inputs]
-    if groups > 1:
-        splits[1] = None  # a group's channels, which are all on one rank
-    within = layout if outputs is None else out
-    of_weight = Layout(layout.mesh, tuple(weight.shape), [*splits, *(None,) * (weight.dim() - 2)])
-    own = parameter_for(weight, within, of_weight)
-    own_bias = parameter_of_channels(bias, split.result(out))
-    return operand_in(input, layout, within), own, own_bias
+        local, weight, bias = local_of(input), parameter_for(weight, out), parameter_for(bias, out)
+    else:
+        splits = [inputs, outputs] if is_transposed else [outputs, inputs]
+        if groups > 1:
+            splits[1] = None  # a group's channels, which are all on one rank
+        within, rest = layout if outputs is None else out, (None,) * (weight.dim() - 2)
+        of_weight = Layout(layout.mesh, tuple(weight.shape), [*splits, *rest])
+        weight = parameter_for(weight, within, of_weight)
+        bias = parameter_of_channels(bias, split.result(out))
+        local = operand_in(input, layout, within)
+    # Autocast's rule for convolutions, applied here because halos must have the same dtype.
+    local, weight, bias = in_autocast_type(local, weight, bias)
+    require_same_dtype(function, local, weight, bias)
+    return local, weight, bias
 
 
 def own_weights(
@@ -168,22 +190,32 @@ def own_weights(
     return found
 
 
-def is_partial(layout: Layout, out: Layout) -> bool:
-    """Returns whether each rank computes partial sums, from its part of the input's channels."""
-    return layout.splits[1] is not None and out.splits[1] is None
-
-
-def add_parts(
-    partial: Tensor, bias: Tensor | None, split: SplitChannels, out: Layout
-) -> ShardedTensor:
-    """Adds the ranks' partial sums, and the bias.
+def layer_result(
+    run: Callable[[Tensor | None], tuple[Tensor, Deferred]], bias: Tensor | None,
+    split: SplitChannels, out: Layout,
+) -> ShardedTensor:  # fmt: skip
+    """Returns a layer's result: its outputs, or the sum of the ranks' partial ones.
 
     Args:
-        partial: [N, Co, ...], from this rank's part of the input's channels.
+        run: computes this rank's outputs with a bias or none; returns them and their state.
         bias: this rank's part, as `own_operands` returns it, or `None`.
         split: of the channels.
-        out: layout of the partial sums.
+        out: layout of the outputs that each rank computes.
     """
+    input = split.input
+    with without_autocast(local_of(input).device):
+        if input.layout.splits[1] is not None and out.splits[1] is None:
+            return _add_parts(run(None)[0], bias, split, out)
+        shard, deferred = run(bias)
+    result = wrap(shard, out, input)
+    result._deferred = deferred
+    return result
+
+
+def _add_parts(
+    partial: Tensor, bias: Tensor | None, split: SplitChannels, out: Layout
+) -> ShardedTensor:
+    """Adds the bias to the sum of the ranks' partial sums [N, Co, ...]; see `layer_result`."""
     # In half precision the sum is rounded once, like that of one device.
     wide = partial.float() if partial.dtype in NARROW else partial
     result, inputs = split.result(out), split.input.layout.splits[1]
