@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -111,41 +112,42 @@ def split_batch(
         if weighs:
             # Weights of groups make up for their different shares of this micro-batch.
             weight = of_groups / sum(sizes.counts)
-        cut = _Cut(mesh, dims, samples, a, b, begins + a, share / weight)
+        cut = _Cut(mesh, dims, samples, range(a, b), begins + a, share / weight)
         found = mapped(cut.sharded, arguments), later, mapped(cut.own, target)
         numbers = range(begins + a, begins + b)
         yield BatchPart(i, numbers, share, (b - a) / of_groups, weight, *found)
 
 
+@dataclass(frozen=True)
 class _Cut:
-    """Function object that cuts a micro-batch out of arguments.
+    """Cuts a micro-batch out of arguments.
 
-    Args:
+    Attributes:
         mesh: of this rank's stage.
         dims: number of dims of plain tensors that are cut over the mesh.
         samples: in the batch.
-        start: the first sample.
-        stop: index after the last sample.
+        part: the indices of the micro-batch's samples in the batch, an interval.
         first: index in the global batch of the first sample.
         scale: of gradients of inputs, which are the group's own: the loss has weights by which
             gradients of parameters become means over groups.
     """
 
-    def __init__(
-        self, mesh: Mesh, dims: int, samples: int, start: int, stop: int, first: int, scale: float
-    ) -> None:
-        self._mesh, self._dims, self._samples = mesh, dims, samples
-        self._start, self._stop, self._first, self._scale = start, stop, first, scale
+    mesh: Mesh
+    dims: int
+    samples: int
+    part: range
+    first: int
+    scale: float
 
-    def __call__(self, x: Any) -> Any:
+    def _samples(self, x: Any) -> Any:
         """Returns the samples of a tensor; anything else unchanged."""
         if not self._is_batch(x):
             return x
+        part = slice(self.part.start, self.part.stop)
         if not isinstance(x, ShardedTensor):
-            return x[self._start : self._stop]
-        layout = x.layout.replace((self._stop - self._start, *x.shape[1:]))
-        local = local_of(x)[self._start : self._stop]
-        return ShardedTensor.from_local(local, layout, self._first, x._origin.statistics)
+            return x[part]
+        layout = x.layout.replace((len(self.part), *x.shape[1:]))
+        return ShardedTensor.from_local(local_of(x)[part], layout, self.first, x._origin.statistics)
 
     def own(self, x: Any) -> Any:
         """Returns the samples of a tensor, with gradients of the group's own loss.
@@ -153,13 +155,13 @@ class _Cut:
         A plain leaf without samples, such as a template, is an input as well; parameters have means
         over the groups, and so has what the reducer knows.
         """
-        part = self(x)
-        if self._scale == 1 or not isinstance(part, Tensor) or not part.requires_grad:
+        part = self._samples(x)
+        if self.scale == 1 or not isinstance(part, Tensor) or not part.requires_grad:
             return part
         if part is x and x.is_leaf and not isinstance(x, ShardedTensor | nn.Parameter):
             part = x.view_as(x)
         if part is not x and not isinstance(part, ShardedTensor):
-            part.register_hook(lambda grad: grad * self._scale if leaf_of(x) is None else grad)
+            part.register_hook(lambda grad: grad * self.scale if leaf_of(x) is None else grad)
         return part
 
     def sharded(self, x: Any) -> Any:
@@ -167,12 +169,12 @@ class _Cut:
         part = self.own(x)
         if not self._is_batch(x) or isinstance(part, ShardedTensor):
             return part
-        if len(part) < self._samples:
+        if len(part) < self.samples:
             part = part.clone()  # or micro-batches would notice each other's changes in place
-        return part if x.requires_grad else on_mesh(part, self._mesh, self._dims, self._first)
+        return part if x.requires_grad else on_mesh(part, self.mesh, self.dims, self.first)
 
     def _is_batch(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == self._samples
+        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == self.samples
 
 
 def on_mesh(x: Tensor, mesh: Mesh, dims: int, first_sample: int | None = None) -> Tensor:
