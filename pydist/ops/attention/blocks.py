@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from pydist.ops.dtypes import NARROW
+
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -185,4 +187,4 @@ def _is_fused(q: Tensor, k: Tensor, v: Tensor, block: KeyBlock) -> bool:
 
 def _wide(x: Tensor) -> Tensor:
     """Returns half precision as fp32, in which torch computes attention, too."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.float() if x.dtype in NARROW else x

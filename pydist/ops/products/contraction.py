@@ -14,6 +14,7 @@ from pydist.exchange.adjoints import all_reduce_sum, sum_parts
 from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, Split
 from pydist.mesh import Mesh
+from pydist.ops.dtypes import NARROW
 from pydist.tensor import ShardedTensor, source_among, wrap
 from pydist.tensor.operands import operand_in
 
@@ -69,7 +70,7 @@ def contract(
     result = local(*parts)
     if axes:
         # Partial sums in half precision are rounded once, like a single sum.
-        exact = result.float() if result.dtype in (torch.bfloat16, torch.float16) else result
+        exact = result.float() if result.dtype in NARROW else result
         # A scalar is plain: its gradient may differ between the ranks.
         total = sum_parts(exact, mesh, axes) if out else all_reduce_sum(exact, mesh, axes)
         result = total.to(result.dtype)

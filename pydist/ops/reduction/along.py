@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.ops.dims import canonical, numpy_names
+from pydist.ops.dtypes import NARROW
 from pydist.ops.reduction.reduce import is_local
 from pydist.ops.transposition import along_dims
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
@@ -28,7 +29,7 @@ def _softmax(x: ShardedTensor, dim: int | None, dtype: torch.dtype | None, log: 
     result = dtype or x.dtype
     if not result.is_floating_point:
         raise RuntimeError(f"{func.__name__} of {result}: give a floating-point dtype")
-    inside = torch.float32 if result in (torch.bfloat16, torch.float16) else result
+    inside = torch.float32 if result in NARROW else result
     wide = x.to(inside)
     shifted = wide - wide.detach().amax(d, keepdim=True)
     weights = shifted.exp()

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from pydist.backend.conv import in_format
+from pydist.backend.statistics import statistics_dtype
 from pydist.exchange.memory_formats import is_channels_last
 from pydist.layout import Layout
 from pydist.ops.resampling.reads import ReadRange, Reads, take_indices
 from pydist.ops.resampling.taps import (
     Resize,
     Taps,
-    compute_dtype,
     taps_of,
     upsample,
     without_adjoint,
@@ -84,7 +84,7 @@ class ResamplePlan:
             return box.clone()
         dtype = box.dtype
         if not self.mode.startswith("nearest"):
-            box = box.to(compute_dtype(dtype))
+            box = box.to(statistics_dtype(dtype))
         for dim in sorted(self._taps, reverse=True):
             box = _blend(box, dim, self._taps[dim])
         return box.to(dtype)

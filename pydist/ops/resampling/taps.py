@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pydist.backend.statistics import statistics_dtype
+
 _NN: Any = torch._C._nn
 
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -81,15 +83,10 @@ def taps_of(mode: str, size: Resize, align_corners: bool, dims: int, like: Tenso
     """
     if mode.startswith("nearest"):
         return Taps(_nearest(mode, size, dims, like)[None], None)
-    dtype = compute_dtype(like.dtype)
+    dtype = statistics_dtype(like.dtype)
     if mode == "bicubic":
         return _cubic(size, align_corners, dtype)
     return _linear(size, align_corners, dtype)
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which torch computes weights and sums."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def without_adjoint(
