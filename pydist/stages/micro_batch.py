@@ -24,10 +24,9 @@ from pydist.stages.calls import Call, Calls, Key, memory_id
 from pydist.stages.draws import draws, refuse_to_draw_again, run_drawing
 from pydist.stages.left_layers import run_leaving
 from pydist.stages.messages import PassMark, Route
-from pydist.stages.parameters import trained_leaves
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.shapes import Shapes, is_differentiable
-from pydist.stages.sources import Sources, ValueRead
+from pydist.stages.sources import Sources, ValueRead, refuse_unnamed
 from pydist.stages.statistics import BatchStatistics
 from pydist.stages.transfers import Transfers, origin_of
 from pydist.stages.uses import Uses
@@ -167,7 +166,7 @@ class MicroBatch(Calls):
         assert self.sources is not None
         operands = [name for x in call.operands for name in self.sources.of(x)]
         if self.is_shared:
-            self._require_names(call)
+            refuse_unnamed(call, self.sources)
         stage = self._stage = self._stage_of(call, operands)
         if stage > self.own:
             self._let_go()
@@ -206,20 +205,6 @@ class MicroBatch(Calls):
             if stage != self.own:
                 x.value = None
         return result
-
-    def _require_names(self, call: Call) -> None:
-        """Refuses a trained tensor that meshes do not know, and so would each train by itself."""
-        assert self.sources is not None
-        for x in call.operands:
-            if isinstance(x, ShardedTensor) or not x.requires_grad or self.sources.of(x):
-                continue
-            for leaf in trained_leaves(x):
-                if not self.sources.of(leaf):
-                    raise NotSupported(
-                        f"{call} trains a tensor of shape {list(leaf.shape)} that is no parameter "
-                        "of the network or of a criterion that is a module: schedule='gems' would "
-                        "train it on each mesh by other micro-batches"
-                    )
 
     def _stage_of(self, call: Call, operands: Sequence[str]) -> int:
         """Returns the stage that a call belongs to: the next one begins, or the last one goes on.

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pydist import marks
-
 _CRITERION = "the criterion's "
 
 
@@ -52,10 +50,3 @@ def module_of(criterion: Callable[..., Any]) -> nn.Module | None:
     """Returns the module that a criterion is, or whose method it is; `None` of a function."""
     owner = getattr(criterion, "__self__", criterion)
     return owner if isinstance(owner, nn.Module) else None
-
-
-def trained_leaves(x: Tensor) -> list[Tensor]:
-    """Returns the leaves of a plain tensor's graph."""
-    if x.grad_fn is None:
-        return [x]
-    return [node.variable for node, _ in marks.below([x.grad_fn]) if hasattr(node, "variable")]

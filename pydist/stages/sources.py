@@ -12,6 +12,9 @@ from torch import Tensor, UntypedStorage, nn
 from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
+from pydist import marks
+from pydist.errors import NotSupported
+from pydist.stages.calls import Call
 from pydist.stages.parameters import StagedParameters
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
@@ -139,6 +142,31 @@ class Sources(TorchFunctionMode):
         memory = _memory_of(x)
         by_memory = _NONE if memory is None else known.get(memory._cdata, _NONE)
         return known.get(id(x), _NONE) | by_memory
+
+
+def refuse_unnamed(call: Call, sources: Sources) -> None:
+    """Refuses a call that trains a tensor which meshes do not know, so that each trains it alone.
+
+    Raises:
+        NotSupported: it does.
+    """
+    for x in call.operands:
+        if isinstance(x, ShardedTensor) or not x.requires_grad or sources.of(x):
+            continue
+        for leaf in _leaves_of(x):
+            if not sources.of(leaf):
+                raise NotSupported(
+                    f"{call} trains a tensor of shape {list(leaf.shape)} that is no parameter "
+                    "of the network or of a criterion that is a module: schedule='gems' would "
+                    "train it on each mesh by other micro-batches"
+                )
+
+
+def _leaves_of(x: Tensor) -> list[Tensor]:
+    """Returns the leaves of a plain tensor's graph."""
+    if x.grad_fn is None:
+        return [x]
+    return [node.variable for node, _ in marks.below([x.grad_fn]) if hasattr(node, "variable")]
 
 
 def version_of(x: Tensor) -> int:
