@@ -2,7 +2,7 @@
 
 Two ranks train four convolutions, each with an instance norm and a ReLU, whose channels are cut
 (`channel = 2`). In each round every form takes a step: "sum", "scatter" and "gather" in all layers
-that have a choice (see `pydist/ops/channel_forms.py`), and the chosen forms; beside them the same
+that have a choice (see `pydist/ops/coarsening.py`), and the chosen forms; beside them the same
 layers cut along depth.
 
     python benchmarks/python/channel_forms.py
@@ -55,7 +55,7 @@ def measure(options: argparse.Namespace) -> None:
 
     import pydist
     from pydist.mesh import Mesh
-    from pydist.ops.channel_forms import channel_form
+    from pydist.ops.coarsening import channel_form
     from pydist.ops.conv import split_channels
 
     choose = channel_form

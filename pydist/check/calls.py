@@ -18,7 +18,7 @@ from pydist.exchange.exchanger import Exchanger
 from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, layout_for_sample
 from pydist.mesh import Mesh
-from pydist.ops.channel_forms import channel_form
+from pydist.ops.coarsening import channel_form
 from pydist.tensor import ShardedTensor
 from pydist.tensor.operands import shard_of_plain
 from pydist.tensor.refusals import module_path, name_of
@@ -50,7 +50,7 @@ class ShardedCall:
         is_global: whether numbers were reduced over ranks.
         form: what the ranks exchanged, where the cheapest form is chosen. Of a layer with weights
             and a split of channels: "outputs", or, if those of its input are cut, the form of
-            `pydist.ops.channel_forms`, or "groups". Of attention over split keys: the form of
+            `pydist.ops.coarsening`, or "groups". Of attention over split keys: the form of
             `pydist.ops.attention.forms`.
         refusal: why it has no exact form; if set, it was computed on full tensors.
     """

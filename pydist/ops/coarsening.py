@@ -6,6 +6,8 @@ input, each of them computes the whole layer, or some of its output channels (`i
 Correctness does not depend on this module: thin and empty blocks give exact results. It only
 compares estimated times, by the costs of the machine if `pydist env --bench` has measured it
 (`Mesh.hardware`), else by those of the profile "cpu".
+
+It also chooses what the ranks of a layer with cut input channels exchange (`channel_form`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from typing import Literal
 
 from pydist.grid import CHANNEL_AXIS
 from pydist.hardware import CPU, Hardware
@@ -25,6 +28,14 @@ ELEMENT_BYTES = 4
 _SMALL = 4
 # A layer with thin blocks is rarely the last: this many layers share the cost of moving.
 LAYERS = 3
+
+ChannelForm = Literal["sum", "scatter", "gather"]
+"""What the ranks of a layer with cut input channels exchange:
+
+- "sum": all-reduce of partial sums. The result is whole; backward exchanges nothing.
+- "scatter": reduce-scatter of partial sums. The result is cut; backward gathers its gradient.
+- "gather": the input. The result is cut; backward adds up the parts of dL/dx (reduce-scatter).
+"""
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,10 @@ def costs_of(hardware: Hardware) -> Costs:
 
 # Of the built-in profile, for choices that do not depend on a measured one.
 EXCHANGE_S, _, BYTE_S, FLOP_S = astuple(costs_of(CPU))
+# Time per byte of a result, on one rank, for what follows a layer before the next one (a norm and
+# an activation, forward and backward, about 8 accesses to memory). A cut result divides it.
+# `benchmarks/python/channel_forms.py` measures the resulting choices.
+BETWEEN_S = 8 / CPU.bandwidth
 
 
 @dataclass(frozen=True)
@@ -251,3 +266,52 @@ def conv_workload(window: Window, weight_shape: Sequence[int], *, splits: bool =
 def pool_workload(window: Window, channels: int) -> Workload:
     """Returns the workload of a pooling."""
     return Workload(window, channels, float(math.prod(window.kernel)))
+
+
+def channel_form(layout: Layout, outputs: tuple[int, ...]) -> ChannelForm:
+    """Chooses the form with the least estimated time of a layer, with backward.
+
+    The next layer counts as well, as one with as many outputs: for a whole result it adds up parts
+    of dL/dx in backward (all-reduce), for a cut one it exchanges once in each direction. All forms
+    compute the same products. With several sample groups the choice assumes one sample, as
+    `coarsen_if_faster` does.
+
+    Args:
+        layout: of the input, whose dim 1 is cut.
+        outputs: shape of the result; it can be cut along the same axes.
+    """
+    key = ("channel form", layout, outputs)
+    return layout.mesh.session.plan(key, lambda: _choose_form(layout, outputs))
+
+
+def _choose_form(layout: Layout, outputs: tuple[int, ...]) -> ChannelForm:
+    split = layout.splits[1]
+    assert split is not None
+    of_input, of_result = (_bytes(layout, shape) for shape in (layout.shape, outputs))
+    return cheapest_form(split.partition.parts, of_input, of_result)
+
+
+def cheapest_form(parts: int, of_input: float, of_result: float) -> ChannelForm:
+    """Returns the form with the least estimated time, as `channel_form` does.
+
+    Args:
+        parts: ranks that the channels are cut over.
+        of_input: bytes of all channels of one rank's block of the input.
+        of_result: those of the result.
+    """
+    moved = (parts - 1) / parts * BYTE_S
+    both_ways = 2 * (EXCHANGE_S + of_result * moved)
+    between = of_result * BETWEEN_S
+    seconds: dict[ChannelForm, float] = {
+        "sum": 2 * EXCHANGE_S + 4 * of_result * moved + between,
+        "scatter": 2 * both_ways + between / parts,
+        "gather": 2 * (EXCHANGE_S + of_input * moved) + both_ways + between / parts,
+    }  # the first of equals: unlike "gather", "scatter" saves only a part of the input
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _bytes(layout: Layout, shape: tuple[int, ...]) -> float:
+    """Returns the size of all channels of one rank's block of a tensor."""
+    n = 1 if layout.mesh.data_size > 1 else max(1, shape[0])
+    cuts: list[Split] = [s for d, s in enumerate(layout.splits) if s is not None and d != 1]
+    return ELEMENT_BYTES * n * math.prod(shape[1:]) / math.prod(s.partition.parts for s in cuts)

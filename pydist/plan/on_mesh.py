@@ -13,8 +13,7 @@ from pydist.backend.conv_kernels import ConvKernels, by_rule
 from pydist.backend.problem import ConvProblem
 from pydist.gradients.buckets import ALONE_BYTES, BUCKET_BYTES
 from pydist.grid import SAMPLE_AXES, Grid
-from pydist.ops.channel_forms import cheapest_form
-from pydist.ops.coarsening import ELEMENT_BYTES
+from pydist.ops.coarsening import ELEMENT_BYTES, cheapest_form
 from pydist.plan.blocks import Blocks
 from pydist.plan.estimate import PARTS, PARTS_OF_CALLS, Estimate, StepModel
 from pydist.plan.memory import Workspace, workspace_of

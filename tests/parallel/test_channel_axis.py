@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import pydist
 from pydist import Mesh, run_local
 from pydist.errors import UsageError
-from pydist.ops.channel_forms import channel_form
+from pydist.ops.coarsening import channel_form
 from pydist.ops.conv import split_channels
 from support.equivalence import FP64_BOUND, error, whole_of
 from support.random_networks.blocks import ChannelAttention

@@ -17,7 +17,6 @@ from pydist.exchange.function import without_autocast
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.exchange.redistribution import scatter_parts
 from pydist.layout import Layout, Split
-from pydist.ops.channel_forms import channel_form
 from pydist.ops.channels import (
     channel_split,
     free_channel_axis,
@@ -26,7 +25,7 @@ from pydist.ops.channels import (
     parameter_of_channels,
     with_channels,
 )
-from pydist.ops.coarsening import idle_axes, idle_split
+from pydist.ops.coarsening import channel_form, idle_axes, idle_split
 from pydist.ops.conv.local_conv import in_autocast_type
 from pydist.ops.dtypes import NARROW, require_same_dtype
 from pydist.ops.fusion.relu import ConvOutputs
