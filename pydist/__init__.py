@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pydist.stages.division import pipeline
     from pydist.stages.ranks import init_stages
     from pydist.tensor import ShardedTensor
-    from pydist.tensor.distribute import distribute_tensor
+    from pydist.tensor.operands import distribute_tensor
 
 # Imported on first use: `pydist --help` must not wait for torch.
 _HOMES = {
@@ -49,7 +49,7 @@ _HOMES = {
     "Partition": "pydist.partition",
     "ShardedTensor": "pydist.tensor",
     "Split": "pydist.layout",
-    "distribute_tensor": "pydist.tensor.distribute",
+    "distribute_tensor": "pydist.tensor.operands",
     "init": "pydist.setup",
     "init_stages": "pydist.stages.ranks",
     "layout_for_sample": "pydist.layout",

@@ -30,7 +30,7 @@ from pydist.ops.pointwise.keyed import draws_of
 from pydist.slices.cut import shard_weights
 from pydist.tensor import Origin, ShardedTensor, local_of
 from pydist.tensor.aliasing import view_at
-from pydist.tensor.distribute import distribute_tensor
+from pydist.tensor.operands import distribute_tensor
 from pydist.tensor.refusals import refuse_compiled
 
 ENTRY = "_pydist_entry"

@@ -21,8 +21,7 @@ from pydist.layout import Layout, Split, split_jointly
 from pydist.mesh import Mesh
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, refusal
-from pydist.tensor.distribute import distribute_tensor
-from pydist.tensor.operands import parameter_for, redistribute
+from pydist.tensor.operands import distribute_tensor, parameter_for, redistribute
 
 
 def output_split(layout: Layout, channels: int, groups: int = 1) -> Split | None:

@@ -31,7 +31,7 @@ from pydist.hardware import CPU, Hardware, Interconnect, this_machine
 from pydist.mesh import Mesh
 from pydist.parallel import parallelize
 from pydist.plan.kept import KeptConvs
-from pydist.tensor.distribute import distribute_tensor
+from pydist.tensor.operands import distribute_tensor
 
 if TYPE_CHECKING:
     from pydist.comm import Transport

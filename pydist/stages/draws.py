@@ -18,7 +18,7 @@ from pydist.stages.generators import one_at_a_time
 from pydist.stages.ranks import device_of
 from pydist.tensor import ShardedTensor
 from pydist.tensor.aliasing import as_result
-from pydist.tensor.distribute import distribute_tensor
+from pydist.tensor.operands import distribute_tensor
 
 _T: Any = Tensor
 _ALPHA = frozenset({F.alpha_dropout, F.feature_alpha_dropout})

@@ -16,7 +16,7 @@ from pydist.gradients.leaf import leaf_of
 from pydist.group_sizes import GroupSizes, weights_of
 from pydist.mesh import Mesh
 from pydist.tensor import ShardedTensor, local_of
-from pydist.tensor.distribute import distribute_tensor
+from pydist.tensor.operands import distribute_tensor
 
 _CHECKED = 4096
 

@@ -6,8 +6,8 @@ module          contents
 `sharded`       `ShardedTensor`
 `handlers`      `implements`, which registers handlers of torch calls, and the observer of gradients
 `wrapper`       torch's own calls on the wrapper subclass, and guards of its gradient
-`operands`      conversion of plain tensors, parameters and other layouts to a call's operands
-`distribute`    `distribute_tensor`, which cuts a plain tensor
+`operands`      conversion of plain tensors, parameters and other layouts to a call's operands;
+                `distribute_tensor`, which cuts a plain tensor
 `aliasing`      a record of tensors that share memory in torch, and of those that are stale here
 `deferred`      work on a shard that is deferred until the shard is used
 `refusals`      error messages of refused calls

@@ -1,8 +1,8 @@
-"""Converts a call's operands: tensors in other layouts, plain tensors and parameters."""
+"""Converts tensors to a call's operands: from other layouts, plain tensors and parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import torch
@@ -13,11 +13,13 @@ from pydist.exchange.adjoints import average_grad, scale_grad
 from pydist.exchange.consistency import consistency_of
 from pydist.exchange.own_slice import is_sharded_weight
 from pydist.exchange.redistribution import redistributed
-from pydist.layout import Layout
+from pydist.interop import ArrayLike, as_tensor
+from pydist.layout import Layout, layout_for_sample
 from pydist.mesh import Mesh
-from pydist.tensor.aliasing import detached_part, is_partly_changed
+from pydist.tensor.aliasing import detached_part, is_partly_changed, remember_plain
 from pydist.tensor.handlers import observer
 from pydist.tensor.sharded import ShardedTensor, local_of, wrap
+from pydist.tensor.wrapper import plain
 
 
 def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
@@ -28,6 +30,36 @@ def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
     """
     local = local_of(x)
     return x if x.layout == layout else wrap(redistributed(local, x.layout, layout), layout, x)
+
+
+def distribute_tensor(
+    tensor: ArrayLike,
+    mesh: Mesh,
+    dims: Mapping[int, str] | None = None,
+    first_sample: int | None = None,
+) -> ShardedTensor:
+    """Cuts a tensor that is equal on all ranks of the sample group.
+
+    Differentiable: the gradient that reaches `tensor` is the true one, equal on all ranks.
+
+    Args:
+        tensor: the full tensor, or an array of another library (see `pydist.interop`), equal on
+            all ranks of the group; checksums verify it in every step.
+        mesh: the mesh.
+        dims: which dim is cut along which mesh axis; by default that of its name, of
+            [N, C, D, H, W], images [N, C, H, W] and lines [N, C, W]; {} cuts none.
+        first_sample: as of `ShardedTensor.from_local`.
+
+    Raises:
+        UsageError: the ranks of the group hold different tensors, or `dims` does not fit.
+    """
+    tensor = as_tensor(tensor)
+    layout = layout_for_sample(mesh, tensor.shape, dims)
+    own = plain(tensor)
+    x = ShardedTensor.of_shard(shard_of_plain(own, layout), layout, first_sample)
+    if x._shard is not own:
+        remember_plain(x, tensor)
+    return x
 
 
 def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
