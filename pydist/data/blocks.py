@@ -210,8 +210,8 @@ def read_sample(
     """Reads this rank's block of one sample and its target into `inputs` and `targets`."""
     on_host = inputs.device.type == "cpu"
     block = dataset.read_block(index, block_of(layout), inputs if on_host else None)
-    _keep(block, inputs)
-    _keep(_read_target(dataset, index, layout, targets if on_host else None), targets)
+    take_into(block, inputs)
+    take_into(_read_target(dataset, index, layout, targets if on_host else None), targets)
     if not on_host:  # queued copies read the source's memory
         torch.cuda.current_stream(inputs.device).synchronize()
 
@@ -229,7 +229,7 @@ def _read_target(dataset: BlockSource, index: int, layout: Layout, out: Tensor |
     return dataset.target(index)
 
 
-def _keep(array: ArrayLike, out: Tensor) -> list[Tensor]:
+def take_into(array: ArrayLike, out: Tensor) -> list[Tensor]:
     """Copies a source's array into `out`, unless the array is `out`.
 
     Returns:
@@ -278,7 +278,7 @@ def _read_to_device(
             box = block_of(layout)
             lent += _send_block(dataset, index, box, through, inputs[n], found[n : n + 1])
             staged = through.staging(shape[1:], dtype)
-            lent += _keep(_read_target(dataset, index, layout, staged), staged)
+            lent += take_into(_read_target(dataset, index, layout, staged), staged)
             through.send(staged, targets[n])
         except BadSample as error:
             bad[n] = error
@@ -299,4 +299,4 @@ def _send_block(
     if block is staged:
         through.send(staged, inputs)
         return []
-    return _keep(block, inputs)  # the source's own array, which may be on the device already
+    return take_into(block, inputs)  # the source's own array, which may be on the device already

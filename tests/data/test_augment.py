@@ -320,6 +320,34 @@ def test_batches_of_a_loader_do_not_depend_on_the_split():
             torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
 
 
+class Counts(Volumes):
+    """Volumes whose arrays have another type than the samples, and labels of floats."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__(9, 8, 7)
+        self.inputs = self.inputs.mul(20).add(100).clip(0, 255).to(kind)
+        self.labels = self.labels.to(torch.float32)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
+def test_arrays_of_any_type_are_changed_in_the_type_of_the_samples(kind):
+    given, converted = Counts(kind), Counts(kind)
+    converted.inputs, converted.labels = converted.inputs.double(), converted.labels.long()
+    for epoch in range(20):
+        found, expected = (Augmented(each, ALL, 3).in_epoch(epoch) for each in (given, converted))
+        assert torch.equal(found.read_block(0), expected.read_block(0))
+        assert torch.equal(found.read_labels(0), expected.read_labels(0))
+
+
+def test_arrays_of_another_shape_are_refused():
+    class Whole(Volumes):
+        def read_block(self, index: int, box: Box, out: Any = None) -> Any:
+            return self.inputs[index]
+
+    with pytest.raises(UsageError, match=r"shape \(2, 8, 8, 8\) for a block or target of \(2, 4"):
+        changed(Whole(8, 8, 8), 0, crop=(4, 4, 4))
+
+
 def test_lists_are_taken_as_tuples():
     lists = AugmentOptions(crop=[4, 4, 4], zoom=[0.7, 1.4], blur=[0.5, 1.0], flip=["depth"])
     tuples = AugmentOptions(crop=(4, 4, 4), zoom=(0.7, 1.4), blur=(0.5, 1.0), flip=("depth",))

@@ -31,11 +31,11 @@ from pydist.data.augment.steps import (
     volume,
 )
 from pydist.data.augment.warp import Elastic, Warp, rotation
-from pydist.data.blocks import BlockSource, dims_of
+from pydist.data.blocks import BlockSource, dims_of, take_into
 from pydist.data.store.source import CountedReads
 from pydist.errors import UsageError
 from pydist.grid import SPATIAL_AXES
-from pydist.interop import ArrayLike, as_tensor
+from pydist.interop import ArrayLike
 from pydist.partition import Box
 
 
@@ -154,8 +154,10 @@ class Augmented:
         if volume(wanted):
             boxes = boxes_of(changes, wanted)
             source = Box((0, *boxes[0].lo), (shape[0], *boxes[0].hi))
-            values = as_tensor(self.dataset.read_block(index, source)).numpy()
-            np.copyto(room.numpy(), _changed(values, changes, boxes)[lo[0] : hi[0]])
+            # Of that type, in which changes compute: the source may return any array.
+            values = torch.empty(source.shape, dtype=self.dtype)
+            take_into(self.dataset.read_block(index, source, values), values)
+            np.copyto(room.numpy(), _changed(values.numpy(), changes, boxes)[lo[0] : hi[0]])
         return room
 
     def read_labels(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
@@ -166,8 +168,9 @@ class Augmented:
         if volume(wanted):
             changes = [change for change in self._changes(index) if change.moves]
             boxes = boxes_of(changes, wanted)
-            labels = as_tensor(self.dataset.read_labels(index, boxes[0])).numpy()
-            np.copyto(room.numpy(), _changed(labels[None], changes, boxes)[0])
+            labels = torch.empty(boxes[0].shape, dtype=torch.int64)
+            take_into(self.dataset.read_labels(index, boxes[0], labels), labels)
+            np.copyto(room.numpy(), _changed(labels.numpy()[None], changes, boxes)[0])
         return room
 
     def target(self, index: int) -> ArrayLike:
