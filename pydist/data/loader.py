@@ -185,11 +185,11 @@ class Loader:
             store, store_memory, store_disk, store_folder, store_codec, store_reuse, store_preload
         )
         options.check()
-        augmented = isinstance(dataset, Augmented)
-        if store != "off" and isinstance(dataset, EpochSource) and not augmented:
+        unchanged = dataset.dataset if isinstance(dataset, Augmented) else dataset
+        if store != "off" and isinstance(unchanged, EpochSource):
             raise UsageError(
                 f'store = "{store}": it keeps blocks of samples, and those of '
-                f'{type(dataset).__name__} change from epoch to epoch; "off" is possible'
+                f'{type(unchanged).__name__} change from epoch to epoch; "off" is possible'
             )
         self.dataset = dataset
         self.dims = dims_of(dataset)

@@ -348,6 +348,17 @@ def test_arrays_of_another_shape_are_refused():
         changed(Whole(8, 8, 8), 0, crop=(4, 4, 4))
 
 
+def test_a_changed_sample_that_is_changed_again_differs_in_each_epoch():
+    data = Volumes(9, 8, 7)
+    crop = Augmented(data, AugmentOptions(crop=(4, 4, 4)), 1)
+    turned = Augmented(crop, AugmentOptions(rotate=1.0), 2)
+    for epoch in range(6):
+        labels = turned.in_epoch(epoch).read_labels(0)
+        assert torch.equal(labels.unique(), crop.in_epoch(epoch).read_labels(0).unique())
+        again = turned.in_epoch(epoch).read_block(0)
+        assert torch.equal(again, data.inputs[0].flatten(1)[:, labels])
+
+
 def test_lists_are_taken_as_tuples():
     lists = AugmentOptions(crop=[4, 4, 4], zoom=[0.7, 1.4], blur=[0.5, 1.0], flip=["depth"])
     tuples = AugmentOptions(crop=(4, 4, 4), zoom=(0.7, 1.4), blur=(0.5, 1.0), flip=("depth",))

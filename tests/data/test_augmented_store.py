@@ -124,6 +124,9 @@ def test_what_cant_be_stored_is_refused(volumes):
         assert isinstance(own, EpochSource)
         with pytest.raises(UsageError, match=r'store = "memory": .* of Own change from epoch'):
             Loader(own, mesh, 2, store="memory")
+        twice = Augmented(Augmented(data, OPTIONS), AugmentOptions(rotate=1.0))
+        with pytest.raises(UsageError, match=r'store = "memory": .* of Augmented change from'):
+            Loader(twice, mesh, 2, store="memory")
         with pytest.raises(UsageError, match="with augmentation: possible in training"):
             Loader(Augmented(data, OPTIONS), mesh, 2, training=False, store="memory")
 

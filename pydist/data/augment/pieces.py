@@ -57,7 +57,7 @@ class BoxSource(BatchSource):
 
     def in_epoch(self, epoch: int) -> Augmented:
         """Returns the changed samples of an epoch."""
-        return self._augmented.over(self).in_epoch(epoch)
+        return self._augmented.in_epoch(epoch).over(self)
 
     def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
         """Joins the inputs of a box; see `BlockSource.read_block`."""

@@ -31,7 +31,7 @@ from pydist.data.augment.steps import (
     volume,
 )
 from pydist.data.augment.warp import Elastic, Warp, rotation
-from pydist.data.blocks import BlockSource, dims_of, take_into
+from pydist.data.blocks import BlockSource, dims_of, in_epoch, take_into
 from pydist.data.store.source import CountedReads
 from pydist.errors import UsageError
 from pydist.grid import SPATIAL_AXES
@@ -86,7 +86,7 @@ class Augmented:
 
     def in_epoch(self, epoch: int) -> Augmented:
         """Returns the samples as they are in an epoch."""
-        found = copy(self)
+        found = self.over(in_epoch(self.dataset, epoch))
         found.epoch = epoch
         return found
 
