@@ -23,7 +23,7 @@ from pydist.data.publish import make_folder, require_room
 from pydist.data.safe_open import safe_open
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES, UniverseOptions
 from pydist.data.universes.simulate import UniverseParameters, draw_parameters, simulate
-from pydist.errors import DataError
+from pydist.errors import DataError, UsageError
 from pydist.owner import remove_temporaries
 
 Progress = Callable[[int, int, str], None]
@@ -49,8 +49,8 @@ def generate_universes(
         The manifest that was written.
 
     Raises:
-        UsageError: the folder holds a data set made with other options, and `overwrite` is off; or
-            files of other origin; or another process writes there.
+        UsageError: the folder holds a data set made with other options, or more universes of it,
+            and `overwrite` is off; or files of other origin; or another process writes there.
         DiskError: not enough space, or the folder can't be written.
     """
     root = Path(out_dir)
@@ -65,7 +65,15 @@ def _generate(root: Path, options: UniverseOptions, progress: Progress | None) -
     """Does the work of `generate_universes` in an existing folder, with its lock held."""
     recipe = recipe_hash(options.recipe())
     before = present_set(root, recipe, options.overwrite)
-    names = (name for i in range(options.count) for name, *_ in _files(options, i))
+    names = [name for i in range(options.count) for name, *_ in _files(options, i)]
+    # The recipe leaves out the count, so that a set can grow.
+    if before is not None and not options.overwrite:
+        others = {file.path for file in before.files} - set(names)
+        if others:
+            raise UsageError(
+                f"{root} holds {len(others)} files of more universes than count={options.count}; "
+                "overwrite (--overwrite) to remove them"
+            )
     files = MadeFiles(root, before, names)
     if before is not None and before.origin.get(RECIPE) != recipe:
         files.replace()

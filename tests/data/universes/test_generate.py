@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -209,6 +210,18 @@ def test_other_data_is_not_overwritten_unasked(tmp_path: Path) -> None:
     index, *others = sorted(contents(tmp_path))[:1] + sorted(p.name for p in tmp_path.iterdir())
     assert index.startswith("dataset-")
     assert others == [index.partition("/")[0], "dataset.json", "univ_000000.hdf5"]
+
+
+def test_a_set_grows_and_does_not_shrink_unasked(tmp_path: Path) -> None:
+    generate_universes(tmp_path, SMALL)
+    generate_universes(tmp_path, replace(SMALL, count=3))
+    before = contents(tmp_path)
+    with pytest.raises(UsageError, match=r"8 files of more universes than count=2; overwrite"):
+        generate_universes(tmp_path, SMALL)
+    assert contents(tmp_path) == before
+    generate_universes(tmp_path, replace(SMALL, overwrite=True))
+    assert verify_dataset(tmp_path) == []
+    assert len(list(tmp_path.glob("univ_*"))) == 16
 
 
 def test_an_interrupted_run_leaves_no_manifest_with_files_of_two_data_sets(tmp_path: Path) -> None:
