@@ -371,6 +371,11 @@ def test_lists_are_taken_as_tuples():
     ("options", "complaint"),
     [
         ({"crop": (4, 9, 4)}, r"crop = \[4, 9, 4\]: a sample has 8 × 8 × 8 voxels"),
+        ({"crop": (4, 4)}, r"crop = \[4, 4\]: possible are three counts >= 1"),
+        ({"crop": (4, 4, 4, 4)}, r"crop = \[4, 4, 4, 4\]: possible are three counts >= 1"),
+        ({"crop": (4, 4, 0)}, r"crop = \[4, 4, 0\]: possible are three counts >= 1"),
+        ({"crop": (4, 4.0, 4)}, r"crop = \[4, 4.0, 4\]: possible are three counts >= 1"),
+        ({"crop": 4}, "crop = 4: possible are three counts >= 1"),
         ({"flip": ("deep",)}, "flip = .*: possible are some of depth, height, width"),
         ({"rotate": 2.0}, "rotate = 2.0: possible are 0 to 1"),
         ({"gamma": (2.0, 1.0)}, r"gamma = \[2.0, 1.0\]: .*\[least, largest\] from 0.1 to 10"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, ClassVar
 
 from pydist.errors import UsageError
@@ -142,7 +143,7 @@ class AugmentOptions:
             "inverted_gamma": (0.1, 10), "gamma": (0.1, 10),
         }  # fmt: skip
         possible = {
-            "crop": ("three counts >= 1", self.crop is None or min(self.crop) >= 1),
+            "crop": ("three counts >= 1", self.crop is None or _are_three_counts(self.crop)),
             "flip": (f"some of {', '.join(SPATIAL_AXES)}", {*self.flip} <= {*SPATIAL_AXES}),
             "elastic": (
                 f"0 to 0.4 of elastic_spacing, {INJECTIVE * self.elastic_spacing:g}; more would "
@@ -175,6 +176,11 @@ class AugmentOptions:
                 given = getattr(self, setting)
                 given = list(given) if isinstance(given, tuple) else given
                 raise UsageError(f"{name}{setting} = {given}: possible are {expected}")
+
+
+def _are_three_counts(given: Any) -> bool:
+    are_three = isinstance(given, tuple) and len(given) == 3
+    return are_three and all(isinstance(n, Integral) and int(n) >= 1 for n in given)
 
 
 def with_preset(table: Any) -> Any:
