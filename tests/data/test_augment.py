@@ -257,6 +257,19 @@ def test_contrast_and_gamma_refer_to_the_range_of_the_data_set():
         torch.testing.assert_close(found, upper - extent * share**exponent)
 
 
+@pytest.mark.parametrize("change", ["gamma", "inverted_gamma"])
+def test_gamma_keeps_a_channel_whose_range_is_empty(change):
+    class Sparse(Ranged):
+        value_range = (np.array([-4.0, 0.5]), np.array([4.0, 0.5]))
+
+    data = Sparse(4, 4, 4)
+    data.inputs[:, 1] = 0.5
+    found = changed(data, 0, **{change: (0.7, 1.5)})
+    assert torch.equal(found[1], data.inputs[0, 1])
+    assert not torch.equal(found[0], data.inputs[0, 0])
+    assert bool(changed(data, 0, noise=0.1, **{change: (0.7, 1.5)}).isfinite().all())
+
+
 def test_the_preset_changes_samples_as_often_as_nnunet():
     options = AugmentOptions.preset("nnunet", crop=(8, 8, 8))
     source = Augmented(Ranged(9, 9, 9), options)

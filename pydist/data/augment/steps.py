@@ -210,7 +210,8 @@ def low_resolution(factor: float, extents: Triple) -> WeightedSum:
 def curved(x: Array, exponent: float, bounds: Range | None, *, inverted: bool = False) -> Array:
     """Returns lower + r * ((x - lower) / r) ** exponent, with the range r = upper - lower.
 
-    Values below the range are curved symmetrically about its lower end.
+    Values below the range are curved symmetrically about its lower end. In a channel of one value,
+    which stays, r is 1.
 
     Args:
         x: the values.
@@ -223,6 +224,7 @@ def curved(x: Array, exponent: float, bounds: Range | None, *, inverted: bool = 
         start, extent = upper.astype(x.dtype), (lower - upper).astype(x.dtype)
     else:  # without bounds both are the same
         start, extent = lower.astype(x.dtype), (upper - lower).astype(x.dtype)
+    extent[extent == 0] = 1
     share = x - start
     share /= extent
     powered = np.abs(share)
