@@ -143,6 +143,32 @@ def test_external_link(path: Path, tmp_path: Path) -> None:
             file.dataset("gone")
 
 
+def test_external_link_to_a_dataset_in_chunks_and_to_a_virtual_one(
+    path: Path, tmp_path: Path
+) -> None:
+    values = np.arange(32 * 32 * 32).reshape(32, 32, 32)
+    (tmp_path / "in").mkdir()
+    with h5py.File(tmp_path / "in" / "part.hdf5", "w") as file:
+        file["x"] = values
+    with h5py.File(tmp_path / "in" / "other.hdf5", "w") as file:
+        file.create_dataset("chunked", data=values, chunks=(16, 16, 16))
+        layout = h5py.VirtualLayout(values.shape, values.dtype)
+        layout[:] = h5py.VirtualSource("part.hdf5", "x", values.shape)  # beside other.hdf5
+        file.create_virtual_dataset("virtual", layout)
+        layout[:] = h5py.VirtualSource(".", "chunked", values.shape)
+        file.create_virtual_dataset("of the same file", layout)
+        file.create_dataset("never", (4,), "i8")
+    names = ("chunked", "virtual", "of the same file", "never")
+    with h5py.File(path, "a") as file:
+        for name in names:
+            file[name] = h5py.ExternalLink("in/other.hdf5", f"/{name}")
+    with safe_open(path, allow_roots=[tmp_path]) as file:
+        for name in names[:3]:
+            np.testing.assert_array_equal(file.read(file.dataset(name), ()), values)
+        with pytest.raises(DataError, match=r"other\.hdf5: '/never' .*never written"):
+            file.dataset("never")
+
+
 def test_link_through_a_symlink_out_of_the_root(path: Path, tmp_path: Path) -> None:
     inside, outside = tmp_path / "in", tmp_path / "out"
     inside.mkdir()
