@@ -291,8 +291,9 @@ def _describe(chosen: _Info, workers: Workers) -> None:
         _describe_pack(chosen, console)
         return
     described = outline(chosen.folder)
-    found = kept_facts(chosen.folder, chosen.trust)
-    if chosen.deep and found is None:
+    if not chosen.deep:
+        found = kept_facts(chosen.folder, chosen.trust)
+    else:
         with progress_bar(console) as told:
             found = deep_facts(chosen.folder, told, workers=workers, trust=chosen.trust)
     if chosen.json:

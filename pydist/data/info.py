@@ -117,7 +117,8 @@ def deep_facts(
     """Reads all voxels of a data set, and compares all files with their checksums.
 
     Results are kept beside the data, in `RESULTS`: a repeated or interrupted call reads only files
-    that it has not read, or that have changed. In a folder that can't be written nothing is kept.
+    that it has not read, that have changed, or that had a fault. In a folder that can't be written
+    nothing is kept.
 
     Args:
         root: the data set's folder.
@@ -188,6 +189,8 @@ def _found(
         # Before the files are read: what was found in a file that changes meanwhile is not kept.
         states = _states(folder, manifest, trust) if keeps else {}
         found = _kept(folder, manifest, states) if keeps else {}
+        # A fault may be of the options or of the machine, not of the file.
+        found = {path: facts for path, facts in found.items() if not facts.faults}
         missing = [entry for entry in manifest.files if entry.path not in found]
         journal = Journal(folder / _JOURNAL) if keeps else None
         tasks = [(folder, replace(manifest, files=(entry,)), trust) for entry in missing]
@@ -302,7 +305,8 @@ def _state(root: Path, manifest: Manifest, entry: DataFile, trust: FileTrust) ->
         return None
     arrays = [manifest.dataset, manifest.target, manifest.label, manifest.axes, manifest.dtype]
     said = [*arrays, manifest.sample_shape, entry.checksum, entry.offsets, entry.extents]
-    return [*state, json.loads(json.dumps(said))]
+    roots = sorted({os.path.realpath(each) for each in trust.allow_roots})
+    return [*state, json.loads(json.dumps(said)), roots]
 
 
 def _kept(

@@ -14,6 +14,7 @@ from pydist.data import CTOptions, Manifest, ShardDataset, generate_ct
 from pydist.data import info as module
 from pydist.data.info import Facts, deep_facts, kept_facts, outline
 from pydist.data.lock import FolderLock
+from pydist.data.trust import FileTrust
 from pydist.errors import DataError, UsageError
 from support.data.damage import flip_bit
 
@@ -122,6 +123,33 @@ def test_what_was_found_before_a_file_changed_is_not_kept(volumes: Path) -> None
     assert not any(facts.faults for facts in deep_facts(volumes, damage).values())
     assert kept_facts(volumes) is None
     assert len(deep_facts(volumes)["train"].faults) == 1
+
+
+def test_a_fault_of_an_option_does_not_outlive_it(
+    volumes: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pool = tmp_path_factory.mktemp("pool")
+    (volumes / "ct_0000.hdf5").rename(pool / "ct_0000.hdf5")
+    (volumes / "ct_0000.hdf5").symlink_to(pool / "ct_0000.hdf5")
+    trust = FileTrust((pool,))
+    for _ in range(2):
+        (fault,) = deep_facts(volumes)["train"].faults
+        assert "outside allow_roots (none)" in fault
+        assert kept_facts(volumes, trust) is None
+        found = deep_facts(volumes, trust=trust)
+        assert not any(facts.faults for facts in found.values())
+        assert kept_facts(volumes, trust) == found
+        assert kept_facts(volumes) is None
+
+
+def test_a_file_with_a_fault_is_read_again(volumes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "fault_of", lambda *_: "permission denied")
+        faulty = deep_facts(volumes)
+    assert kept_facts(volumes) == faulty
+    found = deep_facts(volumes)
+    assert not any(facts.faults for facts in found.values())
+    assert kept_facts(volumes) == found
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"ct_0000.hdf5": 5}', '{"ct_0000.hdf5": [[], {}]}'])
