@@ -141,14 +141,17 @@ def _decathlon(folder: Path, record: Mapping[str, Any]) -> Found:
     classes = _classes(where, record.get("labels"), numbers_first=True)
     root = folder.resolve()
     cases = []
-    for entry in record.get("training") or ():
+    entries = record.get("training") or []
+    if not isinstance(entries, list):
+        raise DataError(f"{where}: training is {entries!r}; a list is expected")
+    for entry in entries:
         try:
             image, label = folder / entry["image"], folder / entry["label"]
-        except (TypeError, KeyError) as error:
+            outside = [p for p in (image, label) if not p.resolve().is_relative_to(root)]
+        except (TypeError, KeyError, ValueError, RuntimeError) as error:
             raise DataError(f"{where}: training has an entry {entry!r}") from error
-        for path in (image, label):
-            if not path.resolve().is_relative_to(root):
-                raise DataError(f"{where}: {path} leads out of the data set's folder")
+        if outside:
+            raise DataError(f"{where}: {outside[0]} leads out of the data set's folder")
         cases.append(Case(stem(image), (image,), label))
     if not cases:
         raise DataError(f"{where}: no training cases in it, and no channel_names as of nnU-Net")
@@ -223,11 +226,12 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return record
 
 
-def _by_number(where: Path, key: str, names: Any) -> tuple[str, ...]:
-    """Returns the names of {"0": name, "1": name, ...} in order."""
+def _by_number(where: Path, key: str, names: Any, *, numbers_first: bool = True) -> tuple[str, ...]:
+    """Returns the names of {"0": name, "1": name, ...}, or of {name: 0, ...}, in order."""
     try:
-        numbered = sorted((int(number), str(name)) for number, name in names.items())
-    except (AttributeError, ValueError) as error:
+        pairs = (each if numbers_first else each[::-1] for each in names.items())
+        numbered = sorted((int(number), str(name)) for number, name in pairs)
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         why = f"{where}: {key} is {names!r}; a table of numbers and names is expected"
         raise DataError(why) from error
     if [number for number, _ in numbered] != list(range(len(numbered))) or not numbered:
@@ -239,8 +243,6 @@ def _classes(where: Path, names: Any, *, numbers_first: bool) -> tuple[str, ...]
     """Returns class names; nnU-Net writes {name: number}, the Decathlon {number: name}."""
     if not isinstance(names, dict):
         raise DataError(f"{where}: labels is {names!r}; a table is expected")
-    if numbers_first:
-        return _by_number(where, "labels", names)
-    if any(isinstance(number, list) for number in names.values()):
+    if not numbers_first and any(isinstance(number, list) for number in names.values()):
         raise DataError(f"{where}: labels has regions, classes that overlap; these are not read")
-    return _by_number(where, "labels", {number: name for name, number in names.items()})
+    return _by_number(where, "labels", names, numbers_first=numbers_first)

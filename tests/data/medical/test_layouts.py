@@ -94,6 +94,10 @@ def test_images_without_labels(tmp_path):
         ({**NNUNET, "labels": {"background": 0, "whole": [1, 2]}}, "regions"),
         ({**NNUNET, "labels": {"background": 0, "ignore": 1, "liver": 2}}, "after all classes"),
         ({**NNUNET, "labels": {"background": 0, "liver": 2}}, "numbers from 0 on"),
+        ({**NNUNET, "labels": {"background": 0, "liver": 1, "tumor": 1}}, "numbers from 0 on"),
+        ({**NNUNET, "labels": {"background": 0, "liver": None}}, "a table of numbers and names"),
+        ({**NNUNET, "labels": {"background": 0, "liver": {"a": 1}}}, "a table of numbers and"),
+        ({**NNUNET, "labels": {"background": 0, "liver": float("inf")}}, "a table of numbers"),
         ({**NNUNET, "labels": [1]}, "a table is expected"),
         ({**NNUNET, "channel_names": {"x": "CT"}}, "a table of numbers and names"),
         (NNUNET, "a has 1 channels; .* names 2"),
@@ -101,6 +105,15 @@ def test_images_without_labels(tmp_path):
         (
             {"modality": {"0": "CT"}, "labels": {"0": "b"}, "training": ["a"]},
             "training has an entry 'a'",
+        ),
+        (
+            {"modality": {"0": "CT"}, "labels": {"0": "b"}, "training": 3},
+            "training is 3; a list is expected",
+        ),
+        (
+            {"modality": {"0": "CT"}, "labels": {"0": "b"},
+             "training": [{"image": "a\0.nii", "label": "y.nii"}]},
+            r"training has an entry {'image': 'a\\x00.nii'",
         ),
         (
             {"modality": {"0": "CT"}, "labels": {"0": "b"},
