@@ -151,7 +151,10 @@ def _map(file: Any, size: int) -> npt.NDArray[Any]:
     }
     if version not in readers:
         raise ValueError(f"its format has the version {version}; 1.0 and 2.0 are read")
-    shape, backwards, dtype = readers[version](file)
+    try:
+        shape, backwards, dtype = readers[version](file)
+    except (RecursionError, MemoryError):  # of `ast.literal_eval`
+        raise ValueError("its header is nested too deeply") from None
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise ValueError(f"it holds {dtype}; numbers of up to 8 bytes are possible")
     start, needed = file.tell(), math.prod(shape) * dtype.itemsize

@@ -121,7 +121,8 @@ def array_of(content: bytes) -> npt.NDArray[np.generic]:
             raise ValueError(f"{found} bytes for the shape {shape} of {dtype}: {expected} needed")
         values = np.frombuffer(content, dtype, offset=file.tell())
         array = values.reshape(shape, order="F" if in_fortran_order else "C")
-    except (ValueError, TypeError, SyntaxError, EOFError) as error:
+    # The last two: `ast.literal_eval` of a header that is nested too deeply.
+    except (ValueError, TypeError, SyntaxError, EOFError, RecursionError, MemoryError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise DataError(f"the body is not the content of a .npy file: {reason}") from None
     # In the machine's byte order, and writable, as torch needs it.

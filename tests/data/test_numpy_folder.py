@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from numpy.lib import format as npy
 from pydist.data import ShardDataset
 from pydist.data.formats import Storage
 from pydist.data.manifest import DataFile, Manifest
-from pydist.data.numpy_file import NumpyFolder
+from pydist.data.numpy_file import NumpyFolder, read_array
 from pydist.errors import DataError
 
 VALUES = np.arange(2 * 4 * 5 * 6, dtype="int16").reshape(2, 4, 5, 6)
@@ -99,6 +100,11 @@ def header(**entries: Any) -> bytes:
     return npy.magic(1, 0) + len(text).to_bytes(2, "little") + text + bytes(100)
 
 
+def nested(depth: int) -> bytes:
+    """Returns a file whose header exceeds the stack of Python's parser."""
+    return npy.magic(1, 0) + (depth + 1).to_bytes(2, "little") + b"-" * depth + b"1" + bytes(100)
+
+
 def test_nothing_is_unpickled(folder: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     np.save(folder / "full.npy", np.array([Bomb(trace)], dtype=object), allow_pickle=True)
@@ -126,11 +132,15 @@ def test_nothing_is_unpickled(folder: Path, tmp_path: Path) -> None:
         (header(descr="__import__('os')"), "damaged"),
         (header(shape="abc"), "damaged"),
         (header(x="(" * 5000), "damaged"),
+        (nested(3500), "damaged"),
+        (nested(9000), "damaged"),
     ],
 )
 def test_headers_that_are_refused(folder: Path, content: bytes, why: str) -> None:
     (folder / "full.npy").write_bytes(content)
     assert why in refusal(folder)
+    with pytest.raises(DataError, match=re.escape(why)):
+        read_array(folder / "full.npy")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -269,12 +269,14 @@ def test_http(ranks, folder):
         fortran = npy(np.asfortranarray(image.astype(">f4")))
         assert client.ask("POST", "/predict", fortran) == answers[0]
         cut, objects = npy(image)[:-1], npy(np.array([{}]), allow_pickle=True)
+        nested = b"\x93NUMPY\x01\x00" + (3501).to_bytes(2, "little") + b"-" * 3500 + b"1"
         huge = npy(image).replace(b"(1, 16, 24, 16), ", b"(1, 16, 24, 99999999999), ")
         for method, path, body, status, message in [
             ("POST", "/predict", b"", 400, "not the content of a .npy file"),
             ("POST", "/predict", b"[[1]]", 400, "not the content of a .npy file"),
             ("POST", "/predict", cut, 400, "bytes for the shape (1, 16, 24, 16)"),
             ("POST", "/predict", huge, 400, "not the content of a .npy file"),
+            ("POST", "/predict", nested, 400, "not the content of a .npy file"),
             ("POST", "/predict", objects, 400, "real numbers are needed"),
             ("POST", "/predict", npy(image[:, 1:]), 400, "(15, 24, 16) voxels; the network needs"),
             ("POST", "/predict", npy(image * np.nan), 400, "NaN at (0, 0, 0, 0)"),
