@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,7 +123,8 @@ class Loader:
             least. The data set's methods are called in several threads.
         on_bad_sample: "stop" raises `BadSample`; "skip" replaces it by the next good sample, on
             all ranks of the group, with weight 0 (one small message per batch), and stops when
-            more than 1 % of the samples are bad.
+            the group has skipped more than 1 % of the data set's samples, or more than 1; see
+            `require_few_bad`.
         device: the device of batches. Stored values are copied to a CUDA device through pinned
             buffers, on a stream of their own, and are normalized there.
         memory_format: of inputs on a CUDA device; `torch.channels_last_3d` costs nothing there.
@@ -227,7 +228,7 @@ class Loader:
         require_same(mesh.world, {f"the loader's {name}": fact for name, fact in facts.items()})
         self.on_bad_sample = on_bad_sample
         self.skipped: dict[int, str] = {}
-        """Bad samples that were left out, and why."""
+        """Bad samples of this group that were left out, and why."""
         self.replaced = 0
         """How often a sample of a batch was replaced by another one so far."""
         self.device = torch.device(device)
@@ -362,6 +363,22 @@ class Loader:
 
     # -- bad samples ------------------------------------------------------------------------
 
+    def require_few_bad(self, skipped: Mapping[int, str]) -> None:
+        """Raises `DataError` if more than `SKIP_LIMIT` of the samples, and more than 1, are bad.
+
+        The loader itself checks those of its own group: groups need not be in step.
+
+        Args:
+            skipped: why each bad sample was skipped, such as `skipped` of all groups.
+        """
+        most = max(1, int(SKIP_LIMIT * len(self.dataset)))
+        if len(skipped) > most:
+            *_, last = skipped.values()
+            raise DataError(
+                f"{len(skipped)} of {len(self.dataset)} samples are bad, {most} may be skipped; "
+                f"the last: {last}"
+            )
+
     def _replace_damaged(self, read: Read) -> Read:
         """Raises for a bad sample, or replaces it by a good one on all ranks of the group."""
         if read.arrival is not None:
@@ -411,12 +428,7 @@ class Loader:
 
     def _skip(self, index: int, error: BadSample | None) -> None:
         self.skipped[index] = str(error) if error else ELSEWHERE
-        most = max(1, int(SKIP_LIMIT * len(self.dataset)))
-        if len(self.skipped) > most:
-            raise DataError(
-                f"{len(self.skipped)} of {len(self.dataset)} samples are bad, {most} may be "
-                f"skipped; the last: {self.skipped[index]}"
-            )
+        self.require_few_bad(self.skipped)
 
     def _agree(self, bad: list[bool]) -> list[bool]:
         """Returns which samples are bad on any rank of the group."""

@@ -41,7 +41,11 @@ class DataLog:
         """Skipped samples that the log names, by split."""
 
     def __call__(self, loader: Loader, split: str, epoch: int, step: int) -> None:
-        """Logs what a loader has read in an epoch, and what its store has saved. Collective."""
+        """Logs what a loader has read in an epoch, and what its store has saved. Collective.
+
+        Raises:
+            DataError: all sample groups together have skipped too many samples.
+        """
         seconds = loader.waited_s, time.perf_counter() - self._began
         milliseconds = (round(1000 * each) for each in seconds)
         total = np.array([loader.bytes_read or 0, loader.replaced, *milliseconds])
@@ -106,14 +110,18 @@ class DataLog:
         )
 
     def _tell_skipped(self, loader: Loader, split: str) -> None:
-        """Logs why samples were skipped, on any rank. Collective."""
+        """Logs why samples were skipped, on any rank, and checks their number. Collective."""
         if loader.on_bad_sample == "stop":
             return
         everyones: dict[int, set[str]] = {}
         for skipped in self._world.all_gather_json(loader.skipped):
             for index, why in skipped.items():
                 everyones.setdefault(int(index), set()).add(why)
-        for index in sorted(everyones.keys() - self._told.setdefault(split, set())):
-            self._told[split].add(index)
-            why = next(iter(sorted(everyones[index] - {ELSEWHERE})), ELSEWHERE)
-            self._log.emit("notice", text=f"skipped {split} sample {index}: {why}")
+        told = self._told.setdefault(split, set())
+        reasons = {}
+        for index, whys in sorted(everyones.items()):
+            reasons[index] = next(iter(sorted(whys - {ELSEWHERE})), ELSEWHERE)
+            if index not in told:
+                told.add(index)
+                self._log.emit("notice", text=f"skipped {split} sample {index}: {reasons[index]}")
+        loader.require_few_bad(reasons)

@@ -172,10 +172,16 @@ def test_stages_can_not_skip(config: Config) -> None:
         config_io.from_tables(config_io.to_dict(staged), source="test")
 
 
-def test_too_many_bad_samples_end_the_run(config: Config, damaged: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_too_many_bad_samples_end_the_run(
+    config: Config, damaged: Path, tmp_path: Path, groups: int
+) -> None:
+    """Each of several groups has at most one of them, which it may skip."""
     root = tmp_path / "worse"
     shutil.copytree(damaged, root)
     first, _, bad, *_ = (file.path for file in Manifest.load(root).files)
     shutil.copy(root / bad, root / first)
+    config = change(config, data={"path": root, "on_bad_sample": "skip"})
+    config = change(config, train={"epochs": 1, "batch": 6})
     with pytest.raises(DataError, match="2 of 6 samples are bad, 1 may be"):
-        run_local(job, 1, change(config, data={"path": root, "on_bad_sample": "skip"}))
+        run_local(job, groups, config, groups)
