@@ -107,60 +107,32 @@ def write_set(
     """
     make_folder(root)
     with FolderLock(root):
-        return _write_set(
-            root,
-            sources,
-            dtype,
-            storage,
-            class_names,
-            channel_names,
-            origin,
-            overwrite=overwrite,
-            skip_bad=skip_bad,
-            progress=progress,
-        )
-
-
-def _write_set(
-    root: Path,
-    sources: Sequence[Source],
-    dtype: str,
-    storage: Storage,
-    class_names: Sequence[str],
-    channel_names: Sequence[str],
-    origin: Mapping[str, Any],
-    *,
-    overwrite: bool,
-    skip_bad: bool,
-    progress: Progress | None,
-) -> Manifest:
-    """Does the work of `write_set` in an existing folder, with its lock held."""
-    before = present_set(root, origin[RECIPE], overwrite)
-    files = MadeFiles(root, before, (f"{source.name}{_SUFFIX}" for source in sources))
-    if before is not None and before.origin.get(RECIPE) != origin[RECIPE]:
-        files.replace()
-    remove_temporaries(root)
-    made: list[_Made] = []
-    rejected: dict[str, str] = {}
-    for done, source in enumerate(sources, 1):
-        try:
-            like = made[0] if made else None
-            made.append(_write(files, source, dtype, storage, len(class_names), like))
-        except DataError as error:
-            if not skip_bad:
-                raise
-            rejected[source.name] = str(error)
-        if progress:
-            what = f"{source.name} {'rejected' if source.name in rejected else 'written'}"
-            progress(done, len(sources), what)
-    if not made:
-        first = next(iter(rejected.values()))
-        raise DataError(f"none of {len(sources)} volumes can be used: {first}")
-    told = {**origin, "rejected": rejected}
-    manifest = _manifest(made, dtype, class_names, channel_names, told)
-    manifest.save(root)
-    files.complete(manifest)
-    return manifest
+        before = present_set(root, origin[RECIPE], overwrite)
+        files = MadeFiles(root, before, (f"{source.name}{_SUFFIX}" for source in sources))
+        if before is not None and before.origin.get(RECIPE) != origin[RECIPE]:
+            files.replace()
+        remove_temporaries(root)
+        made: list[_Made] = []
+        rejected: dict[str, str] = {}
+        for done, source in enumerate(sources, 1):
+            try:
+                like = made[0] if made else None
+                made.append(_write(files, source, dtype, storage, len(class_names), like))
+            except DataError as error:
+                if not skip_bad:
+                    raise
+                rejected[source.name] = str(error)
+            if progress:
+                what = f"{source.name} {'rejected' if source.name in rejected else 'written'}"
+                progress(done, len(sources), what)
+        if not made:
+            first = next(iter(rejected.values()))
+            raise DataError(f"none of {len(sources)} volumes can be used: {first}")
+        told = {**origin, "rejected": rejected}
+        manifest = _manifest(made, dtype, class_names, channel_names, told)
+        manifest.save(root)
+        files.complete(manifest)
+        return manifest
 
 
 @dataclass(frozen=True)

@@ -58,41 +58,36 @@ def generate_universes(
     size = len(options.redshifts) * options.box**3 * np.dtype(options.dtype).itemsize
     require_room(root, options.count, size, packed=options.compression == "gzip")
     with FolderLock(root):
-        return _generate(root, options, progress)
-
-
-def _generate(root: Path, options: UniverseOptions, progress: Progress | None) -> Manifest:
-    """Does the work of `generate_universes` in an existing folder, with its lock held."""
-    recipe = recipe_hash(options.recipe())
-    before = present_set(root, recipe, options.overwrite)
-    names = [name for i in range(options.count) for name, *_ in _files(options, i)]
-    # The recipe leaves out the count, so that a set can grow.
-    if before is not None and not options.overwrite:
-        others = {file.path for file in before.files} - set(names)
-        if others:
-            raise UsageError(
-                f"{root} holds {len(others)} files of more universes than count={options.count}; "
-                "overwrite (--overwrite) to remove them"
-            )
-    files = MadeFiles(root, before, names)
-    if before is not None and before.origin.get(RECIPE) != recipe:
-        files.replace()
-    remove_temporaries(root)
-    made: list[_Made] = []
-    with ThreadPoolExecutor(options.workers, "universes") as pool:
-        jobs = [pool.submit(_make, files, options, recipe, i) for i in range(options.count)]
-        try:
-            for job in jobs:
-                made.append(job.result())
-                if progress:
-                    progress(len(made), options.count, made[-1].what)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    manifest = _manifest(options, made)
-    manifest.save(root)
-    files.complete(manifest)
-    return manifest
+        recipe = recipe_hash(options.recipe())
+        before = present_set(root, recipe, options.overwrite)
+        names = [name for i in range(options.count) for name, *_ in _files(options, i)]
+        # The recipe leaves out the count, so that a set can grow.
+        if before is not None and not options.overwrite:
+            others = {file.path for file in before.files} - set(names)
+            if others:
+                raise UsageError(
+                    f"{root} holds {len(others)} files of more universes than "
+                    f"count={options.count}; overwrite (--overwrite) to remove them"
+                )
+        files = MadeFiles(root, before, names)
+        if before is not None and before.origin.get(RECIPE) != recipe:
+            files.replace()
+        remove_temporaries(root)
+        made: list[_Made] = []
+        with ThreadPoolExecutor(options.workers, "universes") as pool:
+            jobs = [pool.submit(_make, files, options, recipe, i) for i in range(options.count)]
+            try:
+                for job in jobs:
+                    made.append(job.result())
+                    if progress:
+                        progress(len(made), options.count, made[-1].what)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        manifest = _manifest(options, made)
+        manifest.save(root)
+        files.complete(manifest)
+        return manifest
 
 
 @dataclass(frozen=True)
