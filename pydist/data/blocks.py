@@ -20,7 +20,11 @@ from pydist.partition import Box
 
 
 class BlockSource(Protocol):
-    """The samples that a `Loader` reads by blocks, such as a `ShardDataset`."""
+    """The samples that a `Loader` reads by blocks, such as a `ShardDataset`.
+
+    A source may also have `dims`, `bytes_read`, `label_dtype`, `value_range` and `files_state`, as
+    a `ShardDataset` has; each has a default where it is missing.
+    """
 
     @property
     def sample_shape(self) -> tuple[int, int, int, int]:
@@ -102,6 +106,50 @@ class EpochSource(Protocol):
 def dims_of(source: BlockSource) -> int:
     """Returns the number of spatial dims of samples as networks get them; 3 if it does not say."""
     return int(getattr(source, "dims", 3))
+
+
+class SourceOver:
+    """Facts that a source takes from another one, `dataset`; subclasses read the samples."""
+
+    def __init__(self, dataset: BlockSource) -> None:
+        self.dataset = dataset
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int, int]:
+        """Shape (C, D, H, W) that a sample has; see `BlockSource.sample_shape`."""
+        return self.dataset.sample_shape
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial dims that networks get; see `ShardDataset.dims`."""
+        return dims_of(self.dataset)
+
+    @property
+    def num_targets(self) -> int:
+        """Number of values that are predicted for each sample; see `BlockSource.num_targets`."""
+        return self.dataset.num_targets
+
+    @property
+    def labeled(self) -> bool:
+        """Whether the targets are the class of each voxel; see `BlockSource.labeled`."""
+        return self.dataset.labeled
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type that samples and targets have; see `BlockSource.dtype`."""
+        return self.dataset.dtype
+
+    @property
+    def identity(self) -> str:
+        """Text that identifies the data set's content; see `BlockSource.identity`."""
+        return self.dataset.identity
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def shape_of(self, index: int) -> tuple[int, int, int, int]:
+        """Returns the shape (C, D, H, W) of sample `index`; see `BlockSource.shape_of`."""
+        return self.dataset.shape_of(index)
 
 
 def in_epoch(source: BlockSource, epoch: int) -> BlockSource:

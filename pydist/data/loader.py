@@ -33,7 +33,6 @@ from pydist.data.read_ahead import ReadAhead
 from pydist.data.sampler import GroupBatch, MeshSampler
 from pydist.data.store.memory import MemoryStore
 from pydist.data.store.options import StoreOptions, check_readers
-from pydist.data.store.source import CountedReads
 from pydist.errors import DataError, UsageError
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
@@ -265,7 +264,8 @@ class Loader:
     @property
     def bytes_read(self) -> int | None:
         """Bytes that this process has read from files so far; None if the source counts none."""
-        return self.dataset.bytes_read if isinstance(self.dataset, CountedReads) else None
+        found: int | None = getattr(self.dataset, "bytes_read", None)
+        return found
 
     def __len__(self) -> int:
         """Returns the number of global batches in the epoch of the position."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from itertools import combinations, pairwise
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,31 +30,20 @@ from pydist.data.augment.steps import (
     volume,
 )
 from pydist.data.augment.warp import Elastic, Warp, rotation
-from pydist.data.blocks import BlockSource, dims_of, in_epoch, take_into
-from pydist.data.store.source import CountedReads
+from pydist.data.blocks import BlockSource, SourceOver, in_epoch, take_into
 from pydist.errors import UsageError
 from pydist.grid import SPATIAL_AXES
 from pydist.interop import ArrayLike
 from pydist.partition import Box
 
 
-@runtime_checkable
-class KnownRange(Protocol):
-    """A `BlockSource` that may know the range of its values."""
-
-    @property
-    def value_range(self) -> tuple[Array, Array] | None:
-        """Least and largest value of each channel, [C] each; None if unknown."""
-        ...
-
-
-class Augmented:
+class Augmented(SourceOver):
     """`BlockSource` that changes the samples of another one at random, differently in each epoch.
 
     What is drawn depends on seed, epoch and sample, and noise also on the voxel: so each split of a
     sample over ranks has blocks of the same augmented sample. A rank reads the box that its block
     depends on. Targets that are no labels stay as they are. Contrast and gamma refer to the range
-    of the data set's values (`KnownRange`), not to the sample's own, which no block shows; without
+    of the data set's values (`value_range`), not to the sample's own, which no block shows; without
     one, to 0 and to the absolute values.
 
     Args:
@@ -72,10 +60,12 @@ class Augmented:
 
     def __init__(self, dataset: BlockSource, options: AugmentOptions, seed: int = 0) -> None:
         options.check()
-        self.dataset, self.options, self.seed, self.epoch = dataset, options, seed, 0
+        super().__init__(dataset)
+        self.options, self.seed, self.epoch = options, seed, 0
         self._range: Range | None = None
-        if isinstance(dataset, KnownRange) and dataset.value_range is not None:
-            lower, upper = (np.reshape(each, (-1, 1, 1, 1)) for each in dataset.value_range)
+        known = getattr(dataset, "value_range", None)
+        if known is not None:
+            lower, upper = (np.reshape(each, (-1, 1, 1, 1)) for each in known)
             self._range = lower, upper
         crop = options.crop
         for shape in {dataset.shape_of(index) for index in range(len(dataset))}:
@@ -109,26 +99,6 @@ class Augmented:
         return self.options.cropped(self.dataset.sample_shape)
 
     @property
-    def dims(self) -> int:
-        """Number of spatial dims that networks get; see `ShardDataset.dims`."""
-        return dims_of(self.dataset)
-
-    @property
-    def num_targets(self) -> int:
-        """Number of values that are predicted for each sample; see `BlockSource.num_targets`."""
-        return self.dataset.num_targets
-
-    @property
-    def labeled(self) -> bool:
-        """Whether the targets are the class of each voxel; see `BlockSource.labeled`."""
-        return self.dataset.labeled
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type that samples and targets have; see `BlockSource.dtype`."""
-        return self.dataset.dtype
-
-    @property
     def identity(self) -> str:
         """Text that identifies samples and changes; see `BlockSource.identity`."""
         return f"{self.dataset.identity} {self.options} {self.seed}"
@@ -136,10 +106,7 @@ class Augmented:
     @property
     def bytes_read(self) -> int:
         """Bytes that have been read from files, if the samples count them."""
-        return self.dataset.bytes_read if isinstance(self.dataset, CountedReads) else 0
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+        return int(getattr(self.dataset, "bytes_read", 0))
 
     def shape_of(self, index: int) -> tuple[int, int, int, int]:
         """Returns the shape (C, D, H, W) of sample `index`; see `BlockSource.shape_of`."""

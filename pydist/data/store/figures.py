@@ -19,8 +19,8 @@ class Figures:
         blocks: blocks that batches were made of.
         file_blocks: those that were read from files.
         disk_blocks: those that were read from the local disk of some rank.
-        file_bytes: bytes read from files, with labels and targets; 0 for sources that do not count
-            them (`CountedReads`).
+        file_bytes: bytes read from files, with labels and targets; 0 for sources without
+            `bytes_read`.
         disk_bytes: bytes read from local disks.
         received_bytes: bytes of blocks, with labels and targets, received from other ranks.
         lost_blocks: blocks that a local disk could not store or read back.

@@ -9,7 +9,7 @@ import torch
 from pydist._loader import native
 from pydist.data.blocks import BlockSource, by_voxel, stored_source
 from pydist.data.store.entry import EntryFormat
-from pydist.data.store.source import BatchSource, NarrowLabels, StoredBatchSource
+from pydist.data.store.source import BatchSource, StoredBatchSource
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 
@@ -41,7 +41,7 @@ class BlockForm:
                 self.source_type = StoredBatchSource
             if on_device or source.stored_dtype.itemsize < dataset.dtype.itemsize:
                 self.raw, self.dtype = True, source.stored_dtype
-        self.label_dtype = dataset.label_dtype if isinstance(dataset, NarrowLabels) else torch.int64
+        self.label_dtype: torch.dtype = getattr(dataset, "label_dtype", torch.int64)
         self._dataset, self._mesh = dataset, mesh
         self._formats: dict[tuple[int, ...], EntryFormat] = {}
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from pydist.data.blocks import BlockSource, StoredSource
+from pydist.data.blocks import BlockSource, SourceOver, StoredSource
 from pydist.data.store.entry import Entry, copy
 from pydist.data.store.figures import Figures
 from pydist.data.store.holdings import Holdings
@@ -16,26 +16,6 @@ from pydist.interop import ArrayLike, as_tensor
 from pydist.partition import Box
 
 _T = TypeVar("_T")
-
-
-@runtime_checkable
-class NarrowLabels(Protocol):
-    """A `BlockSource` that knows a small type for all of its labels."""
-
-    @property
-    def label_dtype(self) -> torch.dtype:
-        """Integer type that holds every label, as `ShardDataset.label_dtype`."""
-        ...
-
-
-@runtime_checkable
-class CountedReads(Protocol):
-    """A `BlockSource` that counts what it reads from files."""
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that have been read so far; see `ShardDataset.bytes_read`."""
-        ...
 
 
 class _Found(NamedTuple):
@@ -46,7 +26,7 @@ class _Found(NamedTuple):
     from_disk: bool
 
 
-class BatchSource:
+class BatchSource(SourceOver):
     """`BlockSource` that reads one batch's blocks from the store's entries, or else from files.
 
     An entry that its owner could not read, or with a bad value, is read from the file as without a
@@ -70,7 +50,7 @@ class BatchSource:
         keeps: Collection[int],
         holdings: Holdings,
     ) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.figures = Figures()
         """Counts of the reads so far."""
         self._raw = raw
@@ -80,42 +60,6 @@ class BatchSource:
         self._holdings = holdings
         self._latest = _Found(-1, None, from_disk=False)
         """The latest own entry: if it was read from disk, its targets are in memory with it."""
-
-    # -- facts of the data set --------------------------------------------------------------
-
-    @property
-    def sample_shape(self) -> tuple[int, int, int, int]:
-        """Shape (C, D, H, W) that a sample has; see `BlockSource.sample_shape`."""
-        return self.dataset.sample_shape
-
-    @property
-    def num_targets(self) -> int:
-        """Number of values that are predicted for each sample; see `BlockSource.num_targets`."""
-        return self.dataset.num_targets
-
-    @property
-    def labeled(self) -> bool:
-        """Whether the targets are the class of each voxel; see `BlockSource.labeled`."""
-        return self.dataset.labeled
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type that samples and targets have; see `BlockSource.dtype`."""
-        return self.dataset.dtype
-
-    @property
-    def identity(self) -> str:
-        """Text that identifies the data set's content; see `BlockSource.identity`."""
-        return self.dataset.identity
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def shape_of(self, index: int) -> tuple[int, int, int, int]:
-        """Returns the shape (C, D, H, W) of sample `index`; see `BlockSource.shape_of`."""
-        return self.dataset.shape_of(index)
-
-    # -- reads ------------------------------------------------------------------------------
 
     def read_block(
         self, index: int, box: Box | None = None, out: Tensor | None = None
@@ -200,13 +144,11 @@ class BatchSource:
 
     def from_file(self, read: Callable[[], _T]) -> _T:
         """Reads from a file, and counts the bytes if the source does."""
-        counted = self.dataset if isinstance(self.dataset, CountedReads) else None
-        before = 0 if counted is None else counted.bytes_read
+        before = getattr(self.dataset, "bytes_read", 0)
         try:
             return read()
         finally:
-            if counted is not None:
-                self.figures.file_bytes += counted.bytes_read - before
+            self.figures.file_bytes += getattr(self.dataset, "bytes_read", 0) - before
 
 
 class StoredBatchSource(BatchSource):
