@@ -17,21 +17,15 @@ from pydist.data.medical.dicom import read_dicom
 from pydist.data.medical.grid import VoxelGrid
 from pydist.data.medical.layouts import Case
 from pydist.data.medical.nifti import Nifti, OpenNifti, read_nifti
-from pydist.data.medical.nifti_header import (
-    NiftiHeader,
-    header_of,
-    scaling_of,
-    with_affine,
-    without_private,
-)
+from pydist.data.medical.nifti_header import NiftiHeader, without_private
 from pydist.data.medical.nifti_writing import write_nifti
 from pydist.data.medical.options import GridOptions
 from pydist.data.safe_open import SafeFile
 from pydist.errors import DataError, UsageError
 from pydist.parsing import parse_json
 
-IMAGE_HEADER, LABEL_HEADER = "nifti_header", "nifti_label_header"
-"""File attributes: the headers of the NIfTI files, base64; `GRID` has the grid's options."""
+HEADER = "nifti_header"
+"""File attribute: the header of the image's NIfTI file, base64; `GRID` has the grid's options."""
 GRID = "pydist_grid"
 
 
@@ -41,8 +35,8 @@ def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False)
     Args:
         case: its files.
         options: the grid.
-        keep_header: whether to keep the headers' free text and unused fields, which may identify
-            the patient.
+        keep_header: whether to keep the free text and unused fields of the image's header, which
+            may identify the patient.
 
     Raises:
         DataError: a file is damaged, the files do not match, or a label is not an integer.
@@ -52,14 +46,11 @@ def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False)
     require_alike(first, label)
     # Not the label's own grid: affines that are nearly equal may round to other extents or axes.
     grid = VoxelGrid(first.block, options, str(first.path))
-    kept = label.block
-    if not VoxelGrid(kept, options, str(case.label)).is_like(grid):
-        kept = with_affine(kept, first.block)  # `write_labels` makes the grid from it
-    blocks = {IMAGE_HEADER: first.block, LABEL_HEADER: kept}
-    if not keep_header:
-        blocks = {name: without_private(block) for name, block in blocks.items()}
-    attributes = {name: base64.b64encode(block).decode() for name, block in blocks.items()}
-    attributes[GRID] = json.dumps(asdict(options))
+    block = first.block if keep_header else without_private(first.block)
+    attributes = {
+        HEADER: base64.b64encode(block).decode(),
+        GRID: json.dumps(asdict(options)),
+    }
     return LabeledVolume(image, grid.label(_whole_numbers(label)), attributes)
 
 
@@ -101,19 +92,18 @@ def write_labels(
     label: npt.NDArray[Any],
     block: bytes,
     options: GridOptions,
-    dtype: npt.DTypeLike | None = "uint8",
+    dtype: npt.DTypeLike = "uint8",
 ) -> None:
-    """Writes labels as NIfTI, on the grid of the file that they belong to.
+    """Writes labels as NIfTI, on the grid of the image that they belong to.
 
-    The header's free text, which may name a patient, is left out unless `dtype` is None; header
-    extensions are always left out.
+    The header's free text, which may name a patient, is left out, as are header extensions.
 
     Args:
         path: ends in .nii or .nii.gz; the file is written atomically.
         label: [D, H, W], on the grid of `options`.
-        block: the header of the file they belong to, an image or its label.
-        options: how that file was brought to the grid.
-        dtype: the stored type; None keeps the header's type and the full header.
+        block: the header of the image.
+        options: how the image was brought to the grid.
+        dtype: the stored type.
 
     Raises:
         UsageError: another suffix, labels of another grid, or labels that do not fit the type.
@@ -122,29 +112,21 @@ def write_labels(
     grid = VoxelGrid(block, options, str(path))
     if tuple(label.shape) != grid.padded:
         raise UsageError(f"{path}: labels {label.shape}, but the grid has {grid.padded}")
-    stored = grid.label_back(label)
-    if dtype is not None:
-        write_nifti(path, stored, without_private(block), dtype)
-        return
-    slope, intercept = scaling_of(header_of(block, str(path)), str(path))
-    if (slope, intercept) != (1, 0):  # the header keeps them, so readers apply them
-        stored = (stored.astype(np.float64) - intercept) / slope
-    write_nifti(path, stored, block)
+    write_nifti(path, grid.label_back(label), without_private(block), dtype)
 
 
-def geometry_of(file: SafeFile, name: str = IMAGE_HEADER) -> tuple[bytes, GridOptions]:
-    """Returns the NIfTI header and the grid options that a converted file keeps.
+def geometry_of(file: SafeFile) -> tuple[bytes, GridOptions]:
+    """Returns the image's NIfTI header and the grid options that a converted file keeps.
 
     Args:
         file: a file that `convert_nifti` has written.
-        name: `IMAGE_HEADER` or `LABEL_HEADER`.
 
     Raises:
         DataError: the file keeps none.
     """
-    text, options = file.text(name), file.text(GRID)
+    text, options = file.text(HEADER), file.text(GRID)
     if text is None or options is None:
-        raise DataError(f"{file.path}: no {name!r} in it: it does not come from NIfTI files")
+        raise DataError(f"{file.path}: no {HEADER!r} in it: it does not come from NIfTI files")
     try:
         block = base64.b64decode(text, validate=True)
         return block, grid_options(parse_json(options))

@@ -65,11 +65,6 @@ class VoxelGrid:
         if math.prod(self.padded) > _MOST_VOXELS:
             raise DataError(f"{where}: would get {self.padded} voxels; {_MOST_VOXELS} are possible")
 
-    def is_like(self, other: VoxelGrid) -> bool:
-        """Returns whether both grids map voxels of one file in the same way."""
-        same_axes = np.array_equal(self._orientation, other._orientation)
-        return same_axes and self.resampled == other.resampled
-
     def image(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Brings an image to the grid: trilinear, padded with its border values.
 

@@ -31,12 +31,6 @@ _PRIVATE = (
 )  # fmt: skip
 """Free text in a header, which may name a patient, and fields that NIfTI leaves unused."""
 
-_AFFINE = (
-    "pixdim", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d", "qoffset_x",
-    "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z",
-)  # fmt: skip
-"""Fields that determine the affine."""
-
 
 @dataclass(frozen=True)
 class NiftiHeader:
@@ -162,15 +156,6 @@ def without_private(block: bytes) -> bytes:
             kind, start = fields[name][:2]
             clean[start : start + kind.itemsize] = bytes(kind.itemsize)
     return bytes(clean)
-
-
-def with_affine(block: bytes, other: bytes) -> bytes:
-    """Returns a header with the affine of another header."""
-    header, source = header_of(block, "header"), header_of(other, "header")
-    for name in _AFFINE:
-        header[name] = source[name]
-    changed: bytes = header.binaryblock
-    return changed
 
 
 def voxel_shape(header: Nifti1Header, where: str) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ class NiftiOptions:
         on_bad_case: "stop" at the first case that can't be used, or "skip" and report it.
         ignore_label: label of unlabeled voxels, such as 255: it stays in the files, and is no
             class. By default that of a class "ignore" in nnU-Net's `dataset.json`.
-        keep_header: keep the free text of the headers, which may name a patient.
+        keep_header: keep the free text of the image's header, which may name a patient.
         overwrite: replace a data set made from other files or with other options.
     """
 
