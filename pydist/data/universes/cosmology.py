@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
 from typing import Any, cast
@@ -121,7 +121,6 @@ def transfer_bbks(k: Array, c: Cosmology) -> Array:
     return xp.log1p(2.34 * q) / (2.34 * q) * series**-0.25
 
 
-@dataclass(frozen=True)
 class AcousticScales:
     """Scales on which the full transfer function of Eisenstein & Hu depends, besides k.
 
@@ -138,34 +137,19 @@ class AcousticScales:
         beta_node: shift of their nodes (23).
     """
 
-    cosmology: Cosmology
-    k_eq: float = field(init=False)
-    z_drag: float = field(init=False)
-    sound_horizon: float = field(init=False)
-    k_silk: float = field(init=False)
-    alpha_c: float = field(init=False)
-    beta_c: float = field(init=False)
-    alpha_b: float = field(init=False)
-    beta_b: float = field(init=False)
-    beta_node: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name, value in self._scales().items():
-            object.__setattr__(self, name, value)
-
-    def _scales(self) -> dict[str, float]:
-        c = self.cosmology
+    def __init__(self, cosmology: Cosmology) -> None:
+        self.cosmology = c = cosmology
         om, ob, f, theta = c.matter, c.baryons, c.baryon_fraction, c.theta
         z_eq = 2.5e4 * om / theta**4  # (2); the paper's z_eq is 1 + z
-        k_eq = 0.0746 * om / theta**2
+        self.k_eq = k_eq = 0.0746 * om / theta**2
         b1 = 0.313 * om**-0.419 * (1 + 0.607 * om**0.674)
         b2 = 0.238 * om**0.223
-        z_drag = 1291 * om**0.251 / (1 + 0.659 * om**0.828) * (1 + b1 * ob**b2)
+        self.z_drag = z_drag = 1291 * om**0.251 / (1 + 0.659 * om**0.828) * (1 + b1 * ob**b2)
         # R (5): momentum density of baryons over that of photons, at drag and at equality.
         r_drag = 31.5 * ob / theta**4 * 1000 / (1 + z_drag)
         r_eq = 31.5 * ob / theta**4 * 1000 / z_eq
         growth = (math.sqrt(1 + r_drag) + math.sqrt(r_drag + r_eq)) / (1 + math.sqrt(r_eq))
-        horizon = 2 / (3 * k_eq) * math.sqrt(6 / r_eq) * math.log(growth)
+        self.sound_horizon = horizon = 2 / (3 * k_eq) * math.sqrt(6 / r_eq) * math.log(growth)
         a1 = (46.9 * om) ** 0.670 * (1 + (32.1 * om) ** -0.532)
         a2 = (12.0 * om) ** 0.424 * (1 + (45.0 * om) ** -0.582)
         c1 = 0.944 / (1 + (458 * om) ** -0.708)
@@ -173,17 +157,12 @@ class AcousticScales:
         y = z_eq / (1 + z_drag)
         root = math.sqrt(1 + y)
         suppression = y * (-6 * root + (2 + 3 * y) * math.log((root + 1) / (root - 1)))  # (15)
-        return {
-            "k_eq": k_eq,
-            "z_drag": z_drag,
-            "sound_horizon": horizon,
-            "k_silk": 1.6 * ob**0.52 * om**0.73 * (1 + (10.4 * om) ** -0.95),
-            "alpha_c": a1**-f * a2 ** -(f**3),
-            "beta_c": 1 / (1 + c1 * ((1 - f) ** c2 - 1)),
-            "alpha_b": 2.07 * k_eq * horizon * (1 + r_drag) ** -0.75 * suppression,
-            "beta_b": 0.5 + f + (3 - 2 * f) * math.sqrt((17.2 * om) ** 2 + 1),
-            "beta_node": 8.41 * om**0.435,
-        }
+        self.k_silk = 1.6 * ob**0.52 * om**0.73 * (1 + (10.4 * om) ** -0.95)
+        self.alpha_c = a1**-f * a2 ** -(f**3)
+        self.beta_c = 1 / (1 + c1 * ((1 - f) ** c2 - 1))
+        self.alpha_b = 2.07 * k_eq * horizon * (1 + r_drag) ** -0.75 * suppression
+        self.beta_b = 0.5 + f + (3 - 2 * f) * math.sqrt((17.2 * om) ** 2 + 1)
+        self.beta_node = 8.41 * om**0.435
 
     def transfer(self, k: Array) -> Array:
         """Computes T(k), k in h/Mpc. Source: Eisenstein & Hu 1998, (16)-(24)."""
