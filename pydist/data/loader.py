@@ -457,20 +457,8 @@ class Loader:
             inputs=ShardedTensor.from_local(inputs, layout, plan.first_sample),
             targets=targets,
             weight=weight,
-            indices=plan.indices,
-            count=plan.count,
-            first_sample=plan.first_sample,
-            global_size=plan.global_size,
-            # A group is weighted by its samples, and a padding sample counts as one there.
             loss_scale=self._loss_scale(plan),
-            epoch=plan.epoch,
-            step=plan.step,
-            step_size=plan.step_size,
-            part=plan.part,
-            parts=plan.parts,
-            is_last=plan.is_last,
-            ends_epoch=plan.ends_epoch,
-            in_parts=plan.in_parts,
+            **vars(plan),
         )
 
     def _loss_scale(self, plan: GroupBatch) -> float:
