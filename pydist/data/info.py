@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,15 +22,11 @@ from pydist.data.lock import lock_if_writable
 from pydist.data.made import state_of
 from pydist.data.manifest import DataFile, Manifest
 from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
-from pydist.data.publish import publish
-from pydist.data.regular import open_regular
 from pydist.data.trust import FileTrust
 from pydist.errors import DataError, DiskError
-from pydist.parsing import parse_json
 
 RESULTS = ".info.json"
-"""File beside the data with the results of the last deep reading, by file."""
-_JOURNAL = ".info.jsonl"
+"""Journal beside the data with the results of deep readings, by file."""
 _MOST_LABELS = 1000
 """Different labels of a file; with more they are no classes."""
 
@@ -192,7 +187,7 @@ def _found(
         # A fault may be of the options or of the machine, not of the file.
         found = {path: facts for path, facts in found.items() if not facts.faults}
         missing = [entry for entry in manifest.files if entry.path not in found]
-        journal = Journal(folder / _JOURNAL) if keeps else None
+        journal = Journal(folder / RESULTS) if keeps else None
         tasks = [(folder, replace(manifest, files=(entry,)), trust) for entry in missing]
         for number, facts in for_each(_read, tasks, workers):
             name = missing[number].path
@@ -204,10 +199,6 @@ def _found(
                     journal = None
             if progress:
                 progress(len(found), len(manifest.files), name)
-        if journal is not None and missing:
-            records = {path: [states[path], asdict(each)] for path, each in found.items()}
-            publish(folder / RESULTS, json.dumps(records).encode())
-            journal.remove()
     return found
 
 
@@ -313,16 +304,11 @@ def _kept(
     root: Path, manifest: Manifest, states: Mapping[str, list[Any] | None]
 ) -> dict[str, Facts]:
     """Returns the facts of earlier runs about files that have not changed since."""
-    journal = Journal(root / _JOURNAL)
-    records: Any = {}
-    with suppress(OSError, ValueError):
-        results = open_regular(root / RESULTS, os.O_RDONLY)
-        with os.fdopen(results, "rb") as file:
-            records = parse_json(file.read())
+    journal = Journal(root / RESULTS)
     found = {}
     for entry in manifest.files:
         with suppress(LookupError, TypeError, ValueError, AttributeError):
-            state, record = journal.get(entry.path) or records[entry.path]
+            state, record = journal.get(entry.path)
             if state is not None and state == states[entry.path]:
                 found[entry.path] = Facts.of(record)
     return found

@@ -54,22 +54,11 @@ def test_a_journal_is_never_written_elsewhere(tmp_path: Path, place: str) -> Non
 def test_info_neither_waits_nor_follows(data: Path, tmp_path: Path, place: str) -> None:
     target = tmp_path / "precious"
     target.write_text("{}")
-    PLACES[place](data / ".info.jsonl", target)
+    PLACES[place](data / ".info.json", target)
     facts = deep_facts(data)
     assert sum(each.files for each in facts.values()) == len(Manifest.load(data).files)
     assert target.read_text() == "{}"
     assert facts == deep_facts(data)
-
-
-@pytest.mark.parametrize("place", ["a link", "a pipe"])
-def test_results_are_no_link_or_pipe(data: Path, tmp_path: Path, place: str) -> None:
-    target = tmp_path / "results"
-    deep_facts(data)
-    (data / ".info.json").rename(target)
-    PLACES[place](data / ".info.json", target)
-    read = []
-    deep_facts(data, lambda *told: read.append(told))
-    assert len(read) == len(Manifest.load(data).files)
 
 
 def test_folders_within_each_other(tmp_path: Path) -> None:
