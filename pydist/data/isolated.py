@@ -51,17 +51,13 @@ class ReadingProcess:
         file_format: of the files, a name in `pydist.registry.FORMATS`.
         allow_roots: folders that links may lead to.
         memory: bytes of its address space.
-        open_files: the largest number of files that it keeps open.
     """
 
-    def __init__(
-        self, file_format: str, allow_roots: Sequence[str | Path], memory: int, open_files: int
-    ) -> None:
+    def __init__(self, file_format: str, allow_roots: Sequence[str | Path], memory: int) -> None:
         self._options = {
             "format": file_format,
             "allow_roots": [str(root) for root in allow_roots],
             "memory": memory,
-            "open_files": open_files,
         }
         self._shared = _shared_memory()
         weakref.finalize(self, os.close, self._shared)
@@ -169,7 +165,7 @@ class ReadingProcess:
 
 @functools.cache
 def kept_process(
-    file_format: str, allow_roots: tuple[str | Path, ...], memory: int = MEMORY, open_files: int = 1
+    file_format: str, allow_roots: tuple[str | Path, ...], memory: int = MEMORY
 ) -> ReadingProcess:
     """Returns a process that stays, for work that opens many files one after the other.
 
@@ -177,9 +173,8 @@ def kept_process(
         file_format: see `ReadingProcess`.
         allow_roots: see `ReadingProcess`.
         memory: see `ReadingProcess`.
-        open_files: see `ReadingProcess`.
     """
-    return ReadingProcess(file_format, allow_roots, memory, open_files)
+    return ReadingProcess(file_format, allow_roots, memory)
 
 
 class IsolatedFile(StoredFile):

@@ -7,7 +7,6 @@ import mmap
 import os
 import resource
 import signal
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,8 @@ class _Reader:
     def __init__(self, options: dict[str, Any]) -> None:
         self._format: type[StoredFile] = FORMATS.get(options["format"])
         self._roots: list[str] = options["allow_roots"]
-        self._limit: int = options["open_files"]
         self._shared: int = options["shared"]
-        self._files: OrderedDict[str, tuple[StoredFile, dict[str, StoredArray]]] = OrderedDict()
+        self._files: dict[str, tuple[StoredFile, dict[str, StoredArray]]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Returns the reply to a request; its "error" is one line."""
@@ -99,9 +97,6 @@ class _Reader:
         """Returns a file, which is opened unless it is open, and those arrays that were read."""
         if path not in self._files:
             self._files[path] = self._format.open(Path(path), self._roots), {}
-            if len(self._files) > self._limit:
-                self._close(next(iter(self._files)))
-        self._files.move_to_end(path)
         return self._files[path]
 
     def _close(self, path: str) -> None:

@@ -200,9 +200,7 @@ class OpenFiles:
             shape, dtype = self.manifest.sample_shape, np.dtype(self.manifest.dtype)
             memory = min(MEMORY + 2 * math.prod(shape) * dtype.itemsize, 1 << 62)
             reader_of = kept_process if self._keeps_process else ReadingProcess
-            handles.reader = reader_of(
-                self.manifest.file_format, self._allow_roots, memory, self._limit
-            )
+            handles.reader = reader_of(self.manifest.file_format, self._allow_roots, memory)
         return handles.reader.open(path)
 
     def _check_samples(self, file: StoredFile, dataset: StoredArray, entry: DataFile) -> None:

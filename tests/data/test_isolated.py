@@ -253,7 +253,7 @@ def test_replies_of_a_process_that_was_taken_over(
     )
     monkeypatch.setattr("pydist.data.isolated._START", script)
     monkeypatch.setattr("pydist.data.isolated._LONGEST", 1 << 16)
-    process = ReadingProcess("hdf5", (), 1 << 40, 4)
+    process = ReadingProcess("hdf5", (), 1 << 40)
     with pytest.raises(ValueError, match=why) as caught:
         process.open(tmp_path / "x").dataset("volume")
     assert "\n" not in str(caught.value)
