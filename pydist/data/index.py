@@ -368,7 +368,7 @@ def _indexed(
         number = missing[position]
         found[number] = result
         if journal is not None:
-            journal.add(tasks[number].name, {"recipe": recipes[number], "found": result.record()})
+            journal.add(tasks[number].name, {"recipe": recipes[number], "found": asdict(result)})
         if progress:
             progress(len(found), len(tasks), tasks[number].path.name)
     return [found[number] for number in range(len(tasks))]

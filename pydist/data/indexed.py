@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from pydist.data.axes import Axes, as_volume, channels_last, file_order
 from pydist.data.formats import StoredArray, StoredFile
@@ -105,30 +107,19 @@ class Indexed:
     file: DataFile
     logs: Log1pSums
 
-    def record(self) -> dict[str, Any]:
-        """Returns plain values, for `of`."""
-        return asdict(self)
-
     @classmethod
     def of(cls, record: dict[str, Any]) -> Indexed:
-        """Returns the description from its record.
+        """Returns the description from the record that `asdict` has made.
 
         Raises:
-            LookupError, TypeError or ValueError: it is no such record.
+            ValueError: it is no such record.
         """
-        kind, file, logs = record["kind"], record["file"], record["logs"]
-        depth, height, width = zip(*file["offsets"], strict=True)
-        return cls(
-            Kind(
-                kind["axes"], kind["dtype"], tuple(kind["sample_shape"]),
-                tuple(kind["target_names"]),
-            ),
-            DataFile(
-                file["path"], file["split"], file["bytes"], file["checksum"],
-                tuple(zip(depth, height, width, strict=True)), tuple(file["means"]),
-            ),
-            Log1pSums(list(logs["sums"]), list(logs["squares"]), logs["voxels"]),
-        )  # fmt: skip
+        return _adapter().validate_python(record)
+
+
+@cache
+def _adapter() -> TypeAdapter[Indexed]:
+    return TypeAdapter(Indexed)
 
 
 def index_file(task: FileTask) -> Indexed:
