@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pydist.data.hdf5_rules import Limits
 from pydist.data.medical.nifti import Nifti, Outline
-from pydist.data.medical.nifti_header import MISSING_LIBRARY
+from pydist.data.medical.nifti_header import new_header
 from pydist.data.regular import require_regular
 from pydist.errors import DataError, UsageError, one_line
 
@@ -94,7 +94,8 @@ def read_dicom(folder: str | Path) -> Nifti:
         stored[:, :, number] = _pixels(each, series, kind).T
     if kind is np.int32 and stored.min() >= -(1 << 15) and stored.max() < 1 << 15:
         stored = stored.astype(np.int16)
-    return Nifti(Path(folder), *_header(series, stored.dtype), stored)
+    header = new_header(stored.shape, stored.dtype, series.affine)
+    return Nifti(Path(folder), header, header.binaryblock, stored)
 
 
 def outline_of_dicom(folder: Path) -> Outline:
@@ -249,23 +250,6 @@ def _pixels(each: _Slice, series: _Series, kind: type[np.generic]) -> npt.NDArra
         if kind is np.int32 and not -(1 << 31) <= values.min() <= values.max() < 1 << 31:
             raise DataError(f"{each.path}: values from {values.min()} to {values.max()}")
         return values.astype(kind)
-
-
-def _header(series: _Series, dtype: np.dtype[Any]) -> tuple[Any, bytes]:
-    """Returns a NIfTI header with the grid of the series, parsed and as bytes."""
-    try:
-        from nibabel.nifti1 import Nifti1Header
-    except ImportError:
-        raise UsageError(MISSING_LIBRARY) from None
-    header = Nifti1Header()
-    header.set_data_dtype(dtype)
-    header.set_data_shape((series.columns, series.rows, len(series.slices)))
-    header.set_sform(series.affine, code="scanner")
-    header.set_qform(series.affine, code="scanner")
-    header.set_xyzt_units("mm")
-    header["scl_slope"], header["scl_inter"], header["vox_offset"] = 1, 0, 352
-    header["magic"] = b"n+1"
-    return header, header.binaryblock
 
 
 def _reader() -> Any:

@@ -17,7 +17,7 @@ from pydist.data.lock import FolderLock
 from pydist.data.manifest import FILE_NAME, Manifest
 from pydist.data.medical.collection import LabeledVolume, Progress, Source, write_set
 from pydist.data.medical.ct import CLASS_NAMES, make_volume
-from pydist.data.medical.nifti_header import MISSING_LIBRARY
+from pydist.data.medical.nifti_header import new_header
 from pydist.data.medical.nifti_writing import write_nifti
 from pydist.data.medical.options import CTOptions
 from pydist.data.publish import make_folder, publish, require_room
@@ -161,23 +161,11 @@ def _recipe_of(description: Path) -> str | None:
 
 def _write(path: Path, values: npt.NDArray[Any], options: CTOptions) -> None:
     """Writes [D, H, W] as NIfTI, RAS with the center at 0 mm."""
-    try:
-        import nibabel as nib
-    except ImportError:
-        raise UsageError(MISSING_LIBRARY) from None
     spacing = np.array(options.spacing[::-1])
     affine = np.diag([*spacing, 1.0])
     affine[:3, 3] = -spacing * (np.array(values.shape[::-1]) - 1) / 2
-    header = nib.Nifti1Header()
-    header.set_data_dtype(values.dtype)
-    header.set_data_shape(values.shape[::-1])
-    header.set_xyzt_units("mm")
-    header.set_qform(affine, code="scanner")
-    header.set_sform(affine, code="scanner")
-    header["scl_slope"], header["scl_inter"] = 1, 0
-    header["magic"] = b"n+1"
-    header["vox_offset"] = 352
-    write_nifti(path, values.transpose(2, 1, 0), header.binaryblock)
+    voxels = values.transpose(2, 1, 0)
+    write_nifti(path, voxels, new_header(voxels.shape, voxels.dtype, affine).binaryblock)
 
 
 def _labeled(options: CTOptions, index: int) -> LabeledVolume:

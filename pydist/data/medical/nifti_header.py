@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -101,6 +102,34 @@ def header_of(block: bytes, where: str) -> Nifti1Header:
         raise DataError(f"{where}: damaged header: {one_line(error)}") from error
     if not magic.startswith((b"n+1", b"n+2")):
         raise DataError(f"{where}: not NIfTI in one file (magic {magic!r}): convert it to .nii")
+    return header
+
+
+def new_header(
+    shape: Sequence[int], dtype: npt.DTypeLike, affine: npt.NDArray[np.float64]
+) -> Nifti1Header:
+    """Returns a header that has nothing but shape, type and affine.
+
+    Args:
+        shape: of the voxels, [x, y, z].
+        dtype: the stored type.
+        affine: [4, 4], from voxel indices to mm.
+
+    Raises:
+        UsageError: nibabel is not installed.
+    """
+    try:
+        from nibabel.nifti1 import Nifti1Header
+    except ImportError:
+        raise UsageError(MISSING_LIBRARY) from None
+    header = Nifti1Header()
+    header.set_data_dtype(np.dtype(dtype))
+    header.set_data_shape(shape)
+    header.set_sform(affine, code="scanner")
+    header.set_qform(affine, code="scanner")
+    header.set_xyzt_units("mm")
+    header["scl_slope"], header["scl_inter"], header["vox_offset"] = 1, 0, 352
+    header["magic"] = b"n+1"
     return header
 
 
