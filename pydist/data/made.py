@@ -9,10 +9,12 @@ file without a recorded checksum, or with a different one, is made again.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydist._loader import native
 from pydist.data.data_file import checked_path, kind_of
@@ -21,6 +23,7 @@ from pydist.data.journal import Journal
 from pydist.data.manifest import FILE_NAME, Manifest
 from pydist.data.publish import publish
 from pydist.data.regular import Stamp, TrustedTree, require_regular
+from pydist.data.safe_open import safe_open
 from pydist.errors import DataError, UsageError
 from pydist.owner import remove
 
@@ -105,6 +108,24 @@ class MadeFiles:
         except OSError:
             return None
         return content if checksum_of(content, kind_of(noted)) == noted else None
+
+    def arrays(
+        self, name: str, recipe: str, wanted: Sequence[str]
+    ) -> tuple[bytes, list[Any]] | None:
+        """Returns content and arrays of an unchanged HDF5 file with this recipe, else `None`.
+
+        Args:
+            name: of the file.
+            recipe: its `RECIPE`.
+            wanted: names of the arrays.
+        """
+        content = self.read(name)
+        if content is None:
+            return None
+        with contextlib.suppress(DataError), safe_open(name, driver=io.BytesIO(content)) as file:
+            if file.text(RECIPE) == recipe:
+                return content, [file.dataset(each)[...] for each in wanted]
+        return None
 
     def complete(self, manifest: Manifest) -> None:
         """Removes files of earlier data sets, and the journal: the manifest has the checksums."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from pydist.data.lock import FolderLock
 from pydist.data.made import MadeFiles, checksum_of, present_set
 from pydist.data.manifest import DataFile, Intensity, Manifest
 from pydist.data.publish import make_folder
-from pydist.data.safe_open import safe_open
 from pydist.errors import DataError
 from pydist.owner import remove_temporaries
 
@@ -156,9 +154,8 @@ def _write(
 ) -> _Made:
     """Makes one file, which must have as many channels as `like`."""
     name = f"{source.name}{_SUFFIX}"
-    earlier = files.read(name)
-    kept = None if earlier is None else _read_again(name, earlier, source.recipe)
-    volume = source.make() if kept is None else kept
+    kept = files.arrays(name, source.recipe, (VOLUME, LABEL))
+    volume = source.make() if kept is None else LabeledVolume(*kept[1])
     if like is not None and len(volume.image) != like.channels:
         other = like.file.path.removesuffix(_SUFFIX)
         raise DataError(unlike(source.name, len(volume.image), other, like.channels))
@@ -176,11 +173,11 @@ def _write(
             file.attrs[attribute] = np.bytes_(text)
 
     content: bytes | memoryview
-    if earlier is None or kept is None:
+    if kept is None:
         content = file_image(fill)
         files.publish(name, content)
     else:
-        content = earlier
+        content = kept[0]
     depth, height, width = image.shape[1:]
     entry = DataFile(
         name,
@@ -236,17 +233,6 @@ def _foreground(
     found = np.flatnonzero(label if ignored is None else (label != 0) & (label != ignored))
     picks = np.linspace(0, len(found) - 1, min(len(found), _FOREGROUND_SAMPLES)).astype(np.intp)
     return image.reshape(image.shape[0], -1)[:, found[picks]]
-
-
-def _read_again(name: str, content: bytes, recipe: str) -> LabeledVolume | None:
-    """Returns the content of an earlier run's file, if made by the same recipe, else `None`."""
-    try:
-        with safe_open(name, driver=io.BytesIO(content)) as file:
-            if file.text(RECIPE) != recipe:
-                return None
-            return LabeledVolume(file.dataset(VOLUME)[...], file.dataset(LABEL)[...])
-    except DataError:
-        return None
 
 
 def _manifest(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +19,9 @@ from pydist.data.log1p import Log1pSums, log1p_statistics
 from pydist.data.made import MadeFiles, checksum_of, present_set
 from pydist.data.manifest import DataFile, Manifest
 from pydist.data.publish import make_folder, require_room
-from pydist.data.safe_open import safe_open
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES, UniverseOptions
 from pydist.data.universes.simulate import UniverseParameters, draw_parameters, simulate
-from pydist.errors import DataError, UsageError
+from pydist.errors import UsageError
 from pydist.owner import remove_temporaries
 
 Progress = Callable[[int, int, str], None]
@@ -174,18 +172,11 @@ def _read_again(
     shape = (len(options.redshifts), *(options.box,) * 3)
     counts = np.empty(shape, dtype=options.dtype)
     for name, _, place in _files(options, index):
-        content = made.read(name)
-        if content is None:
+        found = made.arrays(name, recipe, ("full",))
+        if found is None:
             return None
-        try:
-            with safe_open(name, driver=io.BytesIO(content)) as file:
-                if file.text(RECIPE) != recipe:
-                    return None
-                stored = file.dataset("full")[...]
-        except DataError:
-            return None
+        contents[name], (stored,) = found
         counts[place] = np.moveaxis(stored, -1, 0) if options.layout == "cosmoflow" else stored
-        contents[name] = content
     return counts, contents
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from pydist.data import ConvertOptions, ShardDataset, convert_dataset
 from pydist.data.index import verify_dataset
-from pydist.data.medical.collection import VOLUME
 from pydist.data.medical.convert import convert_nifti
 from pydist.data.medical.ct import CLASS_NAMES, LEVELS, make_volume
 from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.options import CTOptions
 from pydist.errors import UsageError
-from support.data.damage import flip_bit, interrupt_at_the_end
+from support.data.damage import interrupt_at_the_end
 
 
 def test_levels_and_noise_are_those_asked_for():
@@ -52,23 +50,6 @@ def test_up_to_ten_tumors_and_sometimes_none():
     tumors = [(make_volume(options, i)[1] == 2).sum() for i in range(30)]
     assert 0 in tumors
     assert max(tumors) > 50
-
-
-@pytest.mark.parametrize("complete", [True, False], ids=["complete", "interrupted"])
-def test_a_bit_that_flipped_after_an_earlier_run_is_not_blessed(tmp_path, complete):
-    options = CTOptions(count=2, shape=(8, 8, 8))
-    generate_ct(tmp_path / "whole", options)
-    root = tmp_path / "again"
-    with nullcontext() if complete else pytest.raises(KeyboardInterrupt):
-        generate_ct(root, options, None if complete else interrupt_at_the_end)
-    kept = (root / "ct_0000.hdf5").stat().st_ino
-    flip_bit(root / "ct_0001.hdf5", VOLUME)
-    generate_ct(root, options)
-    assert (root / "ct_0000.hdf5").stat().st_ino == kept
-    for path in (tmp_path / "whole").rglob("*"):
-        if path.is_file():
-            assert path.read_bytes() == (root / path.relative_to(tmp_path / "whole")).read_bytes()
-    assert len(list(root.iterdir())) == 4
 
 
 def test_files_of_an_interrupted_conversion_are_made_again(tmp_path):
