@@ -24,7 +24,7 @@ from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.inference.distributed import BoxedVolume
 from pydist.inference.loaded import Loaded, load_network
 from pydist.inference.results import Results
-from pydist.inference.scoring import Scorer, WindowProgress
+from pydist.inference.scoring import Scorer, WindowProgress, spatial_boxes
 from pydist.inference.source import ArrayImage, ImageFacts, ImageSource, NiftiImage, distribute
 from pydist.inference.windows import Sliding, Windows, regions
 from pydist.interop import ArrayLike
@@ -238,10 +238,7 @@ class Predictor:
 
     def _blocks(self, extents: Sequence[int]) -> list[Box]:
         """Returns the box of each rank of a sample group; of equal copies, others are empty."""
-        boxes = [
-            Box(box.lo[2:], box.hi[2:])
-            for box in layout_for_sample(self.mesh, (1, 1, *extents)).boxes
-        ]
+        boxes = spatial_boxes(layout_for_sample(self.mesh, (1, 1, *extents)))
         nothing = Box([0] * len(extents), [0] * len(extents))
         return [nothing if box in boxes[:i] else box for i, box in enumerate(boxes)]
 

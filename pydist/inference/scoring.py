@@ -72,7 +72,7 @@ class Scorer:
         channels = len(image.local)
         inputs = layout_for_sample(mesh, (1, channels, *windows.window))
         outputs = layout_for_sample(mesh, (1, self.classes, *windows.window))
-        taken, boxes = _spatial(inputs), _spatial(outputs)
+        taken, boxes = spatial_boxes(inputs), spatial_boxes(outputs)
         # Of equal copies, as along the channel axis, one is added.
         given = [None if box in boxes[:i] else box for i, box in enumerate(boxes)]
         own, index = divmod(group.rank, mesh.sample_size)
@@ -138,7 +138,7 @@ def _dealt(
     return found
 
 
-def _spatial(layout: Layout) -> list[Box]:
+def spatial_boxes(layout: Layout) -> list[Box]:
     """Returns the boxes of a sample group's ranks, without dims for samples and channels."""
     return [Box(box.lo[2:], box.hi[2:]) for box in layout.boxes]
 

@@ -131,5 +131,4 @@ class BoxSource(BatchSource):
 
 def slices_of(box: Box, within: Box) -> tuple[Any, ...]:
     """Returns the place of a box in an array [..., D, H, W] of another one."""
-    bounds = zip(box.lo, box.hi, within.lo, strict=True)
-    return ..., *(slice(a - first, b - first) for a, b, first in bounds)
+    return ..., *box.shift([-first for first in within.lo]).slices

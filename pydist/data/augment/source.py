@@ -27,7 +27,6 @@ from pydist.data.augment.steps import (
     curved,
     low_resolution,
     stretched,
-    volume,
 )
 from pydist.data.augment.warp import Elastic, Warp, rotation
 from pydist.data.blocks import BlockSource, SourceOver, in_epoch, take_into
@@ -115,24 +114,24 @@ class Augmented(SourceOver):
     def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
         """Returns a block of an augmented sample; see `BlockSource.read_block`."""
         shape = self.shape_of(index)
-        lo, hi = ((0, 0, 0, 0), shape) if box is None else (box.lo, box.hi)
-        changes, wanted = list(self._changes(index)), Box(lo[1:], hi[1:])
-        room = torch.empty(_sizes(lo, hi), dtype=self.dtype) if out is None else out
-        if volume(wanted):
+        whole = Box((0, 0, 0, 0), shape) if box is None else box
+        changes, wanted = list(self._changes(index)), Box(whole.lo[1:], whole.hi[1:])
+        room = torch.empty(whole.shape, dtype=self.dtype) if out is None else out
+        if not wanted.empty:
             boxes = boxes_of(changes, wanted)
             source = Box((0, *boxes[0].lo), (shape[0], *boxes[0].hi))
             # Of that type, in which changes compute: the source may return any array.
             values = torch.empty(source.shape, dtype=self.dtype)
             take_into(self.dataset.read_block(index, source, values), values)
-            np.copyto(room.numpy(), _changed(values.numpy(), changes, boxes)[lo[0] : hi[0]])
+            found = _changed(values.numpy(), changes, boxes)
+            np.copyto(room.numpy(), found[whole.lo[0] : whole.hi[0]])
         return room
 
     def read_labels(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
         """Returns the labels of a block, moved as it is; see `BlockSource.read_labels`."""
         wanted = Box((0, 0, 0), self.shape_of(index)[1:]) if box is None else box
-        sizes = _sizes(wanted.lo, wanted.hi)
-        room = torch.empty(sizes, dtype=torch.int64) if out is None else out
-        if volume(wanted):
+        room = torch.empty(wanted.shape, dtype=torch.int64) if out is None else out
+        if not wanted.empty:
             changes = [change for change in self._changes(index) if change.moves]
             boxes = boxes_of(changes, wanted)
             labels = torch.empty(boxes[0].shape, dtype=torch.int64)
@@ -269,7 +268,3 @@ def _changed(values: Array, changes: list[Change], boxes: list[Box]) -> Array:
     for change, (has, wanted) in zip(changes, pairwise(boxes), strict=True):
         values = change(values, has, wanted)
     return values
-
-
-def _sizes(lo: tuple[int, ...], hi: tuple[int, ...]) -> list[int]:
-    return [b - a for a, b in zip(lo, hi, strict=True)]

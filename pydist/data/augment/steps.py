@@ -6,7 +6,6 @@ result does not depend on the box for which it is computed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -266,8 +265,3 @@ def boxes_of(changes: Sequence[Change], box: Box) -> list[Box]:
     for change in reversed(changes):
         found.append(change.needs(found[-1]))
     return found[::-1]
-
-
-def volume(box: Box) -> int:
-    """Returns the number of voxels that a box has."""
-    return math.prod(b - a for a, b in zip(box.lo, box.hi, strict=True))

@@ -138,7 +138,7 @@ class Warp:
     def __call__(self, x: Array, has: Box, wanted: Box) -> Array:
         """Interpolates the values."""
         x = np.ascontiguousarray(x)
-        sizes = [b - a for a, b in zip(wanted.lo, wanted.hi, strict=True)]
+        sizes = wanted.shape
         found = np.empty((len(x), *sizes), x.dtype)
         planes = max(1, _SLAB // math.prod(sizes[1:]))
         for start in range(0, sizes[0], planes):
