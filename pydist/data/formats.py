@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
@@ -117,9 +116,7 @@ class StoredFile(ABC):
         path: the file, or the folder that serves as one in this format.
     """
 
-    errors: ClassVar[tuple[type[Exception], ...]] = (
-        OSError, LookupError, ValueError, EOFError, SyntaxError, TokenError,
-    )  # fmt: skip
+    errors: ClassVar[tuple[type[Exception], ...]] = (OSError, LookupError, ValueError, EOFError)
     """Exceptions of opening and reading missing or damaged content; reported in one line."""
     suffix: ClassVar[str] = ""
     """How the names of files end that `pydist data convert` writes."""

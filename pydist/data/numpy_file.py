@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,22 @@ def _map(file: Any, size: int) -> npt.NDArray[Any]:
     Raises:
         ValueError: the header is damaged, or says something that the file does not hold.
     """
+    shape, backwards, dtype = read_header(file)
+    start, needed = file.tell(), math.prod(shape) * dtype.itemsize
+    if min(shape, default=1) < 0 or start + needed > size:
+        raise ValueError(f"cut short: {start + needed} bytes are declared, it has {size}")
+    order: Any = "F" if backwards else "C"
+    if not needed:
+        return np.empty(shape, dtype, order)
+    return np.memmap(file, dtype, "r", start, shape, order)
+
+
+def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Reads the header of a `.npy` file: shape, whether the first index runs fastest, and type.
+
+    Raises:
+        ValueError: the header is damaged, or values are other than real numbers of up to 8 bytes.
+    """
     version = np.lib.format.read_magic(file)
     readers = {
         (1, 0): np.lib.format.read_array_header_1_0,
@@ -155,15 +172,11 @@ def _map(file: Any, size: int) -> npt.NDArray[Any]:
         shape, backwards, dtype = readers[version](file)
     except (RecursionError, MemoryError):  # of `ast.literal_eval`
         raise ValueError("its header is nested too deeply") from None
+    except (SyntaxError, TokenError):  # NumPy tries Python 2's form by `tokenize`
+        raise ValueError("its header is damaged") from None
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
-        raise ValueError(f"it holds {dtype}; numbers of up to 8 bytes are possible")
-    start, needed = file.tell(), math.prod(shape) * dtype.itemsize
-    if min(shape, default=1) < 0 or start + needed > size:
-        raise ValueError(f"cut short: {start + needed} bytes are declared, it has {size}")
-    order: Any = "F" if backwards else "C"
-    if not needed:
-        return np.empty(shape, dtype, order)
-    return np.memmap(file, dtype, "r", start, shape, order)
+        raise ValueError(f"it holds {dtype}; real numbers of up to 8 bytes are needed")
+    return shape, backwards, dtype
 
 
 def read_array(path: Path) -> npt.NDArray[Any]:

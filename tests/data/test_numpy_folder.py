@@ -109,7 +109,7 @@ def test_nothing_is_unpickled(folder: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     np.save(folder / "full.npy", np.array([Bomb(trace)], dtype=object), allow_pickle=True)
     trace.unlink(missing_ok=True)
-    assert "holds object; numbers of up to 8 bytes" in refusal(folder)
+    assert "holds object; real numbers of up to 8 bytes" in refusal(folder)
     (folder / "full.npy").write_bytes(pickle.dumps(Bomb(trace)))
     assert "damaged, or not NumPy's" in refusal(folder)
     assert not trace.exists()

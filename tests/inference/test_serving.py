@@ -277,7 +277,7 @@ def test_http(ranks, folder):
             ("POST", "/predict", cut, 400, "bytes for the shape (1, 16, 24, 16)"),
             ("POST", "/predict", huge, 400, "not the content of a .npy file"),
             ("POST", "/predict", nested, 400, "not the content of a .npy file"),
-            ("POST", "/predict", objects, 400, "real numbers are needed"),
+            ("POST", "/predict", objects, 400, "real numbers of up to 8 bytes are needed"),
             ("POST", "/predict", npy(image[:, 1:]), 400, "(15, 24, 16) voxels; the network needs"),
             ("POST", "/predict", npy(image * np.nan), 400, "NaN at (0, 0, 0, 0)"),
             ("POST", "/predict", npy(np.zeros(70_000)), 413, "more than 500000 bytes"),
