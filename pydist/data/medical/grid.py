@@ -170,16 +170,6 @@ class VoxelGrid:
         return depth, height, width
 
 
-def resized(values: npt.NDArray[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
-    """Interpolates [D, H, W] trilinearly; the outer faces of the volume keep their positions.
-
-    Equals torch's `interpolate(mode="trilinear", align_corners=False)`, without smoothing before
-    downsampling.
-    """
-    whole = Box((0, 0, 0), values.shape)
-    return resized_part(values, whole, values.shape, shape, Box((0, 0, 0), shape))
-
-
 def source_of(box: Box, extents: Sequence[int], shape: Sequence[int]) -> Box:
     """Returns the box of a volume that a box of the resized volume reads; see `resized_part`."""
     intervals = [
@@ -192,7 +182,10 @@ def source_of(box: Box, extents: Sequence[int], shape: Sequence[int]) -> Box:
 def resized_part(
     values: npt.NDArray[Any], source: Box, extents: Sequence[int], shape: Sequence[int], box: Box
 ) -> npt.NDArray[Any]:
-    """Interpolates a box of a resized volume, with the same bits as in the whole one.
+    """Interpolates a box of a resized volume trilinearly, with the same bits as in the whole one.
+
+    The outer faces of the volume keep their positions. Equals torch's
+    `interpolate(mode="trilinear", align_corners=False)`, without smoothing before downsampling.
 
     Args:
         values: the volume's voxels in `source`, [D, H, W].

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pydist.data.medical.grid import VoxelGrid, nearest, resized
+from pydist.data.medical.grid import VoxelGrid, nearest, resized_part
 from pydist.data.medical.options import GridOptions
 from pydist.errors import DataError, UsageError
+from pydist.partition import Box
 
 EXTENTS = st.tuples(*[st.integers(1, 9)] * 3)
 
@@ -25,7 +26,9 @@ def test_interpolation_is_torch_s(before, after):
     whole = torch.from_numpy(values)[None, None]
     # torch's single-precision weights are off by a few units in the last place.
     expected = F.interpolate(whole.double(), after, mode="trilinear", align_corners=False)[0, 0]
-    np.testing.assert_allclose(resized(values, after), expected, atol=2e-6)
+    source, box = Box((0, 0, 0), before), Box((0, 0, 0), after)
+    found = resized_part(values, source, before, after, box)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
     expected = F.interpolate(whole, after, mode="nearest-exact")[0, 0]
     # Halfway between two voxels torch's rounding decides; elsewhere the two agree.
     centers = [(np.arange(n) + 0.5) * m / n for n, m in zip(after, before, strict=True)]

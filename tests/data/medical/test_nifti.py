@@ -14,11 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pydist.data.medical.grid import resized
+from pydist.data.medical.grid import resized_part
 from pydist.data.medical.nifti import OpenNifti, outline_of, read_nifti
 from pydist.data.medical.nifti_header import without_private
 from pydist.data.medical.nifti_writing import write_nifti
 from pydist.errors import DataError, DiskError, UsageError
+from pydist.partition import Box
 
 
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
@@ -123,11 +124,13 @@ def test_values_beyond_float32_are_refused_with_their_range(tmp_path, write):
     path.write_bytes(raw)
     with pytest.raises(DataError, match=r"a\.nii: values from -6e\+39 to 5\.9e\+39 do not fit f"):
         read_nifti(path).values()
+    whole, box = Box((0, 0, 0), (4, 5, 6)), Box((0, 0, 0), (3, 7, 9))
     for factor, refused in ((1.8, True), (1.6, False)):
         raw[112:116] = struct.pack("<f", factor * 1e38 / 60)
         path.write_bytes(raw)
         with pytest.raises(DataError, match="do not fit float32") if refused else nullcontext():
-            assert np.isfinite(resized(read_nifti(path).values(), (3, 7, 9))).all()
+            values = resized_part(read_nifti(path).values(), whole, whole.hi, box.hi, box)
+            assert np.isfinite(values).all()
 
 
 @pytest.mark.parametrize("inter", [0, 5, math.nan])
