@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 Progress = Callable[[int, int, str], None]
-"""Called with (files done, files in total, the latest file)."""
+"""Called with (items done, items in total, the latest one or what was done)."""
 
 Workers = int | Executor
 """A number of processes on this machine, or what runs functions elsewhere, such as on the ranks of

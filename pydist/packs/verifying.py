@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,7 @@ from pydist.errors import DataError, UsageError
 from pydist.packs.servers import addresses, open_pack
 from pydist.packs.staging import staged_partitions
 from pydist.packs.tree import shown
-from pydist.packs.writing import record_of
-
-Progress = Callable[[int, int, str], None]
-"""Called with (bytes done, bytes in total, the latest file)."""
+from pydist.packs.writing import Progress, record_of
 
 _PIECE = 1 << 22
 """Bytes on disk of files that one thread checks in turn."""

@@ -47,7 +47,7 @@ from pydist.train.config import (
 from pydist.train.report import PREDICTIONS_FILE
 
 if TYPE_CHECKING:
-    from pydist.data.universes.generate import Progress
+    from pydist.data.each_file import Progress
 
 NETWORK, RIDGE, CONSTANT = "network", "ridge", "mean"
 

@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.each_file import Progress
 from pydist.data.file_image import RECIPE, file_image, h5py_arguments
 from pydist.data.formats import Storage
 from pydist.data.lock import FolderLock
@@ -20,9 +21,6 @@ from pydist.data.manifest import DataFile, Intensity, Manifest
 from pydist.data.publish import make_folder
 from pydist.errors import DataError
 from pydist.owner import remove_temporaries
-
-Progress = Callable[[int, int, str], None]
-"""Called with (volumes done, volumes in total, latest action)."""
 
 VOLUME, LABEL = "volume", "segmentation"
 """Names of the arrays in a file, as in LBANN's reader of LiTS."""

@@ -12,11 +12,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from pydist.data.each_file import Progress
 from pydist.data.file_image import RECIPE, recipe_hash, storage_of
 from pydist.data.made import state_of
 from pydist.data.manifest import Manifest
 from pydist.data.medical.case import convert_case
-from pydist.data.medical.collection import Progress, Source, unlike, write_set
+from pydist.data.medical.collection import Source, unlike, write_set
 from pydist.data.medical.dicom import outline_of_dicom
 from pydist.data.medical.layouts import Case, find_cases
 from pydist.data.medical.nifti import Outline, outline_of

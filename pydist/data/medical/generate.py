@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.each_file import Progress
 from pydist.data.file_image import RECIPE, recipe_hash, storage_of
 from pydist.data.lock import FolderLock
 from pydist.data.manifest import FILE_NAME, Manifest
-from pydist.data.medical.collection import LabeledVolume, Progress, Source, write_set
+from pydist.data.medical.collection import LabeledVolume, Source, write_set
 from pydist.data.medical.ct import CLASS_NAMES, make_volume
 from pydist.data.medical.nifti_header import new_header
 from pydist.data.medical.nifti_writing import write_nifti

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.each_file import Progress
 from pydist.data.file_image import RECIPE, file_image, h5py_arguments, recipe_hash, storage_of
 from pydist.data.lock import FolderLock
 from pydist.data.log1p import Log1pSums, log1p_statistics
@@ -23,9 +24,6 @@ from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES, Univers
 from pydist.data.universes.simulate import UniverseParameters, draw_parameters, simulate
 from pydist.errors import UsageError
 from pydist.owner import remove_temporaries
-
-Progress = Callable[[int, int, str], None]
-"""Called with (universes done, universes in total, latest action), in the caller's thread."""
 
 
 def generate_universes(
@@ -41,7 +39,7 @@ def generate_universes(
     Args:
         out_dir: the folder, made if missing.
         options: of the set.
-        progress: called after each universe.
+        progress: called after each universe, in the caller's thread.
 
     Returns:
         The manifest that was written.
