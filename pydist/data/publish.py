@@ -70,6 +70,17 @@ def publishing(path: Path, size: int) -> Iterator[IO[bytes]]:
             temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Raises errors of the file system as a `DiskError` that names the folder."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        raise DiskError(f"{folder}: {error.strerror}") from error
+
+
 def publish_folder(path: Path, fill: Callable[[Path], None]) -> None:
     """Writes a folder atomically, as `replace_folder` does, and makes the folders above it.
 

@@ -18,8 +18,15 @@ from pydist import owner
 from pydist._loader import native
 from pydist.data.lock import FILE_NAME as LOCK_NAME
 from pydist.data.lock import FolderLock
-from pydist.data.publish import flush_to_disk, make_folder, need_space, publish, real_path
-from pydist.errors import DataError, DiskError, UsageError
+from pydist.data.publish import (
+    disk_errors,
+    flush_to_disk,
+    make_folder,
+    need_space,
+    publish,
+    real_path,
+)
+from pydist.errors import DataError, UsageError
 from pydist.launch.backends import cores
 from pydist.packs.tree import shown
 from pydist.packs.writing import Progress, record_of
@@ -87,7 +94,7 @@ def stage(
     for name in (*_recorded(pack), *broadcast):
         chosen |= {pack.entry(number).partition for number in _below(pack, source, name)}
     make_folder(root)
-    with FolderLock(root) as lock:
+    with FolderLock(root) as lock, disk_errors(root):
         _Staging(pack, Path(source), root, progress).run(chosen, lock)
     return sorted(chosen)
 
@@ -148,10 +155,6 @@ class _Staging:
             self._list(chosen | already)
             (self._work / native.PACK_INDEX).replace(self._root / native.PACK_INDEX)
             flush_to_disk(self._root)
-        except OSError as error:
-            if isinstance(error, DiskError):
-                raise
-            raise DiskError(f"{self._root}: {error.strerror}") from error
         finally:
             with contextlib.suppress(OSError):
                 owner.remove(self._work)

@@ -19,7 +19,7 @@ from pydist import owner
 from pydist._loader import native
 from pydist.data.lock import FILE_NAME as LOCK_NAME
 from pydist.data.lock import FolderLock
-from pydist.data.publish import make_folder, need_space, publish, real_path
+from pydist.data.publish import disk_errors, make_folder, need_space, publish, real_path
 from pydist.errors import DataError, DiskError, UsageError
 from pydist.launch.backends import cores
 from pydist.packs.options import PackOptions
@@ -93,7 +93,8 @@ def pack(
         packing = _Packing(tree, root, options, progress)
         others = set(tree.files) - shared
         parts = packing.divided(others, count) + packing.divided(shared, shared_count)
-        return packing.run(parts, recipe, lock)
+        with disk_errors(root):
+            return packing.run(parts, recipe, lock)
 
 
 def record_of(folder: native.PackFolder) -> dict[str, Any]:
@@ -212,10 +213,6 @@ class _Packing:
             for temporary, final in zip(temporaries, finals, strict=True):
                 temporary.replace(final)
             publish(self._root / native.PACK_INDEX, index)
-        except OSError as error:
-            if isinstance(error, DiskError):
-                raise
-            raise DiskError(f"{self._root}: {error.strerror}") from error
         finally:
             for temporary in temporaries:
                 with contextlib.suppress(OSError):

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from pydist import owner
 from pydist._loader import native
 from pydist.data.lock import FILE_NAME as LOCK_NAME
 from pydist.data.lock import FolderLock
-from pydist.data.publish import make_folder, publish
+from pydist.data.publish import disk_errors, make_folder, publish
 from pydist.data.store.options import StoreOptions
 from pydist.data.store.spill import Spill
-from pydist.errors import DataError, DiskError, PydistError, UsageError
+from pydist.errors import DataError, PydistError, UsageError
 from pydist.parsing import parse_json
 
 _PREFIX = "pydist-store-"
@@ -84,7 +84,7 @@ class LastingSpill(Spill):
             return
         if self._writer is not None and self._temporary is not None:
             size = self._writer.finish()
-            with _in_words(self.folder):
+            with disk_errors(self.folder):
                 self._temporary.replace(self.folder / native.partition_name(self._partition))
             self._sizes.append(size)
             self._partition += 1
@@ -138,7 +138,7 @@ class LastingSpill(Spill):
         for slot in range(_SLOTS):
             self.folder = folder / f"{_PREFIX}{digest}-{slot}"
             make_folder(self.folder)
-            with _in_words(self.folder):
+            with disk_errors(self.folder):
                 self.folder.chmod(0o700)  # also fails if it is another user's
             lock = FolderLock(self.folder)
             with contextlib.suppress(UsageError):
@@ -166,7 +166,7 @@ class LastingSpill(Spill):
 
     def _remove_all_but(self, keep: set[str]) -> None:
         """Removes partitions and indices with other names."""
-        with _in_words(self.folder):
+        with disk_errors(self.folder):
             for path in self.folder.iterdir():
                 if path.name not in keep and path.name.lstrip(".").startswith(("part-", "index.")):
                     path.unlink()
@@ -238,14 +238,3 @@ def _parsed(text: bytes) -> Any:
 
 def _name_of(sample: int) -> bytes:
     return b"%012d" % sample
-
-
-@contextlib.contextmanager
-def _in_words(folder: Path) -> Iterator[None]:
-    """Raises errors of the file system as `DiskError`."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, DiskError):
-            raise
-        raise DiskError(f"{folder}: {error.strerror}") from error
