@@ -20,7 +20,7 @@ from pydist.data.store.form import BlockForm
 from pydist.errors import UsageError
 from pydist.mesh import Mesh
 from pydist.partition import Box
-from pydist.tensor import ShardedTensor
+from support.data.stored import local_of
 
 CPU = torch.device("cpu")
 
@@ -141,7 +141,7 @@ def test_the_store_keeps_stored_values_for_a_device(
             for epoch in range(3):
                 for one, other in zip(host, device, strict=True):
                     assert torch.equal(one.inputs.to_local(), other.inputs.to_local())
-                    assert torch.equal(_local(one.targets), _local(other.targets))
+                    assert torch.equal(local_of(one.targets), local_of(other.targets))
                 figures = device.store.counted().over(transport)
                 assert figures.hit_rate == (epoch > 0)
                 assert (figures.disk_rate > 0) == (on_disk and epoch > 0)
@@ -149,10 +149,6 @@ def test_the_store_keeps_stored_values_for_a_device(
             assert entry.block.dtype == dataset.stored_dtype == torch.int16
 
     run_local(job, 4, timeout=60)
-
-
-def _local(targets: object) -> Tensor:
-    return targets.to_local() if isinstance(targets, ShardedTensor) else targets  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("kind", [Tensor.numpy, Exported])

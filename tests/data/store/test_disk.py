@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pydist.comm import Transport, run_local
-from support.data.spilled import MESHES, SIZE, Run, batches_of, compare, seen
+from support.data.spilled import MESHES, SIZE, Run, batches_of, compare
+from support.data.stored import seen
 
 
 @st.composite

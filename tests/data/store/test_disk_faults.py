@@ -15,7 +15,8 @@ import pytest
 from pydist._loader import native
 from pydist.comm import Transport, run_local
 from support.data.damage import flip
-from support.data.spilled import Run, batches_of, compare, run_program, seen
+from support.data.spilled import Run, batches_of, compare, run_program
+from support.data.stored import seen
 
 RUN = Run(12, 4, reuse=True)
 

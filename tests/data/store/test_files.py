@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from pydist.comm import Transport, run_local
 from pydist.data import Loader, ShardDataset
 from pydist.mesh import Mesh
-from pydist.tensor import ShardedTensor
-from support.data.stored import Stored
+from support.data.stored import Stored, local_of
 
 
 @pytest.mark.parametrize(
@@ -66,18 +64,13 @@ def test_both_layouts_and_labels(
             for _ in range(2):
                 for one, other in zip(files, loader, strict=True):
                     assert torch.equal(one.inputs.to_local(), other.inputs.to_local())
-                    assert torch.equal(_local(one.targets), _local(other.targets))
+                    assert torch.equal(local_of(one.targets), local_of(other.targets))
             before = dataset.bytes_read
             for _ in loader:
                 pass
             assert dataset.bytes_read == before > 0
 
     run_local(job, data * spatial[0] * spatial[1] * spatial[2], timeout=60)
-
-
-def _local(targets: object) -> Tensor:
-    assert isinstance(targets, Tensor)
-    return targets.to_local() if isinstance(targets, ShardedTensor) else targets
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])

@@ -19,7 +19,7 @@ from pydist.data import BadSample, Batch, Loader, PassRule
 from pydist.errors import PydistError, UsageError
 from pydist.mesh import Mesh
 from pydist.partition import Box
-from support.data.stored import Stored
+from support.data.stored import Stored, seen
 
 MESHES = [
     (1, (1, 1, 1), 1), (2, (1, 1, 1), 1), (3, (1, 1, 1), 1), (4, (1, 1, 1), 1), (2, (2, 1, 1), 1),
@@ -78,20 +78,6 @@ class Run:
 
 
 Seen = tuple[Any, ...]
-
-
-def seen(batch: Batch) -> Seen:
-    """Returns all of a batch as plain values, bit by bit."""
-    targets: Any = batch.targets
-    if type(targets) is not Tensor:
-        targets = targets.to_local()
-    local = batch.inputs.to_local()
-    return (
-        tuple(local.shape), local.numpy().tobytes(), tuple(targets.shape),
-        targets.numpy().tobytes(), batch.weight.tolist(), batch.indices, batch.count,
-        batch.first_sample, batch.global_size, batch.loss_scale, batch.epoch, batch.step,
-        batch.part, batch.parts, batch.is_last, batch.ends_epoch,
-    )  # fmt: skip
 
 
 def epochs_of(loader: Loader, count: int, training: bool = True) -> list[list[Seen]]:

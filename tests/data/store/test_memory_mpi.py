@@ -15,6 +15,7 @@ from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.options import CTOptions
 from pydist.mesh import Mesh
 from support.data.reading import Meter
+from support.data.stored import local_of
 
 pytestmark = pytest.mark.ranks(4, mpi=("openmpi", "gloo"))
 
@@ -28,8 +29,7 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def content(batch: Any) -> tuple[Any, ...]:
-    targets = batch.targets if type(batch.targets) is Tensor else batch.targets.to_local()
-    return batch.indices, batch.inputs.to_local().clone(), targets.clone()
+    return batch.indices, local_of(batch.inputs).clone(), local_of(batch.targets).clone()
 
 
 def require_equal(found: list[Any], expected: list[Any]) -> None:

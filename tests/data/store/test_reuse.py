@@ -14,7 +14,8 @@ from pydist import owner
 from pydist.comm import Transport, run_local
 from pydist.data import IndexOptions, Loader, ShardDataset, index_dataset
 from pydist.mesh import Mesh
-from support.data.spilled import SIZE, Run, batches_of, compare, seen
+from support.data.spilled import SIZE, Run, batches_of, compare
+from support.data.stored import seen
 
 
 @pytest.mark.parametrize("memory", [None, 1, 2 * SIZE])

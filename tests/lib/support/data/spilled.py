@@ -16,7 +16,7 @@ from pydist.comm import Transport, run_local
 from pydist.data import Batch, Loader
 from pydist.data.store.figures import Figures
 from pydist.mesh import Mesh
-from support.data.stored import Stored
+from support.data.stored import Stored, seen
 from support.jobs.children import child_environment
 from support.jobs.programs import path_of
 
@@ -65,16 +65,6 @@ class Run:
             source, mesh, self.batch, training=self.training, prefetch=self.prefetch, pad=False,
             **store,
         )  # fmt: skip
-
-
-def seen(batch: Batch) -> tuple[Any, ...]:
-    targets: Any = batch.targets
-    if hasattr(targets, "to_local"):
-        targets = targets.to_local()
-    return (
-        batch.epoch, batch.step, batch.indices, batch.inputs.to_local().numpy().tobytes(),
-        targets.numpy().tobytes(),
-    )  # fmt: skip
 
 
 def batches_of(loader: Loader, training: bool, epochs: int = 3) -> Iterator[Batch]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pydist.data import BadSample
+from pydist import ShardedTensor
+from pydist.data import BadSample, Batch
 from pydist.partition import Box
 
 SHAPES = ((2, 5, 3, 4), (2, 3, 6, 4), (2, 4, 4, 4))
@@ -92,6 +94,22 @@ class Stored:
 
     def target(self, index: int) -> Tensor:
         return torch.tensor([index / 7, -index], dtype=torch.float32)
+
+
+def local_of(values: Tensor | ShardedTensor) -> Tensor:
+    """Returns this rank's part of inputs or targets; all of plain ones."""
+    return values.to_local() if isinstance(values, ShardedTensor) else values
+
+
+def seen(batch: Batch) -> tuple[Any, ...]:
+    """Returns all of a batch as plain values, bit by bit."""
+    inputs, targets = local_of(batch.inputs), local_of(batch.targets)
+    return (
+        tuple(inputs.shape), inputs.numpy().tobytes(), tuple(targets.shape),
+        targets.numpy().tobytes(), batch.weight.tolist(), batch.indices, batch.count,
+        batch.first_sample, batch.global_size, batch.loss_scale, batch.epoch, batch.step,
+        batch.part, batch.parts, batch.is_last, batch.ends_epoch,
+    )  # fmt: skip
 
 
 def _slices(box: Box | None) -> tuple[slice, ...]:
