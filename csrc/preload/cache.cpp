@@ -81,6 +81,7 @@ int open_cached(std::uint32_t entry, int flags) {
   std::snprintf(path, sizeof path, "%s/f%u", mount().folders.c_str(), entry);
   const int opened = static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags));
   if (opened >= 0 || errno != ENOENT) return opened;
+  const Apart apart;
   const std::uint64_t size = attempt(UINT64_MAX, [&] { return pack().file(entry).raw_size; });
   if (size == UINT64_MAX) return -1;
   Room room(size);

@@ -136,6 +136,7 @@ OpenDescriptor identify(int descriptor, const struct stat& status) {
 
 int open_copy(std::uint32_t entry, int flags) {
   const Inside inside;
+  const Apart apart;
   const Closed memfd{make_memfd('f', entry, 0)};
   if (memfd.number < 0 || !fill(memfd.number, entry)) return -1;
   fcntl(memfd.number, F_ADD_SEALS, kSeals);
@@ -144,6 +145,7 @@ int open_copy(std::uint32_t entry, int flags) {
 
 int open_in_place(std::uint32_t entry, int flags) {
   const Inside inside;
+  const Apart apart;
   const std::uint64_t size = attempt(UINT64_MAX, [&] { return pack().file(entry).raw_size; });
   if (size == UINT64_MAX) return -1;
   const Closed memfd{make_memfd('p', entry, size)};
@@ -175,7 +177,7 @@ int open_directory(std::uint32_t entry, int flags) {
 }
 
 int keep_own(int descriptor) {
-  if (descriptor < 0) return descriptor;
+  if (descriptor < 0 || Apart::current() != nullptr) return descriptor;
   rlimit limit{};
   getrlimit(RLIMIT_NOFILE, &limit);
   int from = limit.rlim_cur < kMostOwn ? static_cast<int>(limit.rlim_cur) : kMostOwn;

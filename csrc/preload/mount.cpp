@@ -1,6 +1,7 @@
 // Reads the settings of the mount, and opens its pack.
 #include "preload/mount.hpp"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,6 +20,12 @@ constexpr std::uint64_t kLarge = std::uint64_t{16} << 20;
 std::atomic<const Mount*> settings{nullptr};
 std::atomic<const packs::Folder*> opened{nullptr};
 std::atomic<bool> reported{false};
+std::atomic<pid_t> owner{0};  // of the memory; 0 before it is known
+
+__attribute__((constructor)) void know_owner() {
+  owner = getpid();
+  pthread_atfork(nullptr, nullptr, [] { owner = getpid(); });
+}
 
 std::string text(const char* value) { return value == nullptr ? "" : value; }
 
@@ -80,7 +87,21 @@ const Mount& mount() {
 }
 
 const packs::Folder& pack() {
+  if (Apart* apart = Apart::current()) return apart->folder();
   return published(opened, [] { return open_folder(mount()); });
+}
+
+bool has_memory_of_parent() { return owner != 0 && owner != getpid(); }
+
+Apart::Apart() : before_(innermost) {
+  if (has_memory_of_parent()) innermost = this;
+}
+
+Apart::~Apart() { innermost = before_; }
+
+const packs::Folder& Apart::folder() {
+  if (folder_ == nullptr) folder_ = open_folder(mount());
+  return *folder_;
 }
 
 void report(const char* reason) noexcept {

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <new>
 #include <string>
 #include <vector>
@@ -42,6 +43,9 @@ const Mount& mount();
 // tries again.
 const packs::Folder& pack();
 
+// Whether this is the child of a vfork: it has its parent's memory, and descriptors of its own.
+bool has_memory_of_parent();
+
 // Says on standard error why a call fails with EIO. Only the first reason of a process: a program
 // may repeat a call that fails.
 void report(const char* reason) noexcept;
@@ -60,6 +64,23 @@ class Inside {
   // initial-exec: an access must not allocate memory, as one of the default model can.
   static inline thread_local bool flag __attribute__((tls_model("initial-exec"))) = false;
   bool before_;
+};
+
+// While one exists in the child of a vfork, `pack()` is opened anew, and closed with it. The parent
+// would take descriptors that its own pack has opened there for its own.
+class Apart {
+ public:
+  Apart();
+  ~Apart();
+  Apart(const Apart&) = delete;
+  Apart& operator=(const Apart&) = delete;
+  static Apart* current() { return innermost; }
+  const packs::Folder& folder();
+
+ private:
+  static inline thread_local Apart* innermost __attribute__((tls_model("initial-exec"))) = nullptr;
+  Apart* before_;
+  std::unique_ptr<const packs::Folder> folder_;
 };
 
 // Calls a function that may throw, and returns what it returns, else `failure` with errno EIO (the

@@ -39,11 +39,9 @@ std::atomic<Shared*> shared{nullptr};
 std::atomic<bool> off{false};
 std::atomic<std::uint32_t> in_progress[kKinds];  // in this process
 std::atomic<std::uint8_t> below_mount[kMostTracked];
-std::atomic<pid_t> owner{0};
 
 void enter_process() {
   for (auto& calls : in_progress) calls = 0;
-  owner = getpid();
   ++shared.load()->processes;
 }
 
@@ -92,7 +90,7 @@ bool profiling() { return counters() != nullptr; }
 
 void track(int descriptor, bool below) {
   if (descriptor < 0 || descriptor >= kMostTracked || !profiling()) return;
-  if (getpid() != owner) return;  // the child of a vfork has descriptors of its own, and our memory
+  if (has_memory_of_parent()) return;
   below_mount[descriptor].store(below, std::memory_order_relaxed);
 }
 

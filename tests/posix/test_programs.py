@@ -253,6 +253,35 @@ def test_a_thread_reads_while_another_one_sends_a_file_to_it(case: Case, large: 
     assert case.packed(*command, large=large) == loose
 
 
+STARTS = """
+import os, subprocess, sys
+assert subprocess._USE_VFORK
+print(subprocess.run(["./script"], capture_output=True, text=True).stdout)
+for name in sys.argv[1:]:
+    with open(name, "rb", buffering=0) as file:
+        print(name, file.read(9))
+"""
+
+
+@pytest.mark.parametrize("large", [None, "1MB"])
+def test_a_program_leaves_no_descriptor_in_the_parent_of_its_vfork(
+    tmp_path: Path, large: str | None
+) -> None:
+    """Else files of other partitions are read, without an error where they are read in place."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "script").write_text("#!/bin/sh\necho started\n")
+    (folder / "script").chmod(0o755)
+    for name in ("script 1", "script 2"):
+        (folder / name).write_bytes(name[-1:].encode() * (5 << 20))
+    pack(folder, tmp_path / "packs", PackOptions(partitions=2, order="sorted"))
+    case = Case(folder, tmp_path / "packs", tmp_path / "mount")
+    command = [sys.executable, "-c", STARTS, "script 2", "script 1", "script"]
+    loose = case.loose(*command)
+    assert loose.startswith(b"started\n")
+    assert case.packed(*command, large=large) == loose
+
+
 def test_parents_of_symbolic_links_are_those_of_their_targets(case: Case, tmp_path: Path) -> None:
     """Links that lead from a real folder to another one, on paths that lead to the mount point."""
     (tmp_path / "inner" / "deep").mkdir(parents=True)
