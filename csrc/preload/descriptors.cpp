@@ -160,6 +160,23 @@ int open_path_only(std::uint32_t entry, int flags) {
   return memfd.number < 0 ? -1 : reopen(memfd.number, flags);
 }
 
+int open_part(std::uint32_t entry, std::uint64_t offset, std::size_t size) {
+  const Inside inside;
+  const Closed memfd{make_memfd('m', entry, size)};
+  if (memfd.number < 0) return -1;
+  void* pages = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, memfd.number, 0);
+  if (pages == MAP_FAILED) return -1;
+  const bool read = attempt(false, [&] {
+    pack().pread(entry, offset, {static_cast<std::byte*>(pages), size});
+    return true;
+  });
+  const int error = errno;
+  munmap(pages, size);
+  errno = error;
+  if (!read || fcntl(memfd.number, F_ADD_SEALS, kSeals) != 0) return -1;
+  return reopen(memfd.number, O_RDONLY | O_CLOEXEC);
+}
+
 bool make_folder(std::uint32_t entry, char (&path)[4096]) {
   std::snprintf(path, sizeof path, "%s/%u", mount().folders.c_str(), entry);
   if (syscall(SYS_mkdirat, AT_FDCWD, path, kFolderMode) == 0 || errno == EEXIST) return true;

@@ -51,6 +51,8 @@ std::int64_t directory_of(std::string_view path);
 int open_copy(std::uint32_t entry, int flags);
 int open_in_place(std::uint32_t entry, int flags);
 int open_path_only(std::uint32_t entry, int flags);
+// Of a copy of a part of a raw file, to be mapped.
+int open_part(std::uint32_t entry, std::uint64_t offset, std::size_t size);
 int open_directory(std::uint32_t entry, int flags);
 
 // Writes the content of a file into an empty one. False with errno if that fails.

@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/sendfile.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -61,23 +62,11 @@ ssize_t move_from(int descriptor, OpenDescriptor known, off64_t* offset, std::si
   return moved;
 }
 
-// Fills private pages at `address` with bytes of a file, from `offset` on.
-bool fill_pages(OpenDescriptor known, char* address, std::size_t size, int protection,
-                std::uint64_t offset) {
-  for (std::size_t done = 0; done < size;) {
-    const ssize_t got =
-        read_in_place(known, address + done, size - done, static_cast<off_t>(offset + done));
-    if (got < 0) return false;
-    if (got == 0) break;
-    done += static_cast<std::size_t>(got);
-  }
-  return mprotect(address, size, protection) == 0;
-}
-
 }  // namespace
 
 // Pages of a file whose start in the partition is on a page's border are the partition's own;
-// others, and the page in which a file ends, are read into memory.
+// others, and the page in which a file ends, are those of a copy: MADV_DONTNEED, by which programs
+// give memory back, would leave zeros in pages without a file.
 PYDIST_HOOK(void*, mmap, void* address, std::size_t size, int protection, int flags, int descriptor,
             off_t offset) {
   Call call(CallKind::kMap, descriptor >= 0 && tracked(descriptor));
@@ -102,13 +91,16 @@ PYDIST_HOOK(void*, mmap, void* address, std::size_t size, int protection, int fl
   const std::uint64_t used = std::min<std::uint64_t>(size, range.size - from);
   const std::uint64_t shared =
       range.partition >= 0 && range.start % page == 0 ? used - used % page : 0;
-  auto* const start = static_cast<char*>(mapped);
-  bool made = shared == 0 ||
-              real_mmap(start, shared, protection, (flags & ~MAP_FIXED_NOREPLACE) | MAP_FIXED,
-                        range.partition, static_cast<off_t>(range.start + from)) != MAP_FAILED;
+  const auto map = [&](std::uint64_t at, std::uint64_t length, int file, std::uint64_t position) {
+    return real_mmap(static_cast<char*>(mapped) + at, length, protection,
+                     (flags & ~MAP_FIXED_NOREPLACE) | MAP_FIXED, file,
+                     static_cast<off_t>(position)) != MAP_FAILED;
+  };
+  bool made = shared == 0 || map(0, shared, range.partition, range.start + from);
   if (made && shared < used) {
-    made = mprotect(start + shared, used - shared, PROT_READ | PROT_WRITE) == 0 &&
-           fill_pages(known, start + shared, used - shared, protection, from + shared);
+    const int copy = open_part(known.entry, from + shared, used - shared);
+    made = copy >= 0 && map(shared, used - shared, copy, 0);
+    if (copy >= 0) syscall(SYS_close, copy);
   }
   if (made) return passed(mapped);
   const int error = errno;

@@ -196,7 +196,7 @@ def test_python_and_its_libraries(case: Case, tmp_path: Path, large: str | None)
 
 
 def test_large_files_are_not_copied_into_memory(case: Case) -> None:
-    # 5 MiB are read through one buffer and mapped; memory of memfds is shared memory.
+    # 5 MiB are read through one buffer and mapped, but for the last page.
     program = """
 import mmap, os, sys
 def shared():
@@ -207,10 +207,34 @@ with open("large", "rb", buffering=0) as file:
     in_kernel = os.stat(f"/proc/self/fd/{file.fileno()}").st_size
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         lines = open("/proc/self/maps").read().splitlines()
-        print(sum("part-" in line for line in lines), sum("memfd" in line for line in lines))
+        print(sum("part-" in line for line in lines))
+        first, end = next(line for line in lines if "memfd" in line).split()[0].split("-")
+        print((int(end, 16) - int(first, 16)) // mmap.PAGESIZE)
 """
     output = case.packed(sys.executable, "-S", "-c", program, large="1MB")
-    assert output == b"1 0\nexit code 0"
+    assert output == b"1\n1\nexit code 0"
+
+
+DISCARDS = """
+import hashlib, mmap, sys
+with open(sys.argv[1], "rb") as file:
+    for start in (0, mmap.PAGESIZE):
+        for kind in (mmap.MAP_SHARED, mmap.MAP_PRIVATE):
+            mapped = mmap.mmap(file.fileno(), 0, kind, mmap.PROT_READ, offset=start)
+            digests = []
+            for _ in range(2):
+                digests.append(hashlib.md5(mapped).hexdigest())
+                mapped.madvise(mmap.MADV_DONTNEED)
+            print(digests, file.seek(0), hashlib.md5(file.read()[start:]).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("name", ["large", "array.npy", "lines"])
+def test_discarded_pages_of_mapped_files_are_read_again(case: Case, name: str) -> None:
+    command = [sys.executable, "-S", "-c", DISCARDS, name]
+    loose = case.loose(*command)
+    assert loose.endswith(b"exit code 0"), loose.decode()
+    assert case.packed(*command, large="1B") == loose
 
 
 BETWEEN_THREADS = """
