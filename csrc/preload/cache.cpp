@@ -34,7 +34,7 @@ Counter* taken() {
   Counter* known = shared.load(std::memory_order_acquire);
   if (known != nullptr) return known;
   char path[kLongest];
-  std::snprintf(path, sizeof path, "%s/taken", mount().folders.c_str());
+  std::snprintf(path, sizeof path, "%s/taken", mount().folders.data());
   const int file = open_raw(path, O_RDWR);
   if (file < 0) return nullptr;
   void* mapped = mmap(nullptr, sizeof(Counter), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -78,7 +78,7 @@ int open_cached(std::uint32_t entry, int flags) {
   const Inside inside;
   flags &= ~kOfPaths;
   char path[kLongest];
-  std::snprintf(path, sizeof path, "%s/f%u", mount().folders.c_str(), entry);
+  std::snprintf(path, sizeof path, "%s/f%u", mount().folders.data(), entry);
   const int opened = static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags));
   if (opened >= 0 || errno != ENOENT) return opened;
   const Apart apart;
@@ -87,7 +87,7 @@ int open_cached(std::uint32_t entry, int flags) {
   Room room(size);
   if (!room) return -1;
   // Without a name until it is complete. Several processes may make it at the same time.
-  const int made = open_raw(mount().folders.c_str(), O_TMPFILE | O_RDWR, kMode);
+  const int made = open_raw(mount().folders.data(), O_TMPFILE | O_RDWR, kMode);
   if (made < 0) return -1;
   char link[64];
   std::snprintf(link, sizeof link, "/proc/self/fd/%d", made);
@@ -102,7 +102,7 @@ int open_cached(std::uint32_t entry, int flags) {
 }
 
 std::int64_t cached_entry(std::string_view path) {
-  const std::string& folder = mount().folders;
+  const std::string_view folder = mount().folders;
   const std::string_view start = "/f";
   if (path.substr(0, folder.size()) != folder) return -1;
   path.remove_prefix(folder.size());

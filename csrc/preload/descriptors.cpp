@@ -49,7 +49,7 @@ bool take(std::string_view& text, std::string_view start) {
 // Makes a memfd of a size whose name says what it holds.
 int make_memfd(char letter, std::uint32_t entry, std::uint64_t size) {
   char name[128];
-  std::snprintf(name, sizeof name, "%s.%c.%u", mount().identity.c_str(), letter, entry);
+  std::snprintf(name, sizeof name, "%s.%c.%u", mount().identity.data(), letter, entry);
   const int made = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (made >= 0 && (size == 0 || ftruncate(made, static_cast<off_t>(size)) == 0)) return made;
   const Closed closed{made};
@@ -178,11 +178,11 @@ int open_part(std::uint32_t entry, std::uint64_t offset, std::size_t size) {
 }
 
 bool make_folder(std::uint32_t entry, char (&path)[4096]) {
-  std::snprintf(path, sizeof path, "%s/%u", mount().folders.c_str(), entry);
+  std::snprintf(path, sizeof path, "%s/%u", mount().folders.data(), entry);
   if (syscall(SYS_mkdirat, AT_FDCWD, path, kFolderMode) == 0 || errno == EEXIST) return true;
   if (errno != ENOENT) return false;
   // A program that outlives `pydist store exec`.
-  syscall(SYS_mkdirat, AT_FDCWD, mount().folders.c_str(), S_IRWXU);
+  syscall(SYS_mkdirat, AT_FDCWD, mount().folders.data(), S_IRWXU);
   return syscall(SYS_mkdirat, AT_FDCWD, path, kFolderMode) == 0 || errno == EEXIST;
 }
 

@@ -78,7 +78,7 @@ dirent* Listing::next() {
       set(current, inode_of(child), directory ? DT_DIR : DT_REG, index.name(child), position + 1);
     } else if (at == static_cast<long>(children->count) && entry == 0 && !mount().output.empty()) {
       struct stat status{};
-      ::stat(mount().output_target.c_str(), &status);
+      ::stat(mount().output_target.data(), &status);
       set(current, status.st_ino, DT_DIR, mount().output, position + 1);
     } else {
       return nullptr;

@@ -7,8 +7,7 @@
 #include <exception>
 #include <memory>
 #include <new>
-#include <string>
-#include <vector>
+#include <string_view>
 
 #include "packs/folder.hpp"
 #include "packs/protocol.hpp"
@@ -16,27 +15,29 @@
 namespace pydist::preload {
 
 // The settings of a mount, from the variables PYDIST_MOUNT*. They are read once, and the same in
-// all processes of a program: programs inherit the environment.
+// all processes of a program: programs inherit the environment. After each text but `output` is a
+// null byte.
 struct Mount {
-  std::string path;     // of the mount point: absolute, normalized, without a link; "" for no mount
-  std::string packs;    // the pack folder; "" if only calls are counted
-  std::string folders;  // a folder with one empty folder per packed directory that was opened,
-                        // and with the files of the cache
-  std::string parents;  // a folder with stand-ins for missing parents of the mount point
-  std::size_t existing = 0;   // bytes of the path of its deepest parent that exists
-  std::string identity;       // distinguishes the pack in the names of descriptors
-  std::string output;         // the name of the output folder at the mount point; "" for none
-  std::string output_target;  // its real path
-  std::vector<std::string> servers;  // of partitions that are on other nodes
-  packs::Secret secret{};            // for those servers
-  std::uint64_t large = 0;           // raw files of more bytes are read in place
-  std::uint64_t cache = 0;           // bytes of files whose copies stay in memory
+  std::string_view path;  // of the mount point: absolute, normalized, without a link; "" for none
+  std::string_view packs;    // the pack folder; "" if only calls are counted
+  std::string_view folders;  // a folder with one empty folder per packed directory that was opened,
+                             // and with the files of the cache
+  std::string_view parents;  // a folder with stand-ins for missing parents of the mount point
+  std::size_t existing = 0;  // bytes of the path of its deepest parent that exists
+  std::string_view identity;       // distinguishes the pack in the names of descriptors
+  std::string_view output;         // the name of the output folder at the mount point; "" for none
+  std::string_view output_target;  // its real path
+  std::string_view servers;  // of partitions that are on other nodes, with commas between them
+  packs::Secret secret{};    // for those servers
+  std::uint64_t large = 0;   // raw files of more bytes are read in place
+  std::uint64_t cache = 0;   // bytes of files whose copies stay in memory
 
   bool has_packs() const { return !packs.empty(); }
 };
 
 // The settings, for the lifetime of the process; an empty path without a mount. Any thread may be
-// the first to ask: it takes no lock, which a fork could leave held.
+// the first to ask: it takes no lock, which a fork could leave held. Allocators may ask, as they
+// read their own settings: it takes no memory from them.
 const Mount& mount();
 
 // The pack, for the lifetime of the process. Throws the reason if it can't be opened; the next call

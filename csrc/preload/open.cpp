@@ -96,7 +96,7 @@ PYDIST_ALIAS(creat64, creat);
 int open_path(int directory, const char* path, int flags, mode_t mode) {
   if (Inside::active()) {
     const int opened = real_openat(directory, path, flags, mode);
-    const std::string& packs = mount().packs;
+    const std::string_view packs = mount().packs;
     const bool of_pack = !packs.empty() && std::string_view(path).substr(0, packs.size()) == packs;
     return of_pack ? keep_own(opened) : opened;
   }

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <string>
 
 #include "preload/descriptors.hpp"
 #include "preload/mount.hpp"
@@ -106,7 +107,7 @@ void Target::resolve(std::string_view base, std::string_view rest) {
   std::size_t size = base == "/" ? 0 : base.size();
   std::size_t known = size;
   std::memcpy(real, base.data(), size);
-  const std::string& point = mount().path;
+  const std::string_view point = mount().path;
   const auto at_missing_parent = [&] {
     return size > mount().existing && is_at_or_below(point, {real, size});
   };
@@ -183,8 +184,8 @@ void Target::walk(std::string_view rest) {
 
 // Goes on from the parent of the mount point, which a path can enter again.
 void Target::leave(std::string_view rest) {
-  const std::string& point = mount().path;
-  rewrite(std::string_view(point).substr(0, point.rfind('/')), rest.empty() ? "/" : rest);
+  const std::string_view point = mount().path;
+  rewrite(point.substr(0, point.rfind('/')), rest.empty() ? "/" : rest);
   has_left_ = place == Place::kElsewhere;
 }
 
@@ -231,7 +232,7 @@ std::string_view below_stand_ins(std::string_view real) {
 
 std::size_t visible_path(std::uint32_t entry, char* text, std::size_t size) {
   return attempt(std::size_t{0}, [&]() -> std::size_t {
-    std::string path = mount().path;
+    std::string path(mount().path);
     if (entry != 0) path.append("/").append(pack().index().path(entry));
     if (path.size() >= size) {
       errno = ERANGE;

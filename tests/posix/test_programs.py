@@ -398,6 +398,38 @@ def test_a_fork_while_a_thread_opens_the_library_of_a_codec(tmp_path: Path) -> N
     assert done.stdout == "0 True\n", done.stderr
 
 
+ALLOCATOR = r"""
+#include <stdlib.h>
+#include <unistd.h>
+void* __libc_malloc(size_t size);
+void* malloc(size_t size) {
+  static enum { BEFORE, WITHIN, DONE } begun;
+  if (begun == WITHIN) _exit(9);  /* jemalloc would wait for its own lock */
+  if (begun == BEFORE) {
+    char text[100];
+    begun = WITHIN;
+    readlink("/etc/malloc.conf", text, sizeof text);
+    begun = DONE;
+  }
+  return __libc_malloc(size);
+}
+__attribute__((constructor)) static void begin(void) { free(malloc(1)); }
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
+def test_an_allocator_reads_its_settings_in_its_first_call(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "allocator.c").write_text(ALLOCATOR)
+    command = ["gcc", "-shared", "-fPIC", "allocator.c", "-o", "allocator.so"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    with case.environment() as environment:
+        environment["LD_PRELOAD"] += f":{tmp_path}/allocator.so"
+        done = subprocess.run(
+            ["cat", case.mount / "lines"], env=environment, capture_output=True, check=False
+        )
+    assert (done.returncode, done.stdout) == (0, (case.folder / "lines").read_bytes())
+
+
 def test_a_damaged_file_fails_with_one_line(case: Case, tmp_path: Path) -> None:
     packs = tmp_path / "packs"
     shutil.copytree(case.packs, packs)
