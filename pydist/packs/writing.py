@@ -145,6 +145,9 @@ def _earlier(root: Path, recipe: dict[str, Any]) -> dict[str, Any] | None:
     Without a pack, removes what an earlier run left.
     """
     owner.remove_temporaries(root)
+    for pattern in (".part-*.pack.tmp-*", f".{native.PACK_INDEX}.tmp-*"):
+        for path in root.glob(pattern):
+            owner.remove(path)  # by whatever process: this one has the lock
     names = {path.name for path in root.iterdir()} - {LOCK_NAME}
     if native.PACK_INDEX in names:
         pack = native.PackFolder(os.fsencode(root))

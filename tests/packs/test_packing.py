@@ -156,7 +156,9 @@ def test_what_a_killed_run_left_is_replaced(source: Path, tmp_path: Path) -> Non
     )
     for number in (0, 1, 77):
         (folder / native.partition_name(number)).write_bytes(b"whole")
-    assert len(list(folder.iterdir())) == 4
+    for name in (".part-00001.pack", ".index.pdx"):  # by a process on another node
+        (folder / f"{name}.tmp-00000000-1abc-2def-0123abcd").write_bytes(b"half")
+    assert len(list(folder.iterdir())) == 6
     pack(source, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["index.pdx", "part-00000.pack"]
     assert verify(folder) == []
