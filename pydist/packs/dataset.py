@@ -28,7 +28,8 @@ class PackFiles(Dataset[Any]):
         folder: the pack's folder.
         decode: called with a file's path in the pack and its content.
         under: a folder of the pack, for the files below it alone.
-        suffixes: for files whose names end in one of them alone, such as (".jpg", ".png").
+        suffixes: for files whose names end in it, or in one of them, alone, such as ".jpg" or
+            (".jpg", ".png").
 
     Raises:
         DataError: there is no pack or no such folder in it, or it is damaged; later also by reads.
@@ -40,7 +41,7 @@ class PackFiles(Dataset[Any]):
         decode: Decode | None = None,
         *,
         under: str = "",
-        suffixes: tuple[str, ...] = (),
+        suffixes: str | tuple[str, ...] = (),
     ) -> None:
         self.folder = Path(folder).absolute()
         self.decode = decode
@@ -50,7 +51,8 @@ class PackFiles(Dataset[Any]):
             raise DataError(f"{folder}: the pack has no folder {under!r}")
         numbers = self._pack.files(start)
         if suffixes:
-            ends = tuple(os.fsencode(suffix) for suffix in suffixes)
+            given = (suffixes,) if isinstance(suffixes, str) else suffixes
+            ends = tuple(os.fsencode(suffix) for suffix in given)
             numbers = [n for n in numbers if self._pack.entry(n).name.endswith(ends)]
         self._numbers = np.array(numbers, np.uint32)
 

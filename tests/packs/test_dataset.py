@@ -33,6 +33,8 @@ def test_a_folder_and_suffixes_choose_files(packed: Path) -> None:
     ]
     assert len(PackFiles(packed, suffixes=(".hdf5", ".bin"))) == 2
     assert len(PackFiles(packed, suffixes=(".jpg",))) == 0
+    assert len(PackFiles(packed, suffixes=".bin")) == 1
+    assert len(PackFiles(packed, suffixes=".n5")) == 0
     with pytest.raises(DataError, match="no folder 'horse'"):
         PackFiles(packed, under="horse")
     with pytest.raises(DataError, match=r"index.pdx: No such file.*`pydist data pack S"):
