@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -91,12 +90,8 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _run(program: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs a program to its end, passes signals on to it, and returns its exit code."""
-    if shutil.which(program[0]) is None and not program[0].startswith(
-        environment["PYDIST_MOUNT"] + "/"
-    ):
-        raise UsageError(f"no program {program[0]!r} was found")
-    # The shell starts a program that is in the pack, too: it is a preloaded program itself.
-    command = ["/bin/sh", "-c", 'exec "$@"', "sh", *program]
+    # The shell finds and starts a program that is in the pack, too: it is a preloaded program itself.
+    command = ["/bin/sh", "-c", 'exec "$@"', "pydist store exec", *program]
     started: list[subprocess.Popen[bytes]] = []
     early: list[int] = []  # signals that have arrived before the program was known here
 

@@ -57,8 +57,12 @@ def test_a_program_runs_and_its_exit_code_is_passed_on(packed: Path, tmp_path: P
     assert "threads" in ended.stderr.splitlines()[0]
 
 
-def test_a_program_in_the_pack_is_started(packed: Path) -> None:
-    ended = run("--mount", "/data", "--packs", packed, "--", "/data/sub/program")
+@pytest.mark.parametrize("program", ["program", "//data/sub/program", "/data/../data/sub/program"])
+def test_a_program_in_the_pack_is_started(
+    packed: Path, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"/data/sub:{os.environ['PATH']}")
+    ended = run("--mount", "/data", "--packs", packed, "--", program)
     assert (ended.stdout, ended.returncode) == ("from the pack\n", 0)
 
 
@@ -153,9 +157,11 @@ def test_mistakes_are_one_line(
     assert len(error.splitlines()) == 1
 
 
-def test_a_program_is_needed(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_is_needed(packed: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["store", "exec", "--mount", "/data", "--packs", str(packed)]) == 2
-    assert "no program was given after --" in capsys.readouterr().err
+    assert "no program was given after --" in capfd.readouterr().err
     given = ["--mount", "/data", "--packs", str(packed), "--", "no-such-program"]
-    assert main(["store", "exec", *given]) == 2
-    assert "no program 'no-such-program' was found" in capsys.readouterr().err
+    assert main(["store", "exec", *given]) == 127
+    error = capfd.readouterr().err
+    assert "no-such-program: not found" in error
+    assert len(error.splitlines()) == 1
