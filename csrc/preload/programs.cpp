@@ -80,7 +80,13 @@ class Program {
       path_ = interpreter_;
       return;
     }
-    std::snprintf(link_, sizeof link_, "/proc/self/fd/%d", descriptor_);
+    // This process by its number: the child of posix_spawn may close the descriptor before it starts
+    // the program. getpid() is another number where /proc is of another namespace.
+    char self[16];
+    const ssize_t size = ::readlink("/proc/self", self, sizeof self);
+    if (size < 0) return;
+    std::snprintf(link_, sizeof link_, "/proc/%.*s/fd/%d", static_cast<int>(size), self,
+                  descriptor_);
     path_ = link_;
   }
 

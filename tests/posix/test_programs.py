@@ -306,6 +306,23 @@ def test_a_program_leaves_no_descriptor_in_the_parent_of_its_vfork(
     assert case.packed(*command, large=large) == loose
 
 
+def test_a_packed_binary_starts_as_its_child_closes_descriptors(tmp_path: Path) -> None:
+    """As that of subprocess does from Python 3.13 on."""
+    (tmp_path / "folder").mkdir()
+    shutil.copy(os.path.realpath("/bin/echo"), tmp_path / "folder" / "say")
+    pack(tmp_path / "folder", tmp_path / "packs")
+    program = """
+import os
+actions = [(os.POSIX_SPAWN_CLOSE, number) for number in range(3, 256)]
+child = os.posix_spawn("./say", ["say", "started"], os.environ, file_actions=actions)
+print(os.waitpid(child, 0)[1])
+"""
+    case = Case(tmp_path / "folder", tmp_path / "packs", tmp_path / "mount")
+    command = [sys.executable, "-c", program]
+    assert case.loose(*command) == b"started\n0\nexit code 0"
+    assert case.packed(*command) == b"started\n0\nexit code 0"
+
+
 def test_parents_of_symbolic_links_are_those_of_their_targets(case: Case, tmp_path: Path) -> None:
     """Links that lead from a real folder to another one, on paths that lead to the mount point."""
     (tmp_path / "inner" / "deep").mkdir(parents=True)
