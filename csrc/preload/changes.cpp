@@ -189,6 +189,12 @@ PYDIST_HOOK(int, mkstemps, char* pattern, int suffix) {
 }
 PYDIST_ALIAS(mkstemps64, mkstemps);
 
+PYDIST_HOOK(int, mkostemps, char* pattern, int suffix, int flags) {
+  return make_temporary(pattern, static_cast<std::size_t>(suffix),
+                        [&](char* path) { return real_mkostemps(path, suffix, flags); });
+}
+PYDIST_ALIAS(mkostemps64, mkostemps);
+
 PYDIST_HOOK(char*, mkdtemp, char* pattern) {
   const int made =
       make_temporary(pattern, 0, [](char* path) { return real_mkdtemp(path) == nullptr ? -1 : 0; });

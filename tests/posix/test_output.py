@@ -13,7 +13,7 @@ import pytest
 from support.mounts import Case
 
 PROGRAM = """
-import os, shutil, sys, tempfile
+import ctypes, os, shutil, socket, sys, tempfile
 from pathlib import Path
 import h5py, numpy as np
 mount = Path(sys.argv[1])
@@ -46,7 +46,23 @@ os.chmod(out / "copied", 0o600)
 assert sorted(os.listdir(out)) == ["a", "array.npy", "copied", "volume.h5"]
 descriptor = os.open("results", os.O_RDONLY)
 os.unlink("a/hard", dir_fd=descriptor)
+libc = ctypes.CDLL(None)
+pattern = ctypes.create_string_buffer(bytes(out / "madeXXXXXX.txt"))
+os.close(libc.mkostemps(pattern, 4, 0))
+os.remove(pattern.value)
+watches = libc.inotify_init()
+assert libc.inotify_add_watch(watches, bytes(out / "copied"), 2) > 0
+assert libc.inotify_add_watch(watches, bytes(mount / "nothing"), 2) == -1
+for name in ("socket", "a/" + "long" * 19):
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind("results/" + name)
+        listener.listen()
+        client.connect("results/" + name)
+    os.remove(out / name)
 for function, arguments in (
+    (socket.socket(socket.AF_UNIX).bind, (str(mount / "new"),)),
+    (socket.socket(socket.AF_UNIX).bind, (str(mount / "lines"),)),
+    (socket.socket(socket.AF_UNIX).connect, (str(mount / "lines"),)),
     (os.rename, ("lines", "results/lines")),
     (os.link, ("lines", "results/lines")),
     (os.rename, ("results/copied", "copied")),
@@ -75,6 +91,9 @@ def test_results_go_through(case: Case, tmp_path: Path) -> None:
         )
     assert (ended.stderr, ended.returncode) == ("", 0)
     assert ended.stdout.splitlines() == [
+        "bind Read-only file system",
+        "bind Address already in use",
+        "connect Connection refused",
         "rename Invalid cross-device link",
         "link Invalid cross-device link",
         "rename Invalid cross-device link",
