@@ -32,11 +32,10 @@ int write_address(const char* path, sockaddr_un& address) {
   const char* const name = std::strrchr(path, '/');
   char parent[kPathSize];
   std::snprintf(parent, sizeof parent, "%.*s", static_cast<int>(name + 1 - path), path);
-  const auto folder = static_cast<int>(
-      syscall(SYS_openat, AT_FDCWD, parent, O_PATH | O_DIRECTORY | O_CLOEXEC));
+  const auto folder =
+      static_cast<int>(syscall(SYS_openat, AT_FDCWD, parent, O_PATH | O_DIRECTORY | O_CLOEXEC));
   if (folder < 0) return -2;
-  const int length =
-      std::snprintf(address.sun_path, kMost, "/proc/self/fd/%d%s", folder, name);
+  const int length = std::snprintf(address.sun_path, kMost, "/proc/self/fd/%d%s", folder, name);
   if (length < static_cast<int>(kMost)) return folder;
   syscall(SYS_close, folder);
   errno = ENAMETOOLONG;

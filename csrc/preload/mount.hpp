@@ -18,8 +18,8 @@ namespace pydist::preload {
 // all processes of a program: programs inherit the environment. After each text but `output` is a
 // null byte.
 struct Mount {
-  std::string_view path;  // of the mount point: absolute, normalized, without a link; "" for none
-  std::string_view packs;    // the pack folder; "" if only calls are counted
+  std::string_view path;   // of the mount point: absolute, normalized, without a link; "" for none
+  std::string_view packs;  // the pack folder; "" if only calls are counted
   std::string_view folders;  // a folder with one empty folder per packed directory that was opened,
                              // and with the files of the cache
   std::string_view parents;  // a folder with stand-ins for missing parents of the mount point

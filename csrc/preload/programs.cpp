@@ -80,8 +80,8 @@ class Program {
       path_ = interpreter_;
       return;
     }
-    // This process by its number: the child of posix_spawn may close the descriptor before it starts
-    // the program. getpid() is another number where /proc is of another namespace.
+    // This process by its number: the child of posix_spawn may close the descriptor before it
+    // starts the program. getpid() is another number where /proc is of another namespace.
     char self[16];
     const ssize_t size = ::readlink("/proc/self", self, sizeof self);
     if (size < 0) return;
