@@ -20,7 +20,8 @@ from pydist.packs import servers
 from pydist.parsing import byte_count
 
 LIBRARY = "libpydist_preload.so"
-CACHE = "1GiB"
+CACHE = 1 << 30
+"""The most bytes of copies that stay in memory by default."""
 
 
 @contextlib.contextmanager
@@ -30,7 +31,7 @@ def mounted(
     output: str | None = None,
     large: str | None = None,
     counters: Path | None = None,
-    cache: str = CACHE,
+    cache: str | None = None,
 ) -> Iterator[dict[str, str]]:
     """Yields the environment for programs that see a mount, while the context lasts.
 
@@ -42,7 +43,8 @@ def mounted(
         large: size from which raw files are not copied into memory, such as "16MiB".
         counters: the file in which calls are counted (see `pydist.cli.store_profile`).
         cache: total size of the small and compressed files whose copies stay in memory, for all
-            processes, once they have been opened; "0" for none.
+            processes, once they have been opened; "0" for none. By default 1 GiB, or half of what
+            is free in shared memory if that is less: programs need it, too.
 
     Raises:
         UsageError: not Linux, the library was not built, a setting that is not possible, or another
@@ -59,13 +61,14 @@ def mounted(
         settings["PYDIST_MOUNT_OUTPUT"] = _output(output, settings["PYDIST_MOUNT"], packs)
     if large is not None:
         settings["PYDIST_MOUNT_LARGE"] = str(_size("--large", large))
-    if packs is not None:
-        size = 0 if cache == "0" else _size("--cache", cache)
-        settings["PYDIST_MOUNT_CACHE"] = str(size)
+    if packs is not None and cache is not None:
+        settings["PYDIST_MOUNT_CACHE"] = "0" if cache == "0" else str(_size("--cache", cache))
     if counters is not None:
         settings["PYDIST_MOUNT_PROFILE"] = str(counters)
     with _folder() as folder:
         settings["PYDIST_MOUNT_FOLDERS"] = str(folder)
+        if packs is not None and cache is None:
+            settings["PYDIST_MOUNT_CACHE"] = str(min(CACHE, shutil.disk_usage(folder).free // 2))
         point = settings["PYDIST_MOUNT"]
         if packs is not None and not Path(point).parent.exists():
             # Stand-ins for missing parents, as programs may look at each folder of a path.

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydist.cli.mounting import CACHE, mounted
+from pydist.cli.mounting import mounted
 from pydist.cli.own_options import OwnOptions
 from pydist.cli.store_profile import Counters
 from pydist.errors import UsageError
@@ -72,8 +72,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--cache",
         metavar="SIZE",
-        default=CACHE,
-        help=f"memory for copies of files that were opened ({CACHE})",
+        help="memory for copies of files that were opened (1GiB, or half of what is free)",
     )
     parser.add_argument("--profile", metavar="FILE", help="count calls, and write them as JSON")
     own, program = list(arguments), []

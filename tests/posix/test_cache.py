@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,18 @@ def test_all_processes_share_copies_up_to_a_limit(
         assert kept(folder) == sizes
         assert taken(folder) == sum(-(-size // 4096) * 4096 for size in sizes)
     assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize(("free", "limit"), [(64 << 20, 32 << 20), (5 << 30, 1 << 30)])
+def test_half_of_a_small_shared_memory_is_left_to_programs(
+    packed: Path, free: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(packed)._replace(free=free)
+    monkeypatch.setattr("pydist.cli.mounting.shutil.disk_usage", lambda folder: usage)
+    with mounted("/nowhere/data", str(packed)) as environment:
+        assert environment["PYDIST_MOUNT_CACHE"] == str(limit)
+    with mounted("/nowhere/data", str(packed), cache="2GiB") as environment:
+        assert environment["PYDIST_MOUNT_CACHE"] == str(2 << 30)
 
 
 def test_damaged_file_is_not_kept(packed: Path) -> None:
