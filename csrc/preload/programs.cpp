@@ -25,11 +25,13 @@ namespace pydist::preload {
 namespace {
 
 // The path by which a program starts: of a packed file, the link to a copy that stays open; of a
-// packed script, its interpreter. The kernel would give the interpreter the link as the name of the
-// script, which finds the files beside it by that name.
+// packed script, that of its interpreter, which may be packed, too. The kernel would give the
+// interpreter the link as the name of the script, which finds the files beside it by that name.
 class Program {
  public:
-  explicit Program(const char* path) : target_(AT_FDCWD, path), path_(target_.path), name_(path) {
+  // depth: number of scripts whose interpreter this is.
+  explicit Program(const char* path, int depth = 0)
+      : target_(AT_FDCWD, path), path_(target_.path), name_(path), depth_(depth) {
     if (!target_.in_pack()) return;
     path_ = nullptr;
     struct stat status;
@@ -47,13 +49,13 @@ class Program {
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
-  const char* path() const { return path_; }  // nullptr, with errno, if there is none
-
-  // Calls `run` with the path and with the arguments that belong to it. They are on the stack: the
-  // child of a vfork would leave them in its parent's heap.
+  // Calls `run` with the path and with the arguments that belong to it; returns -1 with errno if
+  // there is none. The arguments are on the stack: the child of a vfork would leave them in its
+  // parent's heap.
   template <class Run>
   int start(char* const* arguments, Run run) const {
-    if (path_ != interpreter_) return run(path_, arguments);
+    if (interpreter_ == nullptr) return path_ == nullptr ? -1 : run(path_, arguments);
+    if (depth_ == kMostScripts) return fail(ELOOP);
     std::size_t count = 0;
     while (arguments != nullptr && arguments[count] != nullptr) ++count;
     auto** const words = static_cast<char**>(alloca((count + 4) * sizeof(char*)));
@@ -63,10 +65,13 @@ class Program {
     *next++ = const_cast<char*>(name_);
     for (std::size_t k = 1; k < count; ++k) *next++ = arguments[k];
     *next = nullptr;
-    return run(path_, words);
+    return Program(interpreter_, depth_ + 1).start(words, run);
   }
 
  private:
+  static constexpr int kMostScripts =
+      5;  // of which each is the interpreter of another, as in Linux
+
   void open(mode_t mode) {
     if (!S_ISREG(mode) || !permits(mode, kExecute)) {
       errno = EACCES;
@@ -77,7 +82,6 @@ class Program {
     if (read_first_line()) {
       ::close(descriptor_);
       descriptor_ = -1;
-      path_ = interpreter_;
       return;
     }
     // This process by its number: the child of posix_spawn may close the descriptor before it
@@ -113,6 +117,7 @@ class Program {
   Target target_;
   const char* path_;
   const char* name_;
+  int depth_;
   const char* interpreter_ = nullptr;
   const char* option_ = nullptr;
   int descriptor_ = -1;
@@ -160,9 +165,7 @@ bool find_packed(const char* name, char (&found)[kPathSize], int& denied) {
 }  // namespace
 
 PYDIST_HOOK(int, execve, const char* path, char* const* arguments, char* const* environment) {
-  const Program program(path);
-  if (program.path() == nullptr) return -1;
-  return program.start(arguments, [&](const char* start, char* const* words) {
+  return Program(path).start(arguments, [&](const char* start, char* const* words) {
     return real_execve(start, words, environment);
   });
 }
@@ -180,11 +183,10 @@ PYDIST_HOOK(int, execvpe, const char* file, char* const* arguments, char* const*
     if (errno == ENOENT) errno = denied;
     return -1;
   }
-  const Program program(packed ? found : file);
-  if (program.path() == nullptr) return -1;
-  return program.start(arguments, [&](const char* start, char* const* words) {
-    return real_execvpe(start, words, environment);
-  });
+  return Program(packed ? found : file)
+      .start(arguments, [&](const char* start, char* const* words) {
+        return real_execvpe(start, words, environment);
+      });
 }
 
 PYDIST_HOOK(int, execvp, const char* file, char* const* arguments) {
@@ -219,11 +221,10 @@ PYDIST_HOOK(int, execle, const char* path, const char* first, ...) {
 PYDIST_HOOK(int, posix_spawn, pid_t* child, const char* path,
             const posix_spawn_file_actions_t* actions, const posix_spawnattr_t* attributes,
             char* const* arguments, char* const* environment) {
-  const Program program(path);
-  if (program.path() == nullptr) return errno;
-  return program.start(arguments, [&](const char* start, char* const* words) {
+  const int error = Program(path).start(arguments, [&](const char* start, char* const* words) {
     return real_posix_spawn(child, start, actions, attributes, words, environment);
   });
+  return error < 0 ? errno : error;
 }
 
 PYDIST_HOOK(int, posix_spawnp, pid_t* child, const char* file,

@@ -306,6 +306,47 @@ def test_a_program_leaves_no_descriptor_in_the_parent_of_its_vfork(
     assert case.packed(*command, large=large) == loose
 
 
+INTERPRETERS = """
+import os, subprocess
+def start(name):
+    try:
+        print(subprocess.run([f"./{name}", "a", "b c"], capture_output=True, text=True).stdout)
+    except OSError as error:
+        print(error)
+for name in ("tool", "nested", "loop", "none", "closed"):
+    start(name)
+child = os.posix_spawn("./nested", ["name", "d"], os.environ)
+print(os.waitpid(child, 0)[1])
+for name in ("loop", "none"):
+    try:
+        os.posix_spawn(f"./{name}", ["name"], os.environ)
+    except OSError as error:
+        print(error)
+"""
+
+
+def test_interpreters_of_packed_scripts_can_be_packed(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    (there / "bin").mkdir(parents=True)
+    shutil.copy(os.path.realpath("/bin/sh"), there / "bin" / "sh")
+    (there / "plain").write_text("")
+    scripts = {
+        "run": "bin/sh -e", "tool": "bin/sh", "nested": "run -x", "loop": "loop", "none": "nothing",
+        "closed": "plain",
+    }  # fmt: skip
+    for name, interpreter in scripts.items():
+        (there / name).write_text(f"#!{interpreter}\necho $0 $1 $2 $3 $4\n")
+        (there / name).chmod(0o755)
+    pack(there, tmp_path / "packs")
+    case = Case(there, tmp_path / "packs", tmp_path / "mount")
+    command = [sys.executable, "-c", INTERPRETERS]
+    loose = case.loose(*command)
+    assert b"./tool a b c\n" in loose
+    assert b"run -x ./nested a b c\n" in loose
+    assert b"Too many levels" in loose
+    assert case.packed(*command) == loose
+
+
 def test_a_packed_binary_starts_as_its_child_closes_descriptors(tmp_path: Path) -> None:
     """As that of subprocess does from Python 3.13 on."""
     (tmp_path / "folder").mkdir()
