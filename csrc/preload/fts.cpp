@@ -131,12 +131,25 @@ FTSENT* list(const Tree& tree, FTSENT* directory, bool names_only) {
   return link(tree, entries);
 }
 
+// Makes a root the current entry: then its name is the last component of its path, as in the C
+// library.
+FTSENT* enter_root(FTS& fts, FTSENT* root) {
+  if (root != nullptr) {
+    const char* last = std::strrchr(root->fts_name, '/');
+    if (last != nullptr && (last != root->fts_name || last[1] != 0)) {
+      root->fts_namelen = static_cast<unsigned short>(std::strlen(last + 1));
+      std::memmove(root->fts_name, last + 1, root->fts_namelen + std::size_t{1});
+    }
+  }
+  return fts.fts_cur = root;
+}
+
 FTSENT* advance(Tree& tree) {
   FTS& fts = tree.fts;
   FTSENT* at = fts.fts_cur;
   if (!tree.started) {
     tree.started = true;
-    return fts.fts_cur = tree.roots;
+    return enter_root(fts, tree.roots);
   }
   if (at == nullptr) return nullptr;
   const unsigned short wish = at->fts_instr;
@@ -179,7 +192,7 @@ FTSENT* advance(Tree& tree) {
     }
     if (at->fts_instr == FTS_SKIP) continue;  // set by way of fts_children
     if (at->fts_instr == FTS_FOLLOW) at->fts_info = classify(tree, at, true);
-    return fts.fts_cur = at;
+    return at->fts_level == FTS_ROOTLEVEL ? enter_root(fts, at) : fts.fts_cur = at;
   }
 }
 

@@ -45,7 +45,7 @@ static int by_name(const FTSENT** a, const FTSENT** b) {
 }
 
 static void walk_trees(void) {
-  char* roots[] = {".", "class", NULL};
+  char* roots[] = {".", "./class/a", "class", "class/b/", NULL};
   const int options[] = {FTS_PHYSICAL, FTS_LOGICAL | FTS_NOCHDIR,
                          FTS_PHYSICAL | FTS_NOSTAT | FTS_NOCHDIR,
                          FTS_PHYSICAL | FTS_SEEDOT | FTS_XDEV};
