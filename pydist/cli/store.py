@@ -89,7 +89,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _run(program: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs a program to its end, passes signals on to it, and returns its exit code."""
-    # The shell finds and starts a program that is in the pack, too: it is a preloaded program itself.
+    # The shell finds and starts a program that is in the pack, too: it is preloaded itself.
     command = ["/bin/sh", "-c", 'exec "$@"', "pydist store exec", *program]
     started: list[subprocess.Popen[bytes]] = []
     early: list[int] = []  # signals that have arrived before the program was known here
