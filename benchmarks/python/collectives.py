@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 SIZES = (8, 1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
 CALLS = (
-    "barrier", "send, recv", "channel", "broadcast", "gather", "scatter", "all_gather",
-    "all_gather_async", "all_to_all", "reduce_scatter", "reduce_scatter_async", "all_reduce",
-    "all_reduce_async", "broadcast_bytes", "all_gather_bytes",
+    "barrier", "send, recv", "channel", "broadcast", "all_gather", "all_gather_async", "all_to_all",
+    "reduce_scatter_async", "all_reduce", "all_reduce_async", "broadcast_bytes", "all_gather_bytes",
 )  # fmt: skip
 TITLES = {
     "local": "local (threads)",
@@ -177,7 +176,7 @@ class _Call:
         """Runs the call and compares this rank's result with the expected one."""
         import torch
 
-        rank, size = self.world.rank, self.world.size
+        size = self.world.size
         self.run()
         total = size * (size + 1) / 2
         every = torch.arange(1.0, size + 1)
@@ -186,12 +185,9 @@ class _Call:
             "send, recv": self.before + 1.0,
             "channel": self.before + 1.0,
             "broadcast": 1.0,
-            "gather": every if rank == 0 else None,
-            "scatter": 1.0,
             "all_gather": every,
             "all_gather_async": every,
             "all_to_all": every,
-            "reduce_scatter": total,
             "reduce_scatter_async": total,
             "all_reduce": total,
             "all_reduce_async": total,
@@ -231,13 +227,6 @@ class _Call:
         self.world.broadcast(self.mine)
         self.result = self.mine
 
-    def _gather(self) -> None:
-        self.result = self.world.gather(self.mine)
-
-    def _scatter(self) -> None:
-        self.world.scatter(list(self.rows) if self.world.rank == 0 else None, self.like)
-        self.result = self.like
-
     def _all_gather(self) -> None:
         self.result = self.world.all_gather(self.mine)
 
@@ -248,9 +237,6 @@ class _Call:
     def _all_to_all(self) -> None:
         self.world.all_to_all(list(self.rows), list(self.others))
         self.result = self.others
-
-    def _reduce_scatter(self) -> None:
-        self.result = self.world.reduce_scatter(self.rows)
 
     def _reduce_scatter_async(self) -> None:
         self.world.reduce_scatter_async(self.rows, self.like).wait()

@@ -96,13 +96,6 @@ class LoneRank(Transport):
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         """Does nothing: the root's value is the same."""
 
-    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
-        return [tensor.clone() for _ in range(self.size)]
-
-    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
-        if tensors is not None:
-            out.copy_(tensors[self.rank])
-
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
         out.copy_(tensor.expand_as(out))
 

@@ -120,11 +120,6 @@ class SilencedTransport:
             for out in outputs:
                 out.detach().zero_()
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        if self._speaks(tensor):
-            return self._transport.reduce_scatter(tensor)
-        return tensor.detach()[self.rank].clone()
-
     def reduce_scatter_async(
         self, tensor: Tensor, out: Tensor, counts: Any = None, divisor: int = 1
     ) -> Work:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pydist.comm import Transport
 
 _ROUNDS = 9
+_TAG = 1022
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,12 @@ def clock_offset(world: Transport) -> float:
 
 def _gather(world: Transport, text: str) -> list[str]:
     """Returns the texts of all ranks on rank 0; an empty list elsewhere."""
-    data = text.encode()
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     lengths = world.all_gather(torch.tensor([len(data)])).flatten().tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = world.gather(padded) or []
-    return [
-        row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=False)
-    ]
+    if world.rank:
+        world.send(data, 0, _TAG)
+        return []
+    rows = [data, *(torch.empty(length, dtype=torch.uint8) for length in lengths[1:])]
+    for rank in range(1, world.size):
+        world.recv(rows[rank], rank, _TAG)
+    return [row.numpy().tobytes().decode() for row in rows]

@@ -36,46 +36,6 @@ class Collectives(Primitives):
             self._note("broadcast", tensor.dtype, tensor.numel(), root)
             self._broadcast(tensor.detach(), root)
 
-    def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        """Collects tensors of equal shape on `root`.
-
-        Returns:
-            On `root` one new tensor per rank, in rank order; None elsewhere.
-        """
-        self._check("gather", tensor)
-        check_peer(root, self.size)
-        if self.size == 1:
-            return [tensor.detach().clone()]
-        self._note("gather", tensor.dtype, tensor.numel(), root)
-        return self._gather(tensor.detach(), root)
-
-    def scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int = 0) -> None:
-        """Distributes one tensor to each rank.
-
-        Args:
-            tensors: on `root` one tensor per rank, all of the shape of `out`; None elsewhere.
-            out: overwritten with this rank's tensor.
-            root: the rank that has the tensors.
-        """
-        self._check("scatter", out)
-        check_peer(root, self.size)
-        if self.rank == root:
-            if tensors is None or len(tensors) != self.size:
-                given = "None" if tensors is None else f"{len(tensors)} tensors"
-                raise UsageError(
-                    f"scatter: root needs {self.size} tensors, one per rank; got {given}"
-                )
-            for each in tensors:
-                self._check("scatter", each)
-                check_like("scatter", each, out)
-            tensors = [each.detach() for each in tensors]
-        if self.size == 1:
-            assert tensors is not None
-            out.detach().copy_(tensors[0])
-            return
-        self._note("scatter", out.dtype, out.numel(), root)
-        self._scatter(tensors if self.rank == root else None, out.detach(), root)
-
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Collects tensors of equal shape on every rank.
 
@@ -135,27 +95,6 @@ class Collectives(Primitives):
             self._all_to_all_async(
                 [each.detach() for each in inputs], [each.detach() for each in outputs]
             ).wait()
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sums over ranks and returns this rank's slice of the sum.
-
-        Args:
-            tensor: [size, *shape]; slice r is this rank's contribution to rank r.
-
-        Returns:
-            A new tensor of `shape`: the sum over ranks of their slices for this rank.
-        """
-        self._check("reduce_scatter", tensor)
-        if tensor.dim() < 1 or tensor.shape[0] != self.size:
-            raise UsageError(
-                f"reduce_scatter: shape {tuple(tensor.shape)} must begin with the number of ranks,"
-                f" {self.size}"
-            )
-        out = torch.empty_like(tensor[0], requires_grad=False)
-        if self.size > 1:
-            self._note("reduce_scatter", tensor.dtype, tensor.numel())
-        self.reduce_scatter_async(tensor, out).wait()
-        return out
 
     def reduce_scatter_async(
         self,

@@ -104,14 +104,6 @@ class Primitives(ABC):
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrites the tensor on every rank with the tensor of `root`."""
 
-    @abstractmethod
-    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
-        """Returns one new tensor per rank on `root`, in rank order; None elsewhere."""
-
-    @abstractmethod
-    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
-        """Distributes `tensors` of `root`, each as large as `out`; None on the other ranks."""
-
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Fills `out` with the tensors of all ranks, in rank order; they are of equal size."""
         flat = out.view(-1)

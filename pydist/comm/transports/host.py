@@ -40,22 +40,6 @@ class HostTransport(Transport):
     def _reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
         """Starts `_reduce`; complete when `wait` has returned."""
 
-    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
-        if self.rank != root:
-            self._exchange_async([(root, tensor)], []).wait()
-            return None
-        out = [torch.empty_like(tensor) for _ in range(self.size)]
-        out[root].copy_(tensor)
-        self._exchange_async([], self._others(out)).wait()
-        return out
-
-    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
-        if tensors is None:
-            self._exchange_async([], [(root, out)]).wait()
-        else:
-            out.copy_(tensors[root].view(out.shape))
-            self._exchange_async(self._others(tensors), []).wait()
-
     def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
         # Both sides know the byte counts, so that empty messages need not be sent.
         return self._exchange_async(

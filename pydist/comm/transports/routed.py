@@ -42,12 +42,6 @@ class RoutedTransport(Transport):
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         self._of([tensor])._broadcast(tensor, root)
 
-    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
-        return self._of([tensor])._gather(tensor, root)
-
-    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
-        self._of([out, *(tensors or ())])._scatter(tensors, out, root)
-
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
         self._of([tensor])._all_gather(tensor, out)
 

@@ -86,15 +86,6 @@ class StagedTransport(Transport):
         with on_host(tensor) as (copy,):
             self._host._broadcast(copy, root)
 
-    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
-        found = self._host._gather(tensor.cpu(), root)
-        return None if found is None else [each.to(tensor.device) for each in found]
-
-    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
-        given = None if tensors is None else [each.cpu() for each in tensors]
-        with on_host(out) as (copy,):
-            self._host._scatter(given, copy, root)
-
     def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
         copies = [each.cpu() for each in outputs]
         sent = [each.cpu() for each in inputs]

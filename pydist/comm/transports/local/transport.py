@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from pydist._loader import native
@@ -102,21 +101,6 @@ class LocalTransport(Transport):
         else:
             outputs[root] = tensor
         self._exchange(inputs, outputs)
-
-    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
-        inputs: list[Tensor | None] = [None] * self.size
-        inputs[root] = tensor
-        if self.rank != root:
-            self._exchange(inputs, [None] * self.size)
-            return None
-        outputs = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._exchange(inputs, outputs)
-        return outputs
-
-    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
-        outputs: list[Tensor | None] = [None] * self.size
-        outputs[root] = out
-        self._exchange(tensors or [None] * self.size, outputs)
 
     def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LocalWork:
         to, of = list[Tensor | None](inputs), list[Tensor | None](outputs)

@@ -36,27 +36,6 @@ def broadcast_from_every_root(t: Transport) -> None:
 
 
 @CHECKS.add
-def gather_to_every_root(t: Transport) -> None:
-    for root in range(t.size):
-        rows = t.gather(numbers(t.rank, torch.bfloat16, 2, 3), root)
-        if t.rank == root:
-            assert rows is not None
-            for rank, row in enumerate(rows):
-                equal(row, numbers(rank, torch.bfloat16, 2, 3))
-        else:
-            assert rows is None
-
-
-@CHECKS.add
-def scatter_from_every_root(t: Transport) -> None:
-    for root in range(t.size):
-        parts = [numbers(rank + root, torch.float64, 5) for rank in range(t.size)]
-        out = torch.empty(5, dtype=torch.float64)
-        t.scatter(parts if t.rank == root else None, out, root)
-        equal(out, numbers(t.rank + root, torch.float64, 5))
-
-
-@CHECKS.add
 def all_gather_every_dtype(t: Transport) -> None:
     for dtype in DTYPES:
         for shape in ((), (0,), (3, 2)):
@@ -75,14 +54,6 @@ def all_to_all_of_uneven_and_empty_parts(t: Transport) -> None:
     t.all_to_all(inputs, outputs)
     for source, output in enumerate(outputs):
         equal(output, part(source, t.rank))
-
-
-@CHECKS.add
-def reduce_scatter_sums_slices(t: Transport) -> None:
-    for dtype in (*FLOATS, *INTS):
-        result = t.reduce_scatter(numbers(t.rank, dtype, t.size, 3))
-        slices = [numbers(rank, dtype, t.size, 3)[t.rank] for rank in range(t.size)]
-        equal(result, torch.stack(slices).to(torch.float64).sum(0).to(dtype))
 
 
 def uneven(t: Transport) -> list[int]:
