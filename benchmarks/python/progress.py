@@ -1,8 +1,8 @@
-"""Progress of MPI messages while a rank computes: by calls of `progress`, a thread, or nothing.
+"""Progress of MPI messages while a rank computes: by calls of `progress`, or nothing.
 
 Two ranks each post a halo of 4 MB to the other, compute for about 0.1 s in k library calls, and
 wait. The table shows the remaining wait, and the slowdown of the computation compared with no
-messages in flight. All ways take turns within each round; the send buffer is rewritten each time.
+messages in flight. Both ways take turns within each round; the send buffer is rewritten each time.
 
     python benchmarks/python/progress.py
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import time
@@ -24,7 +23,7 @@ from pydist.launch.backends import available
 ELEMENTS = 1 << 20
 SECONDS = 0.1
 CALLS = (1, 4, 16, 64)
-WAYS = ("off", "calls", "thread")
+WAYS = ("off", "calls")
 HEAD = ("MPI, way", "library calls", "wait, ms", "slower, %")
 
 
@@ -59,26 +58,20 @@ def measure(options: argparse.Namespace) -> None:
     import torch  # the parent process does not need it
 
     import pydist
-    from pydist.comm.transports.mpi.progress import VARIABLE
-    from pydist.comm.transports.mpi.transport import MpiTransport
 
     world = pydist.init(transport="mpi").world
     peer = 1 - world.rank
     sent, received = torch.empty(ELEMENTS), torch.empty(ELEMENTS)
     a, out = torch.randn(256, 256), torch.empty(256, 256)
-
-    transports, channels = {}, {}
-    for way in WAYS:
-        os.environ[VARIABLE] = way
-        transports[way] = transport = MpiTransport()
-        channels[way] = transport.channel([(peer, sent)], [(peer, received)], tag=1)
+    channel = world.channel([(peer, sent)], [(peer, received)], tag=1)
 
     def compute(products: int, calls: int, way: str) -> float:
         began = time.perf_counter()
         for call in range(calls):
             for _ in range(products * (call + 1) // calls - products * call // calls):
                 torch.mm(a, a, out=out)
-            transports[way].progress()
+            if way == "calls":
+                world.progress()
         return time.perf_counter() - began
 
     compute(50, 1, "off")
@@ -97,10 +90,10 @@ def measure(options: argparse.Namespace) -> None:
             alone = compute(int(products), calls, "off")
             sent.fill_(order.random())
             world.barrier()
-            channels[way].start()
+            channel.start()
             beside = compute(int(products), calls, way)
             posted = time.perf_counter()
-            channels[way].wait()
+            channel.wait()
             waits[way, calls].append(time.perf_counter() - posted)
             ratios[way, calls].append(beside / alone - 1)
             assert bool((received == sent).all())

@@ -12,9 +12,8 @@ namespace {
 
 // Frames by the text of their line in a stack: of pydist's own threads, anywhere in the stack; of
 // an idle thread of an executor, the innermost; of debuggers.
-constexpr std::array<std::string_view, 3> kOwn{"pydist/launch/launcher_socket.py\"",
-                                               "pydist/launch/watch.py\"",
-                                               "pydist/comm/transports/mpi/progress.py\""};
+constexpr std::array<std::string_view, 2> kOwn{"pydist/launch/launcher_socket.py\"",
+                                               "pydist/launch/watch.py\""};
 constexpr std::array<std::string_view, 2> kIdle{"concurrent/futures/thread.py\"", " in _worker"};
 constexpr std::array<std::string_view, 4> kDebuggers{"/bdb.py\"", "/pdb.py\"", "pydevd",
                                                      "/debugpy/"};

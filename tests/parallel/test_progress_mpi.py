@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pydist.comm import Transport
-from pydist.comm.transports.mpi.progress import VARIABLE
 
 pytestmark = pytest.mark.ranks(2, mpi=("openmpi", "mpich"))
 
@@ -51,21 +50,6 @@ def sums_up(transport: Transport, meanwhile: Callable[[], None]) -> bool:
 @pytest.mark.parametrize("task", [arrives, sums_up])
 def test_calls_of_progress_move_what_is_under_way(world, task):
     assert task(world, world.progress)
-
-
-@pytest.mark.parametrize("task", [arrives, sums_up])
-def test_a_thread_moves_what_is_under_way(world, task, monkeypatch):
-    from mpi4py import MPI
-
-    from pydist.comm.transports.mpi.transport import MpiTransport
-
-    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-        pytest.skip("this MPI may be called by one thread only")
-    monkeypatch.setenv(VARIABLE, "thread")
-    transport = MpiTransport()
-    assert task(transport, lambda: time.sleep(0.001))
-    assert (transport.rank, transport.size) == (world.rank, world.size)
-    transport.close()
 
 
 def test_polling_disturbs_no_message(world):

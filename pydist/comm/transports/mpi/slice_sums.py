@@ -51,7 +51,7 @@ class SliceSums:
         self._idle: list[Tensor] = []  # free windows out of _AHEAD, each [peers, piece]
         self._waiting: deque[MpiSliceSum] = deque()  # with pieces whose receive is not posted yet
         self._receiving: deque[tuple[MpiSliceSum, _PieceInFlight]] = deque()
-        # The engine's thread may advance the operation that the caller waits for.
+        # `progress` may come from autograd's thread while the caller waits for the operation.
         self._lock = threading.Lock()
 
     def start(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> MpiSliceSum:

@@ -2,7 +2,7 @@
 
 No library is linked: mpi4py finds the MPI of the launcher. MPI transfers data only inside of calls,
 so messages in flight advance while some rank is inside a call of this transport: call `progress`
-between long computations, or from a thread (see the module `progress`).
+between long computations.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class MpiTransport(HostTransport):
         # Buffered sends in flight: the requests, and the copy that they send with its lender.
         self._pending: deque[tuple[list[MPI.Request], Tensor, Tensor]] = deque()
         if parent is None:
-            poll = partial(_poll, self._comm)
-            self._engine = ProgressEngine.from_environment(poll, self.concurrent)
+            self._engine = ProgressEngine(partial(_poll, self._comm))
             # Of all groups of this process: the communicator of messages, and the sends in flight.
             self._groups = [(self._messages, self._pending)]
         else:
@@ -217,8 +216,6 @@ class MpiTransport(HostTransport):
 
         A program that has finalized MPI has freed everything.
         """
-        if self._is_world:
-            self._engine.close()
         if MPI.Is_finalized() or self._comm == MPI.COMM_NULL:
             return
         if self._is_world:
