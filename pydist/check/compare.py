@@ -50,11 +50,12 @@ class Differences:
 
     def join(self, other: Differences) -> None:
         """Keeps the larger of each."""
-        for mine, theirs in self._pairs(other):
+        for mine, theirs in self.pairs(other):
             for name, value in theirs.items():
                 mine[name] = _larger(mine.get(name, 0.0), value)
 
-    def _pairs(self, other: Differences) -> list[tuple[dict[str, float], dict[str, float]]]:
+    def pairs(self, other: Differences) -> list[tuple[dict[str, float], dict[str, float]]]:
+        """Returns outputs, gradients and buffers, each of both."""
         return [
             (self.outputs, other.outputs),
             (self.gradients, other.gradients),
@@ -132,7 +133,7 @@ class WholeRun:
         self._finish(found, _gradients(net, leaf), net)
         return found
 
-    def split_differences(self, model: nn.Module, x: Tensor, mesh: Mesh) -> SplitRun:
+    def split_differences(self, model: nn.Module, x: Tensor, mesh: Mesh) -> RankRun:
         """Computes the differences of a run on a mesh for this rank's blocks. Collective.
 
         Args:
@@ -147,9 +148,9 @@ class WholeRun:
         with recorder.again():
             _run_backward(loss)
         self._finish(found, _gradients(net, leaf), net)
-        return SplitRun(found, recorder.calls)
+        return RankRun(found, recorder.calls)
 
-    def staged_differences(self, model: nn.Module, x: Tensor, stages: Stages) -> StagedRun:
+    def staged_differences(self, model: nn.Module, x: Tensor, stages: Stages) -> RankRun:
         """Computes the differences of a run in stages, of what this rank's stage has. Collective.
 
         The input's gradient is compared where nothing else has one.
@@ -171,7 +172,7 @@ class WholeRun:
             found.gradients[name] = difference(grads[name], self._grads[name])
         made.gather()
         self._compare_buffers(found, net)
-        return StagedRun(found, str(made.plan))
+        return RankRun(found, plan=str(made.plan))
 
     def without_gradient(self, found: Differences) -> dict[str, float]:
         """Returns NaN for each parameter whose gradient no stage has."""
@@ -203,29 +204,18 @@ class WholeRun:
 
 
 @dataclass
-class StagedRun:
-    """Result that one rank has of a run in stages.
-
-    Attributes:
-        differences: the differences of what its stage has.
-        plan: the table of the stages.
-    """
-
-    differences: Differences
-    plan: str
-
-
-@dataclass
-class SplitRun:
+class RankRun:
     """Result that one rank has of a partitioned run.
 
     Attributes:
-        differences: the differences of its blocks.
-        calls: the calls on sharded tensors, in order.
+        differences: the differences of its blocks, of what its stage has.
+        calls: the calls on sharded tensors, in order; none of a run in stages.
+        plan: the table of the stages, if it has any.
     """
 
     differences: Differences
-    calls: list[ShardedCall]
+    calls: list[ShardedCall] = field(default_factory=list)
+    plan: str = ""
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

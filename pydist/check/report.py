@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from pydist.check.calls import ShardedCall
 from pydist.check.compare import INPUT, NOISE, Differences
+from pydist.tables import table
 
 _AXES = {1: "C", 2: "D", 3: "H", 4: "W"}
 
@@ -73,14 +74,10 @@ class Report:
     @property
     def failures(self) -> list[str]:
         """Names of the tensors that differ by more than their bound."""
-        found, bounds = self.found, self.bounds
+        kinds, pairs = ("output of", "gradient of", "buffer"), self.found.pairs(self.bounds)
         return [
             f"{kind} {name or '(network)'}"
-            for kind, values, limits in (
-                ("output of", found.outputs, bounds.outputs),
-                ("gradient of", found.gradients, bounds.gradients),
-                ("buffer", found.buffers, bounds.buffers),
-            )
+            for kind, (values, limits) in zip(kinds, pairs, strict=True)
             for name, value in values.items()
             if not value <= limits[name]
         ]
@@ -88,14 +85,9 @@ class Report:
     @property
     def largest(self) -> float:
         """The largest difference of all tensors that are not only noise."""
-        found, bounds = self.found, self.bounds
         every = [
             value
-            for values, limits in (
-                (found.outputs, bounds.outputs),
-                (found.gradients, bounds.gradients),
-                (found.buffers, bounds.buffers),
-            )
+            for values, limits in self.found.pairs(self.bounds)
             for name, value in values.items()
             if limits[name] <= self.noise
         ]
@@ -125,8 +117,8 @@ def format_report(report: Report) -> str:
     how = f"split {grid} over {len(report.calls)} ranks"
     if report.plan:
         how = f"in {report.micro_batches} micro-batches through {report.stages} stages of {grid}"
-    table = [report.plan] if report.plan else _calls(report)
-    lines = [f"{report.batch} × [{shape}] {how}, {kind}", "", *table, "", *_layers(report), ""]
+    parts = [report.plan] if report.plan else _calls(report)
+    lines = [f"{report.batch} × [{shape}] {how}, {kind}", "", *parts, "", *_layers(report), ""]
     bounds = report.bounds
     if any(map(report.is_noise, (*bounds.gradients.values(), *bounds.buffers.values()))):
         lines.append("noise: zero except for rounding, also on one device (a bias before a norm)")
@@ -150,7 +142,7 @@ def format_report(report: Report) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _calls(report: Report) -> Iterator[str]:
+def _calls(report: Report) -> list[str]:
     kinds: dict[str, _FunctionSummary] = {}
     for rank, calls in enumerate(report.calls):
         for call in calls:
@@ -170,7 +162,7 @@ def _calls(report: Report) -> Iterator[str]:
         row = [name, str(kind.count), supported, _halo(kind), _reduced(kind), _forms(kind)]
         rows.append(row)
     has_forms = any(call.form for calls in report.calls for call in calls)
-    return _table(rows if has_forms else [row[:-1] for row in rows])
+    return _ruled(rows if has_forms else [row[:-1] for row in rows])
 
 
 def _halo(kind: _FunctionSummary) -> str:
@@ -190,7 +182,7 @@ def _forms(kind: _FunctionSummary) -> str:
     return ", ".join(f"{form} {n}" for form, n in sorted(kind.forms.items()) if form) or "–"
 
 
-def _layers(report: Report) -> Iterator[str]:
+def _layers(report: Report) -> list[str]:
     found, bounds = report.found, report.bounds
     rows = [["layer", "kind", "output", "gradients", "largest bound"]]
     paths = [path for path in found.outputs if path]
@@ -221,16 +213,14 @@ def _layers(report: Report) -> Iterator[str]:
             else [_number(value), "–", _number(bounds.buffers[name])]
         )
         rows.append([name, "buffer", *shown])
-    return _table(rows)
+    return _ruled(rows)
 
 
 def _number(value: float) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for number, row in enumerate(rows):
-        yield "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True))
-        if number == 0:
-            yield "-" * (sum(widths) + 2 * (len(widths) - 1))
+def _ruled(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table, with a line below its head."""
+    head, *others = table(rows, left=len(rows[0])).split("\n")
+    return [head, "-" * max(map(len, (head, *others))), *others]

@@ -6,14 +6,12 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pydist.check.calls import ShardedCall
-from pydist.check.compare import NOISE, Differences, SplitRun, StagedRun, WholeRun
+from pydist.check.compare import NOISE, Differences, RankRun, WholeRun
 from pydist.check.report import Report
 from pydist.comm import Transport, run_local
 from pydist.errors import UsageError
@@ -107,17 +105,26 @@ def check(
 
     if stages == 1 and micro_batches == 1:
         mesh = partial(Mesh, data=1, spatial=spatial, axes=axes)
-        found, calls = _run_split(whole, model, x, mesh, ranks, timeout)
-        plan = ""
+
+        def rank(transport: Transport) -> RankRun:
+            return whole.split_differences(model, x, mesh(transport))
     else:
         meshes = [{"spatial": spatial, **axes}] * stages
-        found, plan = _run_staged(whole, model, x, meshes, stages * ranks, timeout)
-        calls = []
+
+        def rank(transport: Transport) -> RankRun:
+            return whole.staged_differences(model, x, Stages(transport, meshes))
+
+    found, runs = Differences(), run_local(rank, stages * ranks, timeout=timeout)
+    for run in runs:
+        found.join(run.differences)
+    found.gradients.update(whole.without_gradient(found))
+    plan = runs[-1].plan
     kinds = {path: type(m).__name__ for path, m in model.named_modules()}
     report = Report(
         sample=tuple(sample), spatial=spatial, axes=axes, batch=batch, dtype=dtype,
         found=found, bounds=_bounds(found, scale, whole, dtype, tolerance),
-        calls=calls, plan=plan, stages=stages, micro_batches=micro_batches,
+        calls=[] if plan else [run.calls for run in runs], plan=plan,
+        stages=stages, micro_batches=micro_batches,
         kinds=kinds, dropout_off=off if train else [],
         casts=sorted(map(str, whole.casts)), noise=_noise(whole),
         unsteady=tolerance is None
@@ -131,45 +138,6 @@ def check(
         scale.join(_own_differences(whole, model, x, (number,)))
         report.bounds = _bounds(found, scale, whole, dtype, tolerance)
     return report
-
-
-def _run_split(
-    whole: WholeRun,
-    model: nn.Module,
-    x: Tensor,
-    mesh: Callable[[Transport], Mesh],
-    ranks: int,
-    timeout: float,
-) -> tuple[Differences, list[list[ShardedCall]]]:
-    """Runs on the ranks of a mesh; returns the largest differences, and the calls of each rank."""
-
-    def rank(transport: Transport) -> SplitRun:
-        return whole.split_differences(model, x, mesh(transport))
-
-    found, runs = Differences(), run_local(rank, ranks, timeout=timeout)
-    for run in runs:
-        found.join(run.differences)
-    return found, [run.calls for run in runs]
-
-
-def _run_staged(
-    whole: WholeRun,
-    model: nn.Module,
-    x: Tensor,
-    meshes: Sequence[Mapping[str, Any]],
-    ranks: int,
-    timeout: float,
-) -> tuple[Differences, str]:
-    """Runs in stages; returns the largest differences, and the table of the stages."""
-
-    def rank(transport: Transport) -> StagedRun:
-        return whole.staged_differences(model, x, Stages(transport, meshes))
-
-    found, runs = Differences(), run_local(rank, ranks, timeout=timeout)
-    for run in runs:
-        found.join(run.differences)
-    found.gradients.update(whole.without_gradient(found))
-    return found, runs[-1].plan
 
 
 def _own_differences(
