@@ -21,7 +21,7 @@ from pydist.errors import UsageError
 from pydist.profile.spans import IN_FLIGHT, Span, in_backward
 
 if TYPE_CHECKING:
-    from pydist.profile.device import Device
+    from pydist.profile.device import CudaDevice
 
 _ROUNDS = 5
 MAIN_STREAM = 1
@@ -60,7 +60,7 @@ class DeviceClock:
         spans: the spans that the device has completed, in `time.perf_counter` of the host.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self.bounds: list[float] = []
         self.spans: list[Span] = []
         self._device = device
