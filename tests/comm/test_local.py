@@ -11,6 +11,7 @@ import torch
 
 from pydist.comm import LocalTransport, Transport, run_local
 from pydist.errors import RankFailed, RankLost, UsageError
+from support.latency import Latency, delayed
 from support.transports.checks import Check
 from support.transports.contract import CHECKS
 
@@ -35,7 +36,8 @@ def _send_around(t: Transport) -> None:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract_with_latency(check: Check) -> None:
-    run_local(check, 3, latency=1e-4)
+    with delayed(Latency(1e-4)):
+        run_local(check, 3)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,8 @@ def test_nothing_arrives_before_the_latency_is_over(exchange) -> None:
         exchange(t)
         return began, time.perf_counter()
 
-    times = run_local(body, 2, latency=0.05)
+    with delayed(Latency(0.05)):
+        times = run_local(body, 2)
     (began, over), (other_began, other_over) = times
     assert over - other_began >= 0.05
     assert other_over - began >= 0.05
@@ -81,7 +84,8 @@ def test_latency_elapses_while_a_rank_works(monkeypatch) -> None:
         return mine
 
     monkeypatch.setattr(time, "sleep", noted_sleep)
-    assert run_local(body, 2, latency=0.02) == [[0.0, 0.0]] * 2
+    with delayed(Latency(0.02)):
+        assert run_local(body, 2) == [[0.0, 0.0]] * 2
 
 
 def test_results_come_in_rank_order_and_arguments_are_passed_on() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,9 +18,8 @@ from torch import nn
 
 from pydist import Mesh, layout_for_sample, parallelize, run_local
 from pydist.backend.conv_kernels import ConvKernels
-from pydist.comm.transports.local import threads
-from pydist.comm.transports.local.latency import Latency
 from support.equivalence import shard
+from support.latency import Latency, delayed
 
 LATENCY = 0.02
 STEPS = 3
@@ -61,10 +61,9 @@ class Ledger(Latency):
 
 
 @pytest.fixture
-def ledger(monkeypatch) -> Ledger:
-    made = Ledger(LATENCY)
-    monkeypatch.setattr(threads, "Latency", lambda seconds: made)
-    return made
+def ledger() -> Iterator[Ledger]:
+    with delayed(made := Ledger(LATENCY)):
+        yield made
 
 
 def train(channels_last: bool) -> None:
@@ -80,7 +79,7 @@ def train(channels_last: bool) -> None:
         for _ in range(STEPS):
             net(shard(x, layout_for_sample(mesh, x.shape))).square().sum().backward()
 
-    run_local(body, RANKS, timeout=100, latency=LATENCY)
+    run_local(body, RANKS, timeout=100)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

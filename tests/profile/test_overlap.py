@@ -17,6 +17,7 @@ from torch import nn
 from pydist import Mesh, layout_for_sample, parallelize, run_local
 from pydist.profile import Profiler
 from support.equivalence import shard
+from support.latency import Latency, delayed
 
 LATENCY = 0.02
 STEPS = 5
@@ -34,9 +35,7 @@ class Span(NamedTuple):
         return self.rank == other.rank and self.start <= other.start and other.stop <= self.stop
 
 
-def trace_of(
-    model: Callable[[], nn.Module], x: torch.Tensor, path: Path, latency: float
-) -> list[Span]:
+def trace_of(model: Callable[[], nn.Module], x: torch.Tensor, path: Path) -> list[Span]:
     """Returns the trace of some steps on 2 ranks, in seconds."""
 
     def body(transport) -> None:
@@ -49,7 +48,8 @@ def trace_of(
                 profiler.step()
         profiler.write_trace(path)
 
-    run_local(body, 2, timeout=200, latency=latency)
+    with delayed(Latency(LATENCY)):
+        run_local(body, 2, timeout=200)
     return read(path)
 
 
@@ -94,7 +94,7 @@ def convolutions(tmp_path_factory) -> list[Span]:
     def model() -> nn.Module:
         return nn.Sequential(nn.Conv3d(16, 16, 3, padding=1), nn.Conv3d(16, 16, 3, padding=1))
 
-    return trace_of(model, x, tmp_path_factory.mktemp("trace") / "trace.json", LATENCY)
+    return trace_of(model, x, tmp_path_factory.mktemp("trace") / "trace.json")
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -120,7 +120,7 @@ def test_gradients_travel_while_backward_runs(tmp_path):
             nn.Linear(512, 8192),
         )  # fmt: skip
 
-    spans = trace_of(model, x, tmp_path / "trace.json", LATENCY)
+    spans = trace_of(model, x, tmp_path / "trace.json")
     for rank in range(2):
         for frame in in_steps(spans, rank):
             first = within(spans, frame, "wgrad", "0", backward=True)

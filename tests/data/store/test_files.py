@@ -14,6 +14,7 @@ from pydist.comm import Transport, run_local
 from pydist.data import Loader, ShardDataset
 from pydist.mesh import Mesh
 from support.data.stored import Stored, local_of
+from support.latency import Latency, delayed
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,8 @@ def test_messages_travel_while_steps_compute(prefetch: int) -> None:
             assert loader.store is not None
             assert loader.store.counted().received_bytes > 0
 
-    run_local(job, 2, latency=0.05, timeout=60)
+    with delayed(Latency(0.05)):
+        run_local(job, 2, timeout=60)
 
 
 def test_labels_have_the_smallest_type_that_holds_the_classes(volumes: Path) -> None:

@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 
 from pydist._loader import native
-from pydist.comm.transports.local.latency import Latency
 from pydist.comm.transports.local.transport import LocalTransport
 from pydist.errors import RankFailed, RankLost
 
@@ -26,7 +25,6 @@ def run_local(
     size: int,
     *args: object,
     timeout: float = 60,
-    latency: float = 0.0,
     **kwargs: object,
 ) -> list[R]:
     """Runs a function on `size` ranks, each a thread of this process.
@@ -39,7 +37,6 @@ def run_local(
         size: number of ranks.
         *args: passed on, the same objects to all ranks.
         timeout: seconds after which blocked ranks are released and `RankLost` is raised.
-        latency: artificial delay in seconds from sending to arrival, to test what overlap hides.
         **kwargs: passed on.
 
     Returns:
@@ -51,7 +48,6 @@ def run_local(
         RankLost: a rank was still busy after `timeout`.
     """
     hub = native.LocalHub(size)
-    delay = Latency(latency) if latency > 0 else None
     lent = dict[tuple[int, int, int], object]()
     context = _Context()
     results: dict[int, R] = {}
@@ -60,7 +56,7 @@ def run_local(
     def body(rank: int) -> None:
         try:
             with context.entered():
-                transport = LocalTransport(hub, rank, latency=delay, lent=lent)
+                transport = LocalTransport(hub, rank, lent=lent)
                 results[rank] = fn(transport, *args, **kwargs)
         except BaseException as error:
             failures.append((rank, error))

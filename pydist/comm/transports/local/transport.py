@@ -15,7 +15,6 @@ from pydist._loader import native
 from pydist.comm.interface.handles import Channel, Work
 from pydist.comm.interface.reduction import ReduceOp
 from pydist.comm.interface.transport import Transport
-from pydist.comm.transports.local.latency import Latency
 
 _WORLD = 0
 
@@ -32,7 +31,6 @@ class LocalTransport(Transport):
         *,
         group: int = _WORLD,
         size: int | None = None,
-        latency: Latency | None = None,
         lent: dict[tuple[int, int, int], object] | None = None,
     ) -> None:
         """Joins a hub.
@@ -42,7 +40,6 @@ class LocalTransport(Transport):
             rank: index of this rank in the group.
             group: the hub's number for the group.
             size: number of ranks in the group; all of the hub if None.
-            latency: delays all messages; the same object on all ranks of the hub.
             lent: buffers of collectives in flight, by group, rank and ticket; the same object on
                 all ranks of the hub.
         """
@@ -50,9 +47,7 @@ class LocalTransport(Transport):
         self._group = group
         self.rank = rank
         self.size = size or self._hub.size
-        self._latency = latency
         self._splits = 0
-        self._collectives = 0
         # The last rank to join a collective copies into the buffers of all ranks. So the buffers
         # must outlive the `Work`, and a rank whose thread has ended meanwhile.
         self._lent = {} if lent is None else lent
@@ -65,7 +60,6 @@ class LocalTransport(Transport):
             members.index(self.rank),
             group=group,
             size=len(members),
-            latency=self._latency,
             lent=self._lent,
         )
 
@@ -74,19 +68,15 @@ class LocalTransport(Transport):
         sends: Sequence[tuple[int, Tensor]],
         recvs: Sequence[tuple[int, Tensor]],
         tag: int,
-    ) -> LocalChannel:
-        return LocalChannel(self._hub, self._group, self.rank, sends, recvs, tag, self._latency)
+    ) -> Channel:
+        return LocalChannel(self._hub, self._group, self.rank, sends, recvs, tag)
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
-        if self._latency is not None:
-            self._latency.send(self._group, self.rank, dest, tag)
         tensor = tensor.contiguous()
         self._hub.send(self._group, self.rank, dest, tag, tensor.data_ptr(), tensor.nbytes)
 
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
         self._hub.receive(self._group, self.rank, source, tag, tensor.data_ptr(), tensor.nbytes)
-        if self._latency is not None:
-            self._latency.receive(self._group, self.rank, tag, [source])
 
     def _barrier(self) -> None:
         nothing: list[Tensor | None] = [None] * self.size
@@ -102,7 +92,7 @@ class LocalTransport(Transport):
             outputs[root] = tensor
         self._exchange(inputs, outputs)
 
-    def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LocalWork:
+    def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
         to, of = list[Tensor | None](inputs), list[Tensor | None](outputs)
         to[self.rank] = of[self.rank] = None
         return self._exchange_async(to, of)
@@ -110,34 +100,25 @@ class LocalTransport(Transport):
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         self._all_reduce_async(tensor, op).wait()
 
-    def _all_reduce_async(self, tensor: Tensor, op: ReduceOp) -> LocalWork:
-        number = self._join()
+    def _all_reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
         ticket = self._hub.start_all_reduce(
             self._group, self.rank, tensor.data_ptr(), tensor.numel(), _name(tensor), op
         )
-        return LocalWork(self, ticket, number, tensor)
+        return LocalWork(self, ticket, tensor)
 
     def _exchange(self, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
         self._exchange_async(inputs, outputs).wait()
 
     def _exchange_async(
         self, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]
-    ) -> LocalWork:
-        number = self._join()
+    ) -> Work:
         ticket = self._hub.start_exchange(
             self._group,
             self.rank,
             [_buffer(each) for each in inputs],
             [_buffer(each) for each in outputs],
         )
-        return LocalWork(self, ticket, number, (inputs, outputs))
-
-    def _join(self) -> int:
-        """Returns the number of the collective to be started, identical on all ranks."""
-        self._collectives += 1
-        if self._latency is not None:
-            self._latency.join(self._group, self._collectives)
-        return self._collectives
+        return LocalWork(self, ticket, (inputs, outputs))
 
     def abort(self, reason: str, exit_code: int) -> None:
         """Makes every blocked or later call of the other ranks raise `RankFailed`, and returns."""
@@ -148,12 +129,9 @@ class LocalTransport(Transport):
 class LocalWork(Work):
     """Collective that the hub has in flight."""
 
-    def __init__(
-        self, transport: LocalTransport, ticket: int, number: int, buffers: object
-    ) -> None:
+    def __init__(self, transport: LocalTransport, ticket: int, buffers: object) -> None:
         self._transport = transport
         self._ticket: int | None = ticket
-        self._number = number
         transport._lent[transport._group, transport.rank, ticket] = buffers
 
     def wait(self) -> None:
@@ -164,8 +142,6 @@ class LocalWork(Work):
         transport = self._transport
         transport._hub.finish(transport._group, transport.rank, ticket)
         del transport._lent[transport._group, transport.rank, ticket]
-        if transport._latency is not None:
-            transport._latency.finish(transport._group, self._number, transport.size)
 
 
 class LocalChannel(Channel):
@@ -179,13 +155,8 @@ class LocalChannel(Channel):
         sends: Sequence[tuple[int, Tensor]],
         recvs: Sequence[tuple[int, Tensor]],
         tag: int,
-        latency: Latency | None = None,
     ) -> None:
         self._buffers = (*sends, *recvs)  # keeps the memory that the native channel points to
-        self._latency = latency
-        self._group, self._rank, self._tag = group, rank, tag
-        self._dests = [peer for peer, _ in sends]
-        self._sources = [peer for peer, _ in recvs]
         self._native = native.LocalChannel(
             hub,
             group,
@@ -197,16 +168,11 @@ class LocalChannel(Channel):
 
     def start(self) -> None:
         """Starts the round in the hub; see `Channel.start`."""
-        if self._latency is not None:
-            for dest in self._dests:
-                self._latency.send(self._group, self._rank, dest, self._tag)
         self._native.start()
 
     def wait(self) -> None:
         """Waits until the round's messages have arrived; see `Channel.wait`."""
         self._native.wait()
-        if self._latency is not None:
-            self._latency.receive(self._group, self._rank, self._tag, self._sources)
 
 
 def _name(tensor: Tensor) -> str:
