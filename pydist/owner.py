@@ -123,6 +123,14 @@ def make_private_folder(path: Path) -> None:
         raise PermissionError(f"{path} is not a folder of this user alone")
 
 
+def stat_of(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat from the state on; empty without such a process."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return text.rpartition(")")[2].split()
+    return []
+
+
 def _abandoned(path: Path, owner: str) -> bool:
     alive = is_running(owner)
     if alive is not None:
@@ -139,11 +147,9 @@ def _tag_of(pid: int) -> str:
 
 def _start_of(pid: int) -> int | None:
     """Returns a process's start, in ticks after the kernel's; 0 if ended, None if unknown."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    fields = stat_of(pid)
+    if not fields:
         return None  # no such file system, or the process is hidden from this user
-    fields = text.rpartition(")")[2].split()
     # A killed process stays in the table until its parent waits for it.
     return 0 if fields[0] in "ZX" else int(fields[19])
 

@@ -263,7 +263,7 @@ def _set_threads(world: Transport) -> None:
 
     torch counts the cores that the process may use, even if other ranks use the same ones.
     """
-    host, affinity = socket.gethostname(), sorted(_affinity())
+    host, affinity = socket.gethostname(), sorted(backends.affinity())
     everyone = world.all_gather_json([host, affinity])
     if "OMP_NUM_THREADS" in os.environ:
         return  # after the collective call: the variable may be set on some ranks only
@@ -300,12 +300,6 @@ def _plain(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
-
-
-def _affinity() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(backends.cores()))
 
 
 def _claim(world: Transport) -> Callable[[int], bool] | None:

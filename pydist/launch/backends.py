@@ -124,11 +124,16 @@ def yielding(name: str, ranks: int) -> dict[str, str]:
     return {mpi.yields: "1"} if mpi is not None and ranks + mpi.spare > cores() else {}
 
 
+def affinity() -> set[int]:
+    """Returns the CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
 def cores() -> int:
     """Returns the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(affinity())
 
 
 def available() -> list[Backend]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
-from pathlib import Path
+
+from pydist import owner
 
 _PATIENCE = 1.0
 """Seconds that a process may take to end after its files are closed."""
@@ -14,7 +14,7 @@ _PATIENCE = 1.0
 
 def is_stopped(pid: int) -> bool:
     """Returns whether a process is stopped by a signal."""
-    return _facts(pid)[:1] == ["T"]
+    return owner.stat_of(pid)[:1] == ["T"]
 
 
 def code_of_unreaped(pid: int) -> int | None:
@@ -23,7 +23,7 @@ def code_of_unreaped(pid: int) -> int | None:
     Returns None if its parent, such as an MPI launcher, has already reaped the process.
     """
     until = time.monotonic() + _PATIENCE
-    while (facts := _facts(pid)) and time.monotonic() < until:
+    while (facts := owner.stat_of(pid)) and time.monotonic() < until:
         if facts[0] == "Z":
             return os.waitstatus_to_exitcode(int(facts[49]))
         time.sleep(0.001)
@@ -38,11 +38,3 @@ def in_words(code: int | None) -> str:
         name = next((f" ({each.name})" for each in signal.Signals if each == -code), "")
         return f"was killed by signal {-code}{name}"
     return f"ended with code {code}, without reporting an error"
-
-
-def _facts(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on; empty without such a process."""
-    with contextlib.suppress(OSError):
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return text.rsplit(")", 1)[1].split()
-    return []

@@ -160,19 +160,14 @@ def _path(who: Identity) -> Path:
     facts = [who.launcher, str(who.size)]
     facts += [f"{name}={os.environ[name]}" for name in _JOB_VARIABLES if name in os.environ]
     if not {"PYDIST_SUPERVISOR", "PMIX_NAMESPACE", "SLURM_JOB_ID"} & os.environ.keys():
-        facts.append(f"{os.getppid()} {_start_of(os.getppid())}")
+        # With the start, as process ids are reused.
+        started = "".join(owner.stat_of(os.getppid())[19:20])
+        facts.append(f"{os.getppid()} {started}")
     base = Path("/dev/shm")
     if not base.is_dir():
         base = Path(tempfile.gettempdir())
     key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
     return base / f"pydist-{os.getuid()}" / key
-
-
-def _start_of(pid: int) -> str:
-    """Returns when a process started, as process ids are reused."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[19]
-    return ""
 
 
 def _write_stacks_on_signal() -> tuple[int, int]:

@@ -8,7 +8,6 @@ with whole cubes, and once with each cube cut into sub-cubes.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import os
 import shutil
@@ -44,7 +43,7 @@ from pydist.train.config import (
     OutputConfig,
     TrainConfig,
 )  # fmt: skip
-from pydist.train.report import PREDICTIONS_FILE
+from pydist.train.report import PREDICTIONS_FILE, read_predictions
 
 if TYPE_CHECKING:
     from pydist.data.each_file import Progress
@@ -149,16 +148,14 @@ class Study:
         """Reads a run's predicted and true values, [samples, outputs]."""
         path = self._run(cut, seed).folder / PREDICTIONS_FILE
         try:
-            with path.open(newline="") as file:
-                values = np.array(list(csv.reader(file))[1:], dtype=np.float64)
+            _, predicted, true = read_predictions(path)
         except OSError as error:
             raise DiskError(f"can't read {path}: {error.strerror}") from error
         except ValueError:
             raise DataError(f"{path}: not the table of a validation") from None
         samples = self.options.universe_options.validation_count * cut**3
-        if len(values) != samples:
-            raise DataError(f"{path}: {len(values)} samples instead of {samples}")
-        true, predicted = np.hsplit(values, 2)
+        if len(true) != samples:
+            raise DataError(f"{path}: {len(true)} samples instead of {samples}")
         return predicted, true
 
     def _constant(self) -> Row:

@@ -27,6 +27,7 @@ from pydist.stages import Stages
 from pydist.tensor.wrapper import tensors_of
 from pydist.train.config import MeshConfig
 from pydist.train.datasets import shape_in_training
+from pydist.train.device import AMP_DTYPES
 from pydist.train.parts import WARMUP
 from pydist.train.ranks import check_ranks, check_settings, mistakes_with_groups
 from pydist.train.tasks import task_of
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from pydist.train.log import Event
     from pydist.train.tasks import Task
 
-_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _STEPS = 5
 """Steps that are measured."""
 _MANY = 1 << 30
@@ -81,7 +81,7 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
         batch=config.train.batch,
         passes=config.train.accumulate,
         state=config.optimizer.at(config.train.batch).state(),
-        dtype=_DTYPES[config.train.amp],
+        dtype=AMP_DTYPES[config.train.amp],
         partitioned=partitioned,
         prefetch=max(config.data.prefetch, config.data.readers),
         file_bytes=math.prod(shape) * np.dtype(manifest.dtype).itemsize,

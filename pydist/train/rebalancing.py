@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -115,29 +114,29 @@ def resumed(config: Config, job: Job) -> tuple[Config, Job]:
 
     Collective. They are in the configuration that the run wrote to its folder.
     """
-    axis, folder, message = config.mesh.rebalance, config.output.folder, b""
+    axis, folder, shares = config.mesh.rebalance, config.output.folder, list[float]()
     with together(job.world, "reading the parts of the last run"):
         if job.writes and config.checkpoint.resume != "never":
-            message = _last_shares(config, folder)
-    shares = tuple(json.loads(job.world.broadcast_bytes(message, job.writer) or b"[]"))
+            shares = _last_shares(config, folder)
+    shares = job.world.broadcast_json(shares, job.writer)
     if axis is None or len(shares) != config.mesh.parts(job.world.size).get(axis, 1):
         return config, job
-    changed = replace(config.mesh.shares, **{axis: shares})
+    changed = replace(config.mesh.shares, **{axis: tuple(shares)})
     if changed == config.mesh.shares:
         return config, job
     config = replace(config, mesh=replace(config.mesh, shares=changed))
     return config, replace(job, mesh=mesh_with(config, job.world))
 
 
-def _last_shares(config: Config, folder: Path) -> bytes:
-    """Returns the shares of the axis in a run's folder as JSON; nothing if there are none."""
+def _last_shares(config: Config, folder: Path) -> list[float]:
+    """Returns the shares of the axis in a run's folder; nothing if there are none."""
     path = folder / CONFIG_FILE
     if not path.exists() or not checkpoint.complete(folder / CHECKPOINTS):
-        return b""
+        return []
     try:
         last = config_io.load(path).mesh
     except UsageError:  # of another version
-        return b""
+        return []
     axis = config.mesh.rebalance
     found = last.shares.given.get(axis) if axis == last.rebalance and axis else None
-    return json.dumps(found or []).encode()
+    return list(found or [])

@@ -7,7 +7,6 @@ silently copy through the host.
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Sequence
 
@@ -69,9 +68,8 @@ class CudaMpiTransport(MpiTransport):
             NotSupported: the MPI is not CUDA-aware, or a rank has no device; the same on all ranks.
         """
         lacks = awareness.missing() or device_missing()
-        found = json.dumps([socket.gethostname(), lacks]).encode()
-        for rank, row in enumerate(host.all_gather_bytes(found)):
-            machine, lack = json.loads(row)
+        found = host.all_gather_json([socket.gethostname(), lacks])
+        for rank, (machine, lack) in enumerate(found):
             if lack:
                 where = f"rank {rank} on {machine}: " if host.size > 1 else ""
                 raise NotSupported(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Sequence
@@ -69,7 +68,7 @@ def find_peers(
         said["sample"] = memory.sample().hex()
     except PydistError as error:
         said["lacks"] = str(error)
-    heard = [json.loads(row) for row in host.all_gather_bytes(json.dumps(said).encode())]
+    heard = host.all_gather_json(said)
     for rank, each in enumerate(heard):
         if each["lacks"]:
             if memory is not None:
@@ -77,9 +76,9 @@ def find_peers(
             raise _refusal(rank, each["machine"], each["lacks"])
     assert memory is not None  # or this rank lacks something
     mine = _try(memory, heard, host.rank)
-    rows = host.all_gather_bytes(json.dumps(asdict(mine)).encode())
+    rows = host.all_gather_json(asdict(mine))
     try:
-        near = reachable([MappedPeers(**json.loads(row)) for row in rows], host.rank)
+        near = reachable([MappedPeers(**row) for row in rows], host.rank)
     except NotSupported:
         memory.unmap()
         host.barrier()

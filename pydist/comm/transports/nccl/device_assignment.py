@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections import defaultdict
@@ -121,8 +120,7 @@ def device_refusal(reason: str, transport: str = "nccl") -> NotSupported:
 
 def find_devices(host: Transport, local_rank: int) -> list[FoundDevices]:
     """Gathers the findings of each rank, in rank order. Collective over `host`."""
-    rows = host.all_gather_bytes(json.dumps(asdict(_look(local_rank))).encode())
-    return [FoundDevices(**json.loads(row)) for row in rows]
+    return [FoundDevices(**row) for row in host.all_gather_json(asdict(_look(local_rank)))]
 
 
 def assign_device(host: Transport, local_rank: int, transport: str) -> DeviceAssignment:
