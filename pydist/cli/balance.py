@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydist.cli.own_options import RunOptions
+from pydist.cli.own_options import RunOptions, arguments_of_ranks
 from pydist.cli.train import load_config, mesh_of
 from pydist.errors import DiskError, UsageError
 from pydist.grid import OTHER_AXES
@@ -40,10 +40,7 @@ def balance(arguments: Sequence[str]) -> int:
     from pydist.train.parts import axis_of
 
     axis_of(config, options.ranks, options.axis, options.multiple)  # raises before a rank starts
-    own = ["--steps", str(options.steps), "--rounds", str(options.rounds), "--out", str(out)]
-    for name, value in (("--axis", options.axis), ("--multiple", options.multiple)):
-        own += [] if value is None else [name, str(value)]
-    argv = ["-m", "pydist", "balance", str(options.config), *own, *overrides]
+    argv = ["-m", "pydist", "balance", *arguments_of_ranks(arguments)]
     return launch(options.ranks, argv, options.mpi)
 
 

@@ -81,3 +81,20 @@ class RunOptions(OwnOptions):
             if own := difflib.get_close_matches(name, self._option_string_actions, 1, 0.8):
                 raise UsageError(f"unknown option {given}; did you mean {own[0]}?")
         return options, overrides
+
+
+def arguments_of_ranks(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with which a command that starts ranks runs on each of them.
+
+    The number of ranks is replaced by ``--mpi auto``, which is without effect there, and not left
+    out: an option of several values may be before it, and the files after it.
+    """
+    words, own = iter(arguments), list[str]()
+    for word in words:
+        if word in ("-n", "--ranks"):
+            next(words)
+        elif not word.startswith(("-n", "--ranks=")):
+            own.append(word)
+            continue
+        own += ["--mpi", "auto"]
+    return own

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pydist.cli.options import parse
+from pydist.cli.own_options import arguments_of_ranks
 from pydist.cli.predict_options import Arguments
 from pydist.cli.predict_samples import are_samples, check_samples, predict_samples_here
 from pydist.errors import (
@@ -37,20 +38,10 @@ def predict(arguments: Sequence[str]) -> int:
     from pydist.cli.prediction_view import PredictionView
     from pydist.launch.supervisor import launch
 
-    own = ["--output", str(options.output), "--device", options.device]
-    for name in ("spatial", "folds"):
-        values = getattr(options, name)
-        own += [f"--{name}", *map(str, values)] if values else []
-    for name in ("sliding", "overlap", "truth", "split", "on_bad_sample", "factory", "task"):
-        value = getattr(options, name)
-        own += [f"--{name.replace('_', '-')}", str(value)] if value not in (None, "") else []
-    own += ["--probabilities"] if options.probabilities else []
-    own += ["--allow-roots", *map(str, roots)] if (roots := options.trust.allow_roots) else []
-    own += ["--untrusted"] if options.trust.untrusted else []
-    files = [str(options.checkpoint), *map(str, options.images)]
+    argv = ["-m", "pydist", "predict", *arguments_of_ranks(arguments)]
     view = PredictionView()
     with followed(view):
-        code = launch(options.ranks, ["-m", "pydist", "predict", *files, *own], options.mpi)
+        code = launch(options.ranks, argv, options.mpi)
     view.close()
     return code
 

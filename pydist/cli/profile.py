@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydist.cli.own_options import RunOptions
+from pydist.cli.own_options import RunOptions, arguments_of_ranks
 from pydist.cli.train import joined_ranks, load_config
 from pydist.errors import DiskError, UsageError
 
@@ -47,12 +47,7 @@ def profile(arguments: Sequence[str]) -> int:
     from pydist.train.ranks import check_ranks
 
     check_ranks(config, options.ranks)
-    own = ["--steps", str(options.steps), "--warmup", str(options.warmup)]
-    if options.trace is not None:
-        own += ["--trace", str(options.trace)]
-    if options.picture is not None:
-        own += ["--picture", str(options.picture)]
-    argv = ["-m", "pydist", "profile", str(options.config), *own, *overrides]
+    argv = ["-m", "pydist", "profile", *arguments_of_ranks(arguments)]
     return launch(options.ranks, argv, options.mpi)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from pydist.cli.options import parse
+from pydist.cli.own_options import arguments_of_ranks
 from pydist.errors import UsageError
 from pydist.parsing import byte_count
 
@@ -73,13 +74,7 @@ def serve_model(arguments: Sequence[str]) -> int:
     from pydist.inference.service import SECONDS_TO_END
     from pydist.launch.supervisor import launch
 
-    own: list[str] = []
-    for name in ("host", "port", "sliding", "overlap", "waiting", "largest", "device", "factory",
-                 "task"):  # fmt: skip
-        value = getattr(options, name)
-        own += [f"--{name}", str(value)] if value not in (None, "") else []
-    own += ["--spatial", *map(str, options.spatial)]
-    argv = ["-m", "pydist", "serve", str(options.checkpoint), *own]
+    argv = ["-m", "pydist", "serve", *arguments_of_ranks(arguments)]
     patience = SECONDS_TO_END + _SECONDS_MORE
     return launch(options.ranks, argv, options.mpi, patience, is_service=True)
 
