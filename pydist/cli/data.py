@@ -231,22 +231,17 @@ def index(arguments: Sequence[str]) -> int:
     chosen = parse(_Index, arguments, "pydist data index")
     from pydist.data.index import index_dataset
 
-    console = Console()
-    began = time.perf_counter()
-    with workers_of(chosen) as workers, progress_bar(console) as told:
-        if workers is None:
-            return 0
-        manifest = index_dataset(
+    return _from_files(
+        chosen,
+        lambda told, workers: index_dataset(
             chosen.folder,
             chosen.index,
             told,
             workers=workers,
             overwrite=chosen.overwrite,
             trust=chosen.trust,
-        )
-    what = f"{len(manifest.files)} {manifest.file_format} files"
-    _say(console, what, manifest, chosen.folder, began)
-    return 0
+        ),
+    )
 
 
 def convert(arguments: Sequence[str]) -> int:
@@ -254,19 +249,27 @@ def convert(arguments: Sequence[str]) -> int:
     chosen = parse(_Convert, arguments, "pydist data convert")
     from pydist.data.convert import convert_dataset
 
-    console = Console()
-    began = time.perf_counter()
-    with workers_of(chosen) as workers, progress_bar(console) as told:
-        if workers is None:
-            return 0
-        manifest = convert_dataset(
+    return _from_files(
+        chosen,
+        lambda told, workers: convert_dataset(
             chosen.source,
             chosen.folder,
             chosen.conversion,
             told,
             workers=workers,
             trust=chosen.trust,
-        )
+        ),
+    )
+
+
+def _from_files(chosen: _Index | _Convert, make: Callable[[Told, Workers], Manifest]) -> int:
+    """Makes a data set of files in several processes or ranks, and says what was made."""
+    console = Console()
+    began = time.perf_counter()
+    with workers_of(chosen) as workers, progress_bar(console) as told:
+        if workers is None:
+            return 0
+        manifest = make(told, workers)
     what = f"{len(manifest.files)} {manifest.file_format} files"
     _say(console, what, manifest, chosen.folder, began)
     return 0

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from pydist import owner
 from pydist._loader import native
+from pydist.cli.own_options import size_of
 from pydist.errors import UsageError
 from pydist.packs import servers
-from pydist.parsing import byte_count
 
 LIBRARY = "libpydist_preload.so"
 CACHE = 1 << 30
@@ -60,9 +60,9 @@ def mounted(
             raise UsageError("--output needs --packs: without it, files are written in place")
         settings["PYDIST_MOUNT_OUTPUT"] = _output(output, settings["PYDIST_MOUNT"], packs)
     if large is not None:
-        settings["PYDIST_MOUNT_LARGE"] = str(_size("--large", large))
+        settings["PYDIST_MOUNT_LARGE"] = str(size_of("--large", large))
     if packs is not None and cache is not None:
-        settings["PYDIST_MOUNT_CACHE"] = "0" if cache == "0" else str(_size("--cache", cache))
+        settings["PYDIST_MOUNT_CACHE"] = "0" if cache == "0" else str(size_of("--cache", cache))
     if counters is not None:
         settings["PYDIST_MOUNT_PROFILE"] = str(counters)
     with _folder() as folder:
@@ -134,13 +134,6 @@ def _output(given: str, mount: str, packs: str) -> str:
     if f"{real}/".startswith(f"{mount}/"):
         raise UsageError(f"--output {given}: it is below --mount, which hides it")
     return f"{name}={real}"
-
-
-def _size(option: str, given: str) -> int:
-    try:
-        return byte_count(given)
-    except ValueError as error:
-        raise UsageError(f"{option} {given}: {error}") from None
 
 
 @contextlib.contextmanager

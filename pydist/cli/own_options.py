@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pydist.errors import UsageError
+from pydist.parsing import byte_count
 
 
 class OwnOptions(argparse.ArgumentParser):
@@ -81,6 +82,18 @@ class RunOptions(OwnOptions):
             if own := difflib.get_close_matches(name, self._option_string_actions, 1, 0.8):
                 raise UsageError(f"unknown option {given}; did you mean {own[0]}?")
         return options, overrides
+
+
+def size_of(option: str, given: str) -> int:
+    """Returns the bytes that an option names, such as 16GB.
+
+    Raises:
+        UsageError: it names none.
+    """
+    try:
+        return byte_count(given)
+    except ValueError as error:
+        raise UsageError(f"{option} {given}: {error}") from None
 
 
 def arguments_of_ranks(arguments: Sequence[str]) -> list[str]:

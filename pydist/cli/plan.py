@@ -9,15 +9,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydist.cli.own_options import RunOptions
+from pydist.cli.own_options import RunOptions, size_of
 from pydist.cli.train import joined_ranks, load_config
 from pydist.errors import UsageError
 from pydist.grid import AXES, OTHER_AXES, SPATIAL_AXES
 from pydist.launch import launcher_env
-from pydist.parsing import byte_count
 
 if TYPE_CHECKING:
-    from pydist.hardware import Hardware
     from pydist.plan import Estimate, StepModel
     from pydist.train.config import Config
 
@@ -48,7 +46,8 @@ def plan(arguments: Sequence[str]) -> int:
     from pydist.train.ranks import check_ranks
 
     hardware = load_hardware(options.hardware)
-    memory = _bytes_of(options.memory, hardware)
+    asked = options.memory
+    memory = hardware.memory if asked is None else size_of("--memory", asked)
     model = model_of(config, hardware, options.ranks)
     accepts = accepted_meshes(config, options.ranks)
     found = plan_meshes(model, options.ranks, memory, numbers_of_stages(config), accepts)
@@ -140,15 +139,6 @@ def _measure_best(
         if code:
             return code
     return 0
-
-
-def _bytes_of(text: str | None, hardware: Hardware) -> int:
-    if text is None:
-        return hardware.memory
-    try:
-        return byte_count(text)
-    except ValueError as error:
-        raise UsageError(f"--memory {text}: {error}") from None
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
-from pydist.cli.console import Console
-from pydist.cli.progress import describe_place
+from pydist.cli.progress import EventView, describe_place
 from pydist.train.log import PIPE_VARIABLE, Event, EventLog, to_pipe
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ def reported(mesh: Mesh, device: torch.device, wanted: str, cases: int) -> Itera
             view.close()
 
 
-class PredictionView:
+class PredictionView(EventView):
     """View that shows which volume is predicted, how far it is, and the time to the end.
 
     Args:
@@ -56,7 +54,7 @@ class PredictionView:
     """
 
     def __init__(self, console: RichConsole | None = None) -> None:
-        self.console = console or Console()
+        super().__init__(console)
         self._bar = Progress(
             TextColumn(f"{'predict':<10}"),
             TextColumn("{task.fields[volume]}"),
@@ -69,12 +67,6 @@ class PredictionView:
         self._cases = 0
         self._finished = 0
 
-    def __call__(self, event: Event) -> None:
-        """Handles one event."""
-        handler = getattr(self, f"_on_{event['event']}", None)
-        if handler is not None:
-            handler(event)
-
     def close(self) -> None:
         """Restores the terminal. Idempotent."""
         if self._task is not None:
@@ -82,7 +74,7 @@ class PredictionView:
             self._task = None
 
     def _on_start(self, event: Event) -> None:
-        self._say("predict", describe_place(event))
+        self.say("predict", describe_place(event))
         self._cases = event["cases"]
         if self.console.is_terminal:
             self._task = self._bar.add_task("", total=self._cases, volume=self._volume())
@@ -98,16 +90,13 @@ class PredictionView:
         figures = {name: d for name, d in event["dice"].items() if math.isfinite(d)}
         dice = "".join(f" {name} {value:.3f}" for name, value in figures.items())
         said = f"  Dice{dice}" if dice else ""
-        self._say("predicted", f"{event['output']}  {event['seconds']:.1f} s{said}")
+        self.say("predicted", f"{event['output']}  {event['seconds']:.1f} s{said}")
         if self._task is not None:
             self._bar.update(self._task, completed=self._finished, volume=self._volume())
 
     def _on_skipped(self, event: Event) -> None:
         self._finished += 1
-        self._say("skipped", event["text"])
+        self.say("skipped", event["text"])
 
     def _volume(self) -> str:
         return f"volume {min(self._finished + 1, self._cases)}/{self._cases}"
-
-    def _say(self, label: str, text: str) -> None:
-        self.console.print(Text(f"{label:<10} {text}"), soft_wrap=True)

@@ -39,7 +39,28 @@ _RECENT_STEPS = 50
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-class ProgressView:
+class EventView:
+    """View that draws events: each by the method named after it, if there is one.
+
+    Args:
+        console: the console; by default standard output.
+    """
+
+    def __init__(self, console: RichConsole | None = None) -> None:
+        self.console = console or Console()
+
+    def __call__(self, event: Event) -> None:
+        """Handles one event."""
+        handler = getattr(self, f"_on_{event['event']}", None)
+        if handler is not None:
+            handler(event)
+
+    def say(self, label: str, text: str) -> None:
+        """Prints a line above the bar."""
+        self.console.print(Text(f"{label:<10} {text}"), soft_wrap=True)
+
+
+class ProgressView(EventView):
     """View that shows a run's progress: a live bar on a terminal, else a line every 10 seconds.
 
     Args:
@@ -51,7 +72,7 @@ class ProgressView:
     def __init__(
         self, console: RichConsole | None = None, label: str = "train", verbose: bool = False
     ) -> None:
-        self.console = console or Console()
+        super().__init__(console)
         self.label = label
         self.verbose = verbose
         self._config: Mapping[str, Any] = {}
@@ -74,21 +95,11 @@ class ProgressView:
         )
         self._task: TaskID | None = None
 
-    def __call__(self, event: Event) -> None:
-        """Handles one event."""
-        handler = getattr(self, f"_on_{event['event']}", None)
-        if handler is not None:
-            handler(event)
-
     def close(self) -> None:
         """Restores the terminal. Idempotent."""
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def say(self, label: str, text: str) -> None:
-        """Prints a line above the bar."""
-        self.console.print(Text(f"{label:<10} {text}"), soft_wrap=True)
 
     def _on_start(self, event: Event) -> None:
         self.say(self.label, describe_place(event))

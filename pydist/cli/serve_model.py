@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from pydist.cli.options import parse
-from pydist.cli.own_options import arguments_of_ranks
+from pydist.cli.own_options import arguments_of_ranks, size_of
 from pydist.errors import UsageError
-from pydist.parsing import byte_count
 
 if TYPE_CHECKING:
     from pydist.inference.resident import Resident
@@ -94,10 +93,7 @@ def _check(options: _Arguments) -> None:
     parts = math.prod(options.spatial)
     if options.ranks is not None and options.ranks % parts:
         raise UsageError(f"-n {options.ranks}: multiples of {parts}, the parts of --spatial")
-    try:
-        byte_count(options.largest)
-    except ValueError as error:
-        raise UsageError(f"--largest {options.largest}: {error}") from None
+    size_of("--largest", options.largest)
 
 
 def _serve_here(options: _Arguments) -> int:
@@ -130,7 +126,7 @@ def _service(resident: Resident, options: _Arguments) -> Callable[[], None]:
     from pydist.inference.service import Service
 
     service = Service(resident, options.waiting)
-    server = HttpServer(service, options.host, options.port, byte_count(options.largest))
+    server = HttpServer(service, options.host, options.port, size_of("--largest", options.largest))
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.close()
