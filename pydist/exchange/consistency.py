@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pydist.comm.interface.ledger import DIFFERENT, different_calls, gather_texts
+from pydist.comm.interface.board import gather_texts
+from pydist.comm.interface.ledger import DIFFERENT, different_calls
 from pydist.errors import UsageError
 from pydist.exchange.contents import (
     REPEATED_SHARES,

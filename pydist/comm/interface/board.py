@@ -17,7 +17,6 @@ from pydist import owner
 from pydist._loader import native
 
 _PAGE_BYTES = native.CallBoard.PAGE_BYTES
-_ROW_BYTES = 512
 
 
 class Group(Protocol):
@@ -50,7 +49,8 @@ def share_board(board: native.CallBoard, group: Group) -> bool:
     """
     path, page = _make()
     try:
-        rows = _gather(group, f"{owner.kernel()}\n{path}" if page is not None else "")
+        mine = f"{owner.kernel()}\n{path}" if page is not None else "\n"
+        rows = {rank: text.decode() for rank, text in gather_texts(group, mine.encode()).items()}
         near = {(group.rank + step) % group.size for step in (1, -1)} - {group.rank}
         machine = rows[group.rank].partition("\n")[0]
         neighbors = []
@@ -63,7 +63,8 @@ def share_board(board: native.CallBoard, group: Group) -> bool:
         if page is not None:
             board.share(page, neighbors)
         sees_all = len(neighbors) == len(near)
-        return all(each == "all" for each in _gather(group, "all" if sees_all else ""))
+        seen = gather_texts(group, b"all" if sees_all else b"some").values()
+        return all(each == b"all" for each in seen)
     finally:
         if page is not None:
             Path(path).unlink(missing_ok=True)
@@ -98,12 +99,23 @@ def _mapped(path: str) -> mmap.mmap:
         os.close(handle)
 
 
-def _gather(group: Group, text: str) -> list[str]:
-    """Returns short texts of all ranks, in rank order. Collective."""
-    row = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device="cpu")
-    data = text.encode()
-    if data and len(data) <= _ROW_BYTES:
-        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = torch.empty(group.size, _ROW_BYTES, dtype=torch.uint8, device="cpu")
+def gather_texts(group: Group, mine: bytes) -> dict[int, bytes]:
+    """Gathers byte strings of all ranks of a group, bypassing the ledger. Collective.
+
+    Args:
+        group: the ranks.
+        mine: at least one byte.
+
+    Returns:
+        The byte strings by rank, in rank order.
+    """
+    size = torch.tensor([len(mine)], device="cpu")
+    sizes = torch.empty(group.size, 1, dtype=torch.int64, device="cpu")
+    group._all_gather(size, sizes)
+    longest = int(sizes.max())
+    row = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+    row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    rows = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
     group._all_gather(row, rows)
-    return [each.numpy().tobytes().rstrip(b"\0").decode() for each in rows]
+    lengths: list[int] = sizes.flatten().tolist()
+    return {r: rows[r, :length].numpy().tobytes() for r, length in enumerate(lengths)}

@@ -308,20 +308,6 @@ def _differing(number: int, here: str, rank: int, there: str, other: int) -> Usa
     )
 
 
-def gather_texts(group: Group, mine: bytes) -> dict[int, bytes]:
-    """Gathers byte strings of all ranks of a group, bypassing the ledger. Collective."""
-    size = torch.tensor([len(mine)], device="cpu")
-    sizes = torch.empty(group.size, 1, dtype=torch.int64, device="cpu")
-    group._all_gather(size, sizes)
-    longest = int(sizes.max())
-    row = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-    row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    rows = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
-    group._all_gather(row, rows)
-    lengths: Sequence[int] = sizes.flatten().tolist()
-    return {r: rows[r, :length].numpy().tobytes() for r, length in enumerate(lengths)}
-
-
 def calling_module() -> str:
     """Returns the path of the innermost parallelized module that is being called; cheap.
 
