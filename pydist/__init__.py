@@ -59,21 +59,6 @@ _HOMES = {
     "sum_over_groups": "pydist.global_loss",
     "gather_over_groups": "pydist.global_loss",
 }
-_MODULES = (
-    "check",
-    "checkpoint",
-    "data",
-    "gradients",
-    "inference",
-    "models",
-    "optim",
-    "packs",
-    "plan",
-    "profile",
-    "slices",
-    "stages",
-    "tensor",
-)
 
 __all__ = [  # noqa: RUF022  the order of use
     "init", "Mesh", "parallelize", "distribute_tensor", "ShardedTensor", "sum_over_groups",
@@ -94,6 +79,6 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "tensor":
         importlib.import_module("pydist.ops")  # users' handlers are registered after pydist's own
-    if name in _MODULES:
+    if name in __all__:  # the modules
         return importlib.import_module(f"pydist.{name}")
     raise AttributeError(f"module 'pydist' has no attribute {name!r}")
