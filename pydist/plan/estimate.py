@@ -23,12 +23,21 @@ from pydist.plan.trace import Trace
 
 
 class ConvTimes(NamedTuple):
-    """Seconds that a convolution's forward, dgrad and wgrad take, and the kernels it uses."""
+    """Seconds that a convolution's forward, dgrad and wgrad take, and the kernels it uses.
+
+    Attributes:
+        forward: seconds of the forward pass.
+        dgrad: of the input's gradient.
+        wgrad: of the weight's gradient.
+        kernels: that compute it.
+        ranks: number of ranks that computed at the same time when these were measured.
+    """
 
     forward: float
     dgrad: float
     wgrad: float
     kernels: ConvKernels
+    ranks: int
 
 
 KeptSeconds = Callable[[ConvProblem, int], ConvTimes | None]

@@ -148,7 +148,7 @@ def _kept_of_batch(model: StepModel, grid: Grid) -> KeptSeconds:
             return None
         part = samples / batch
         forward, dgrad, wgrad = (part * seconds for seconds in found[:3])
-        return ConvTimes(forward, dgrad, wgrad, found.kernels)
+        return found._replace(forward=forward, dgrad=dgrad, wgrad=wgrad)
 
     return kept
 

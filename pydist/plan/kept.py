@@ -67,7 +67,7 @@ class KeptConvs:
                 return None
         found = {subject.by_name[name].role: seconds[name] for name in _names(subject, kernels)}
         forward, dgrad, wgrad = (found[role] for role in ROLES)
-        return ConvTimes(forward, dgrad, wgrad, kernels)
+        return ConvTimes(forward, dgrad, wgrad, kernels, ranks)
 
 
 def _ruled(subject: ConvSubject) -> ConvKernels:

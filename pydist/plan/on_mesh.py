@@ -370,7 +370,7 @@ class StepOnMesh:
                 self._add_workspace(number, call, problem, kernels)
         crowded = self._crowded["flops"]
         if kept is not None:
-            crowded *= self._hardware.crowding.get("flops", 1.0)  # kept are those of one rank
+            crowded /= self._hardware.crowded("flops", kept.ranks)
             # A transposed convolution runs that convolution backward.
             is_adjoint = call.kind == "transposed"
             first, other = (kept.dgrad, kept.forward) if is_adjoint else (kept.forward, kept.dgrad)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pydist.backend.conv_kernels import by_rule
+from pydist.backend.conv_tuning import ConvSubject, thread_counts
 from pydist.backend.problem import ConvProblem
+from pydist.backend.records import Records, TuningRecord
+from pydist.grid import Grid
+from pydist.hardware import CPU
+from pydist.plan import StepModel, Training, estimate_step, trace_network
 from pydist.plan.kept import KeptConvs
 
 
@@ -25,3 +32,25 @@ def test_times_are_measured_once_and_kept(planes: int, tmp_path, monkeypatch) ->
     if planes == 4:  # too small for the autotuner
         rule = by_rule([problem], 0)
         assert (found.kernels.forward, found.kernels.wgrad) == (rule.forward, rule.wgrad)
+
+
+@pytest.mark.parametrize(("together", "seconds"), [(2, 2.0), (1, 4.0)])
+def test_times_measured_together_have_their_crowding(
+    together: int, seconds: float, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("PYDIST_CACHE", str(tmp_path))
+    free = replace(CPU, call=0.0, edge=0.0, ranks_per_node=2, crowding={"flops": 2.0})
+    trace = trace_network(torch.nn.Conv3d(16, 32, 3, padding=1, bias=False), (16, 32, 32, 32))
+    grid = Grid.of({"depth": 2})
+    asked = list[ConvProblem]()
+    estimate_step(StepModel(trace, Training(), free, lambda problem, _: asked.append(problem)), grid)
+    threads = torch.get_num_threads()
+    for problem in asked:
+        subject = ConvSubject(problem, thread_counts([problem]), together)
+        records = Records()
+        assert records.is_writable()
+        records.write(subject.key, TuningRecord(dict.fromkeys(subject.candidates, 1.0),
+                                                dict.fromkeys(subject.candidates, 1)))  # fmt: skip
+    model = StepModel(trace, Training(), free, KeptConvs(threads, measures=False))
+    # Forward and wgrad; both ranks of the node compute.
+    assert estimate_step(model, grid).seconds["compute"] == pytest.approx(seconds, rel=0.05)
