@@ -106,7 +106,7 @@ def choose(
         tuner: of the mesh.
         problems: of every rank of the group.
         group: the ranks that hold one sample.
-        x: this rank's input; its values do not matter.
+        x: this rank's input, or at least the planes of `measured_part`; its values do not matter.
         weight: the weights.
         learns: whether to measure unknown candidates; the value of the group's first rank counts.
 
@@ -169,7 +169,7 @@ class Visits:
 
     Args:
         subject: the convolution.
-        x: its input.
+        x: its input, or at least the planes of `measured_part`.
         weight: its weight.
     """
 

@@ -9,7 +9,13 @@ import torch
 
 from pydist.backend.autotuner import autotuner_of
 from pydist.backend.conv_kernels import ConvKernels, by_rule, pick
-from pydist.backend.conv_tuning import ConvSubject, Visits, choose, thread_counts
+from pydist.backend.conv_tuning import (
+    ConvSubject,
+    Visits,
+    choose,
+    measured_part,
+    thread_counts,
+)  # fmt: skip
 from pydist.backend.problem import ROLES, ConvProblem
 from pydist.backend.records import Records, is_wanted
 from pydist.comm import LocalTransport
@@ -86,7 +92,8 @@ def _names(subject: ConvSubject, kernels: ConvKernels) -> Iterator[str]:
 def _measure(problem: ConvProblem) -> None:
     """Lets the autotuner measure and keep a convolution; measures a small one by itself."""
     mesh = Mesh(LocalTransport())
-    x = torch.zeros(problem.input, dtype=problem.dtype)
+    # No more planes than are measured: the whole input may not fit into this machine.
+    x = torch.zeros(measured_part(problem).input, dtype=problem.dtype)
     weight = torch.zeros(problem.weight, dtype=problem.dtype)
     choose(autotuner_of(mesh), [problem], mesh.sample, x, weight)
     records, subject = Records(), ConvSubject(problem, thread_counts([problem]), 1)

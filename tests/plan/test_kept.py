@@ -34,6 +34,16 @@ def test_times_are_measured_once_and_kept(planes: int, tmp_path, monkeypatch) ->
         assert (found.kernels.forward, found.kernels.wgrad) == (rule.forward, rule.wgrad)
 
 
+def test_an_input_larger_than_the_memory_is_measured_in_part(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYDIST_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYDIST_TUNE", "1")
+    ones = (1, 1, 1)
+    shapes = (1, 4, 1 << 40, 8, 8), (8, 4, 3, 3, 3)  # a pebibyte
+    found = KeptConvs(1, measures=True)(ConvProblem(*shapes, ones, ones, ones, 1, torch.float32), 1)
+    assert found is not None
+    assert min(found[:3]) > 1
+
+
 @pytest.mark.parametrize(("together", "seconds"), [(2, 2.0), (1, 4.0)])
 def test_times_measured_together_have_their_crowding(
     together: int, seconds: float, tmp_path, monkeypatch
@@ -43,7 +53,9 @@ def test_times_measured_together_have_their_crowding(
     trace = trace_network(torch.nn.Conv3d(16, 32, 3, padding=1, bias=False), (16, 32, 32, 32))
     grid = Grid.of({"depth": 2})
     asked = list[ConvProblem]()
-    estimate_step(StepModel(trace, Training(), free, lambda problem, _: asked.append(problem)), grid)
+    estimate_step(
+        StepModel(trace, Training(), free, lambda problem, _: asked.append(problem)), grid
+    )
     threads = torch.get_num_threads()
     for problem in asked:
         subject = ConvSubject(problem, thread_counts([problem]), together)
