@@ -21,11 +21,11 @@ KINDS = (
     "parameters", "gradients", "optimizer", "activations", "transient", "halos", "copies",
     "buckets", "messages", "input", "allocator", "reserved",
 )  # fmt: skip
-"""What a rank's memory holds: parameters, their gradients, and the optimizer's state; activations
-that backward needs; what there is in addition at the peak, such as gradients of activations; halos
-and operands in another memory format that backward needs; buckets of gradients; buffers of
-messages between ranks, which stay from the first step on; batches that are read ahead; what the
-allocator holds in addition; libraries and a device's context."""
+"""What a rank's memory holds: parameters and buffers, gradients of the trained ones, and the
+optimizer's state; activations that backward needs; what there is in addition at the peak, such as
+gradients of activations; halos and operands in another memory format that backward needs; buckets
+of gradients; buffers of messages between ranks, which stay from the first step on; batches that
+are read ahead; what the allocator holds in addition; libraries and a device's context."""
 
 _BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 """Channels of a block in oneDNN's own memory format, as many as a vector has; smaller numbers are

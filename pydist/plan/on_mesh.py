@@ -93,6 +93,8 @@ class StepOnMesh:
             self._place(number, call)
             self._time(number, call)
             self._pass_format_on(number, call)
+            if all(self._trace.tensors[n].gradient is None for n in call.outputs):
+                self._leave_out_backward(number)
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of the step, by `pydist.plan.estimate.PARTS`."""
@@ -127,7 +129,7 @@ class StepOnMesh:
 
         Args:
             calls: numbers of the calls.
-            of_parameters: bytes of each parameter that they read.
+            of_parameters: bytes of each trained parameter that they read.
             alive: passes whose tensors are kept for backward.
         """
         training, trace, sweep = self._model.training, self._trace, self._model.sweep
@@ -149,7 +151,7 @@ class StepOnMesh:
         kept = min(kept, peak - copies) if alive == 1 else kept
         begins = calls.start == 0
         found = {
-            "parameters": parameters,
+            "parameters": parameters + sum(c.held for c in trace.calls[calls.start : calls.stop]),
             "gradients": part * parameters,
             "optimizer": training.state * parameters / (ranks if training.partitioned else 1),
             "activations": alive * kept,
@@ -294,6 +296,12 @@ class StepOnMesh:
         each = self.messages.gather(blocks.channel_axes, moved)
         self._add("channels", number, each, each)
 
+    def _leave_out_backward(self, number: int) -> None:
+        """Leaves a call out of backward that does not reach it, as after frozen layers alone."""
+        for of_calls in self.backward.values():
+            of_calls[number] = 0.0
+        self.workspace.dgrad[number] = self.workspace.wgrad[number] = 0.0
+
     # -- times ------------------------------------------------------------------------------
 
     def _add(self, part: str, number: int, forward: float, backward: float) -> None:
@@ -374,7 +382,7 @@ class StepOnMesh:
             # A transposed convolution runs that convolution backward.
             is_adjoint = call.kind == "transposed"
             first, other = (kept.dgrad, kept.forward) if is_adjoint else (kept.forward, kept.dgrad)
-            after = kept.wgrad + (other if has_gradient else 0.0)
+            after = (kept.wgrad if call.has_wgrad else 0.0) + (other if has_gradient else 0.0)
             return crowded * first, crowded * after
         arithmetic = crowded * call.flops * blocks.samples * share / self._model.flops
         # Kernels copy weights into a format of their own.
@@ -398,7 +406,8 @@ class StepOnMesh:
         """Adds the memory in which a convolution's kernels have operands in other formats."""
         source, space = call.inputs[0], self.workspace
         in_dgrad, in_wgrad = workspace_of(problem, kernels)
-        space.wgrad[number] += in_wgrad
+        if call.has_wgrad:
+            space.wgrad[number] += in_wgrad
         if call.kind == "transposed":
             space.forward[number] += in_dgrad
         elif self._trace.tensors[source].gradient is not None:

@@ -96,7 +96,10 @@ class TracedCall:
         saved: memories that its backward needs.
         flops: of its forward pass, of all samples.
         backward: backward's flops relative to `flops`.
-        parameters: numbers of the parameters that it reads, and no call before it.
+        has_wgrad: whether backward computes the gradient of `weight`.
+        parameters: numbers of the trained parameters that it reads, and no call before it.
+        held: bytes of the frozen parameters and the buffers that it reads, and no call before it;
+            the first call has those that none reads.
         weight: shape of its largest parameter, of a convolution of its kernel; () without one.
         window: of a convolution or pool.
         groups: of a convolution's channels.
@@ -113,7 +116,9 @@ class TracedCall:
     saved: list[int] = field(default_factory=list)
     flops: float = 0.0
     backward: float = 0.0
+    has_wgrad: bool = False
     parameters: list[int] = field(default_factory=list)
+    held: int = 0
     weight: tuple[int, ...] = ()
     window: Window | None = None
     groups: int = 1
@@ -213,6 +218,8 @@ class _Recorder(TorchFunctionMode):
         trained = [p for p in model.parameters() if p.requires_grad]
         self._trained = [p.nbytes for p in trained]
         self._unread = {id(p): number for number, p in enumerate(trained)}
+        state = (*model.parameters(), *model.buffers())
+        self._held = {id(x): x.nbytes for x in state if id(x) not in self._unread}
         self._path: list[str] = []
         for path, module in model.named_modules():
             module.register_forward_pre_hook(lambda *_, path=path: self._path.append(path))
@@ -286,13 +293,18 @@ class _Recorder(TorchFunctionMode):
         call.weight = () if largest is None else tuple(largest.shape)
         of = {key for p in weights for key in self._parameters[id(p)]}
         call.parameters = sorted(self._unread.pop(key) for key in of & self._unread.keys())
+        of |= {id(x) for x in tensors_of((args, kwargs))}
+        call.held = sum(self._held.pop(key) for key in of & self._held.keys())
         call.flops = float(flops)
         if kind == "other" and flops:
             call.kind = "product"
         elif kind == "other" and not changes and known.issuperset(memories):
             call.kind = "view"
         if call.kind in ("conv", "transposed", "product"):
-            call.backward = float(sum(x.requires_grad for x in inputs) + bool(weights))
+            is_input = any(x is largest for x in inputs)
+            call.has_wgrad = largest is not None and largest.requires_grad
+            call.backward = float(sum(x.requires_grad for x in inputs))
+            call.backward += call.has_wgrad and not is_input
         call.has_exponentials = name.rstrip("_") in _EXPONENTIALS
         self._finish(call, func, inputs, results)
         self._calls.append(call)
@@ -306,12 +318,12 @@ class _Recorder(TorchFunctionMode):
         saved = [] if released else self._saved
         gradient = self._tensors[call.inputs[0]].gradient
         for x in results:
-            needs_grad = x.requires_grad and x.is_floating_point()
-            number = self._number(x, gradient if hands_over else None, needs_grad)
+            number = self._number(x, gradient if hands_over else None, x.requires_grad)
             call.outputs.append(number)
             if call.kind != "view":
                 self._maker[self._tensors[number].memory] = call
-        if call.kind == "maximum":  # a byte for each output says which input was the largest
+        if call.kind == "maximum" and results[0].requires_grad:
+            # A byte for each output says which input was the largest.
             shape = self._tensors[call.outputs[0]].shape
             call.saved.append(self._memory(math.prod(shape), call.outputs[0]))
         for x in saved:
@@ -374,6 +386,8 @@ class _Recorder(TorchFunctionMode):
 
     def trace(self) -> Trace:
         """Returns the trace."""
+        if self._calls:
+            self._calls[0].held += sum(self._held.values())
         return Trace(self._tensors, self._memories, self._calls, self._trained, self._dtype)
 
 

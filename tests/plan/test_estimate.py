@@ -19,6 +19,7 @@ from pydist.hardware import PROFILES, Hardware, Interconnect
 from pydist.models import CosmoFlow
 from pydist.plan import StepModel, Training, estimate_step, trace_network
 from pydist.plan.blocks import Blocks
+from pydist.plan.on_mesh import StepOnMesh
 
 SLOW = Hardware(
     name="slow", source="this test", ranks_per_node=2, memory=1 << 30, reserved=0, slack=1.0,
@@ -167,6 +168,41 @@ def test_a_kernel_computed_from_parameters_is_a_weight(norm) -> None:
         assert seconds(found, **sizes)["compute"] == seconds(plain, **sizes)["compute"]
         memories = [estimate_step(each, Grid.of(sizes)).memory for each in (plain, found)]
         assert memories[0]["activations"] == memories[1]["activations"]
+
+
+def test_frozen_weights_and_buffers_take_memory_and_no_time_of_backward() -> None:
+    network = nn.Sequential(
+        nn.Conv3d(1, 2, 3, padding=1),
+        nn.BatchNorm3d(2),
+        nn.MaxPool3d(2),
+        nn.Conv3d(2, 3, 3, padding=1),
+    )
+    network.register_buffer("unread", torch.zeros(1000))
+    state = sum(each.nbytes for each in (*network.parameters(), *network.buffers()))
+    trained = sum(each.nbytes for each in network[3].parameters())
+    network[:3].requires_grad_(False)
+    found = model(network)
+    step = StepOnMesh(found, Grid.of({"depth": 2}))
+    *first, last = range(len(found.trace.calls))
+    memory = step.memory()
+    assert memory["parameters"] == state
+    assert memory["optimizer"] == 2 * trained
+    of_calls = [step.memory_of(range(i, i + 1), ())["parameters"] for i in (*first, last)]
+    assert sum(of_calls) == state - trained
+    assert of_calls[-1] == 0.0
+    assert found.trace.calls[last].backward == 1.0  # of the weight
+    assert memory["activations"] == step.blocks.nbytes(found.trace.calls[last].inputs[0])
+    for seconds in step.backward.values():
+        assert not np.any([seconds[i] for i in first])
+    assert step.backward["compute"][last] > 0
+
+
+def test_backward_passes_frozen_layers_after_trained_ones() -> None:
+    frozen = nn.Conv3d(2, 2, 3, padding=1).requires_grad_(False)
+    frozen.bias.requires_grad_(True)
+    calls = model(nn.Sequential(conv(), frozen, nn.ReLU())).trace.calls
+    assert [call.backward for call in calls[:2]] == [1.0, 1.0]
+    assert [call.has_wgrad for call in calls[:2]] == [True, False]
 
 
 class OwnKernel(nn.Module):
