@@ -25,6 +25,7 @@ class Blocks:
             spatial axes, for layers with thin blocks.
         channel: parts of the channels.
         samples: of a pass of a sample group, relative to those of the trace.
+        assumed: the same as ranks assume in choices of layouts: one where there are several groups.
         is_cut: of each tensor, whether its spatial dims are cut.
         has_part: of each tensor, whether a rank has a part of its channels.
     """
@@ -36,8 +37,9 @@ class Blocks:
         self.has_channel_axis = grid.size((CHANNEL_AXIS,)) > 1
         self.channel_axes = (CHANNEL_AXIS,) if self.has_channel_axis else grid.split(self.axes)
         self.channel = grid.size(self.channel_axes)
-        passes = grid.size(("data",)) * model.training.passes
-        self.samples = math.ceil(model.training.batch / passes) / SAMPLES
+        groups = grid.size(("data",))
+        self.samples = math.ceil(model.training.batch / (groups * model.training.passes)) / SAMPLES
+        self.assumed = 1 / SAMPLES if groups > 1 else self.samples
         count = len(self._trace.tensors)
         self.is_cut = [False] * count
         self.has_part = [False] * count
@@ -70,6 +72,10 @@ class Blocks:
         """Returns the bytes of a rank's block of a tensor, with all channels."""
         nbytes = self._trace.tensors[number].nbytes * self.samples * self._model.narrow
         return nbytes * self.share(number)
+
+    def in_choices(self, nbytes: float) -> float:
+        """Returns the bytes of a block as choices of layouts assume them: not in 16 bits."""
+        return nbytes * self.assumed / (self.samples * self._model.narrow)
 
     def shape(self, number: int, *, has_part: bool) -> tuple[int, ...]:
         """Returns the shape of a rank's block of a tensor, with all or a part of its channels."""

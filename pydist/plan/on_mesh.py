@@ -218,7 +218,7 @@ class StepOnMesh:
         is_cut = any(blocks.is_cut[n] for n in call.inputs)
         if is_cut and self._thin.is_thin(number) and call.window is not None:
             halo = self._halo(number, call.inputs[0], is_gradient=False)[1]
-            self.gathered[number] = self._thin.gathers(call, halo)
+            self.gathered[number] = self._thin.gathers(call, blocks.in_choices(halo))
             is_cut = not self.gathered[number]
         if is_cut and parted and not blocks.has_channel_axis:
             self._move_back(number, call)
@@ -258,7 +258,7 @@ class StepOnMesh:
             return
         form = "sum"
         if call.window is not None and channels >= blocks.channel:
-            form = cheapest_form(blocks.channel, of_input, of_result)
+            form = cheapest_form(blocks.channel, *map(blocks.in_choices, (of_input, of_result)))
         blocks.has_part[out] = form != "sum"
         self._computes_part[number] = form != "gather", form == "gather"
         if form == "sum":

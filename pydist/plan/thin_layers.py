@@ -37,7 +37,7 @@ class ThinLayers:
             halo: bytes that a rank receives of its input otherwise.
         """
         costs, source = self._costs, call.inputs[0]
-        nbytes = self._trace.tensors[source].nbytes * self._blocks.samples
+        nbytes = self._trace.tensors[source].nbytes * self._blocks.assumed
         whole = self._seconds(call, 1.0)
         whole = min(whole, self._on_channels(call, whole))
         part = self._seconds(call, self._blocks.share_if_cut(call.outputs[0]))
@@ -60,7 +60,7 @@ class ThinLayers:
         """Returns the seconds of a share of a layer, forward and backward."""
         flops = call.flops or self._trace.tensors[call.outputs[0]].nbytes / ELEMENT_BYTES
         weights = 3 * math.prod(call.weight or (0,)) * ELEMENT_BYTES * self._costs.byte
-        return max(3 * flops * self._blocks.samples * self._costs.flop * share, weights)
+        return max(3 * flops * self._blocks.assumed * self._costs.flop * share, weights)
 
     def _on_channels(self, call: TracedCall, seconds: float) -> float:
         """Returns the seconds if channels are split; infinite if they can't be.
@@ -74,5 +74,5 @@ class ThinLayers:
         if not can or self._blocks.has_channel_axis:
             return math.inf
         of_input = self._trace.tensors[call.inputs[0]].nbytes
-        sizes = [n * self._blocks.samples / ELEMENT_BYTES for n in (of_input, out.nbytes)]
+        sizes = [n * self._blocks.assumed / ELEMENT_BYTES for n in (of_input, out.nbytes)]
         return seconds_on_channels(self._costs, parts, out.shape[1], seconds, (sizes[0], sizes[1]))

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from pydist.errors import NotSupported, UsageError
 from pydist.grid import Grid
-from pydist.hardware import PROFILES, Hardware, Interconnect
+from pydist.hardware import CPU, PROFILES, Hardware, Interconnect
 from pydist.models import CosmoFlow
 from pydist.plan import StepModel, Training, estimate_step, trace_network
 from pydist.plan.blocks import Blocks
@@ -203,6 +203,24 @@ def test_backward_passes_frozen_layers_after_trained_ones() -> None:
     calls = model(nn.Sequential(conv(), frozen, nn.ReLU())).trace.calls
     assert [call.backward for call in calls[:2]] == [1.0, 1.0]
     assert [call.has_wgrad for call in calls[:2]] == [True, False]
+
+
+@pytest.mark.parametrize("sizes", [{"depth": 4}, {"channel": 2}])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_layouts_of_several_groups_are_chosen_for_one_sample(
+    groups: int, sizes: dict[str, int]
+) -> None:
+    """As ranks choose them, see `pydist.ops.coarsening` and `pydist.ops.channel_forms`."""
+    trace = trace_network(
+        nn.Sequential(nn.Conv3d(16, 4, 3, padding=1), nn.Conv3d(4, 64, 3, padding=1)),
+        (16, 2, 8, 8) if "depth" in sizes else (16, 4, 4, 4),
+    )
+    chosen = list[object]()
+    for samples in (1, 64):
+        training = Training(batch=samples * groups)
+        step = StepOnMesh(StepModel(trace, training, CPU), Grid.of({"data": groups} | sizes))
+        chosen.append((step.gathered, step.blocks.has_part))
+    assert (chosen[0] == chosen[1]) is (groups > 1)
 
 
 class OwnKernel(nn.Module):
