@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pydist.arguments import mapped
-from pydist.errors import NotSupported, UsageError
+from pydist.errors import NotSupported, PydistError, UsageError, out_of_memory
 from pydist.ops.windows import Window, as_tuple, symmetric
 from pydist.tensor.wrapper import tensors_of
 
@@ -165,7 +165,8 @@ def trace_network(
         dtype: of the input; by default that of the network's first real parameter, or float32.
 
     Raises:
-        NotSupported: the network reads values, as in `if x.max() > 0`, which shapes do not tell.
+        NotSupported: the network reads values, as in `if x.max() > 0`, which shapes do not tell; it
+            can't be copied; or its forward fails on shapes, or on a batch of `SAMPLES`.
         UsageError: a parameter has no shape yet, or the network computes nothing from its input.
     """
     kind = type(model).__name__
@@ -178,9 +179,12 @@ def trace_network(
     if dtype is None:
         real = (p.dtype for p in model.parameters() if p.is_floating_point())
         dtype = next(real, torch.float32)
-    with torch.device("meta"):
-        network = copy.deepcopy(model).to("meta").train()
-        x = torch.empty(SAMPLES, *sample, dtype=dtype)
+    try:
+        with torch.device("meta"):
+            network = copy.deepcopy(model).to("meta").train()
+    except Exception as error:
+        _refuse(error, f"{kind} can't be copied, so there is no plan")
+    x = torch.empty(SAMPLES, *sample, dtype=dtype, device="meta")
     recorder = _Recorder(network)
     recorder.enter(x)
     counter = FlopCounterMode(display=False)
@@ -194,17 +198,25 @@ def trace_network(
                 out = network(x)
                 if criterion is not None:
                     criterion(out)
-    except (RuntimeError, TypeError) as error:  # the latter from `numpy`
-        if "meta" not in str(error).lower():
-            raise
-        raise NotSupported(
-            f"{kind} reads values of tensors in {recorder.module or 'its forward'},"
-            f" so shapes do not tell what it computes: {error}"
-        ) from error
+    except Exception as error:
+        place = recorder.failed or "its forward"
+        # The latter from `numpy`.
+        if isinstance(error, RuntimeError | TypeError) and "meta" in str(error).lower():
+            reason = f"reads values of tensors in {place}, so shapes do not tell what it computes"
+        else:
+            reason = f"fails in {place} on shapes of {SAMPLES} samples: {type(error).__name__}"
+        _refuse(error, f"{kind} {reason}")
     trace = recorder.trace()
     if not trace.calls:
         raise UsageError(f"{kind} computes nothing from its input: there is no step to plan")
     return trace
+
+
+def _refuse(error: Exception, reason: str) -> NoReturn:
+    """Raises that a network has no plan for a reason, unless the error tells more."""
+    if isinstance(error, PydistError) or out_of_memory(error):
+        raise error
+    raise NotSupported(f"{reason}: {error}") from error
 
 
 class _Recorder(TorchFunctionMode):
@@ -221,9 +233,10 @@ class _Recorder(TorchFunctionMode):
         state = (*model.parameters(), *model.buffers())
         self._held = {id(x): x.nbytes for x in state if id(x) not in self._unread}
         self._path: list[str] = []
+        self.failed = ""  # path of the innermost module from which an exception comes
         for path, module in model.named_modules():
             module.register_forward_pre_hook(lambda *_, path=path: self._path.append(path))
-            module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+            module.register_forward_hook(self._leave, always_call=True)
         self._weights = {p.untyped_storage()._cdata for p in model.parameters()}
         self._weights |= {b.untyped_storage()._cdata for b in model.buffers()}
         self._alive: list[Tensor] = []  # so that no other tensor has their ids
@@ -240,8 +253,10 @@ class _Recorder(TorchFunctionMode):
         """Path of the innermost module that is being called."""
         return self._path[-1] if self._path else ""
 
-    def _leave(self) -> None:
-        self._path.pop()
+    def _leave(self, module: nn.Module, args: Any, result: object) -> None:
+        path = self._path.pop()
+        # After an exception there is no result; an outer module with one has caught it.
+        self.failed = self.failed or path if result is None else ""
 
     def enter(self, x: Tensor) -> None:
         """Adds the input."""

@@ -59,7 +59,7 @@ def model_of(config: Config, hardware: Hardware, ranks: int) -> StepModel:
     Raises:
         UsageError: the network does not suit the data set or its crops.
         DataError: there is no data set.
-        NotSupported: the network reads values, so shapes do not tell what it computes.
+        NotSupported: as `trace_network` does.
     """
     check_settings(config)
     manifest = Manifest.load(config.data.path)
@@ -169,8 +169,9 @@ def beside_measurement(config: Config, ranks: Mesh | Stages, events: Sequence[Ev
     measured = f"measured {_MS * median(taken):.4g} ms (median of {len(taken)}), {_peak()}"
     try:
         found, hardware = _predicted(config, ranks)
-    except PydistError as error:
-        return f"a step: {measured}; no prediction: {error}"
+    except Exception as error:  # the run is complete, whatever its plan meets
+        reason = str(error) if isinstance(error, PydistError) else repr(error)
+        return f"a step: {measured}; no prediction: {reason}"
     return f"a step: predicted {_told(found, hardware)}; {measured}"
 
 

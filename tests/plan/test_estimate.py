@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import utils
 from torch.nn.utils import parametrizations
 
 from pydist.errors import NotSupported, UsageError
@@ -317,10 +318,28 @@ def test_the_input_has_the_dtype_of_the_network(dtype: torch.dtype) -> None:
         (nn.Identity(), UsageError, "Identity computes nothing from its input"),
         (Read(lambda x: x.numpy()), NotSupported, "Read reads values of tensors in its forward"),
         (Read(lambda x: x if x.max() > 0 else -x), NotSupported, "Read reads values"),
+        (
+            nn.Sequential(conv(), nn.Sequential(Read(lambda x: x if x.max() > 0 else -x))),
+            NotSupported,
+            "Sequential reads values of tensors in 1.0, so",
+        ),
+        (
+            nn.Sequential(conv(), Read(lambda x: x.view(1, 2, 8, 8, 8))),
+            NotSupported,
+            "Sequential fails in 1 on shapes of 2 samples: RuntimeError: shape",
+        ),
+        (Read(lambda x: x.nothing), NotSupported, "its forward on shapes of 2 samples: Attribute"),
     ],
 )
 def test_a_network_that_has_no_plan_is_refused_with_a_reason(
     network: nn.Module, error: type[Exception], complaint: str
 ) -> None:
     with pytest.raises(error, match=complaint):
+        trace_network(network, (1, 8, 8, 8))
+
+
+def test_a_network_that_cannot_be_copied_is_refused() -> None:
+    with pytest.warns(FutureWarning, match="deprecated"):
+        network = utils.weight_norm(conv())
+    with pytest.raises(NotSupported, match="Conv3d can't be copied, so there is no plan: Only"):
         trace_network(network, (1, 8, 8, 8))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from pydist import Mesh
+from pydist.comm import LocalTransport
 from pydist.data import AugmentOptions
 from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.options import CTOptions
 from pydist.errors import UsageError
 from pydist.grid import Grid
 from pydist.plan import estimate_step, load_hardware
-from pydist.train import config_io
+from pydist.train import config_io, planning
 from pydist.train.config import Config, DataConfig, MeshConfig, UNet3dConfig
 from pydist.train.parts import axis_of
 from pydist.train.planning import chooser, model_of
@@ -53,3 +55,14 @@ def test_a_mesh_is_chosen_of_those_that_the_run_accepts(tmp_path):
     assert chosen() <= 2
     with pytest.raises(UsageError, match=r"milestones = \[\[1\.0, 2\]\] with 4 sample groups"):
         chosen(data=4)
+
+
+def test_a_complete_run_shows_an_error_of_its_plan(monkeypatch):
+    def fail(*_):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(planning, "model_of", fail)
+    events = [{"event": "step", "seconds": 0.5}] * 20
+    line = planning.beside_measurement(Config(), Mesh(LocalTransport()), events)
+    assert "measured 500 ms" in line
+    assert line.endswith("no prediction: ValueError('no such thing')")
