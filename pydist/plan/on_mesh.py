@@ -160,7 +160,7 @@ class StepOnMesh:
             "copies": alive * (copies + (self._copies() if begins else 0.0)),
             "buckets": sum(n for n in of_parameters if n < ALONE_BYTES) if ranks > 1 else 0.0,
             "messages": sum(self.workspace.messages[i] for i in calls),
-            "input": (1 + training.prefetch) * self.blocks.nbytes(0) if begins else 0.0,
+            "input": (1 + training.prefetch) * self._input() if begins else 0.0,
         }
         held = found["activations"] + found["transient"] + found["halos"] + found["copies"]
         found["allocator"] = (self._hardware.slack - 1) * held
@@ -202,12 +202,16 @@ class StepOnMesh:
     def _of_rank(self, number: int) -> float:
         return self.blocks.share(number) * self.blocks.part(number)
 
+    def _input(self) -> float:
+        """Returns the bytes of an input, which autocast leaves as it is."""
+        return self.blocks.nbytes(0) / self._model.narrow
+
     def _copies(self) -> float:
-        """Returns the bytes of the input in the convolutions' memory format, where that differs."""
-        source = self._trace.tensors[0]
-        reads = [c for c in self._trace.calls if c.window and c.weight and c.inputs[0] == 0]
-        differs = reads and source.shape[1] > 1 and not self._hardware.is_asynchronous
-        return self.blocks.nbytes(0) if differs else 0.0
+        """Returns the bytes of the input as convolutions keep it, if in another format or dtype."""
+        has_format = self._trace.tensors[0].shape[1] > 1 and not self._hardware.is_asynchronous
+        differs = has_format or self._model.narrow < 1
+        keeps = any(c.window and c.has_wgrad and c.inputs[0] == 0 for c in self._trace.calls)
+        return self.blocks.nbytes(0) if differs and keeps else 0.0
 
     # -- layouts ----------------------------------------------------------------------------
 

@@ -206,6 +206,21 @@ def test_backward_passes_frozen_layers_after_trained_ones() -> None:
     assert [call.has_wgrad for call in calls[:2]] == [True, False]
 
 
+@pytest.mark.parametrize("profile", ["cpu", "h100"])
+@pytest.mark.parametrize("channels", [1, 4])
+def test_autocast_leaves_inputs_and_copies_the_first_one(profile: str, channels: int) -> None:
+    trace = trace_network(nn.Conv3d(channels, 8, 3, padding=1), (channels, 8, 8, 8))
+    batch = channels * 8**3 * 4
+    for dtype in (torch.float32, torch.bfloat16):
+        training = Training(dtype=dtype, prefetch=2)
+        found = estimate_step(StepModel(trace, training, PROFILES[profile]), Grid.of({})).memory
+        assert found["input"] == 3 * batch
+        # In the memory format of convolutions, or in 16 bits.
+        has_format = profile == "cpu" and channels > 1
+        copy = batch if has_format else 0
+        assert found["copies"] == (copy if dtype == torch.float32 else batch / 2)
+
+
 @pytest.mark.parametrize("sizes", [{"depth": 4}, {"channel": 2}])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_layouts_of_several_groups_are_chosen_for_one_sample(
