@@ -10,7 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +242,37 @@ def cpu_name() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+def memory_limit(ranks: int) -> int:
+    """Returns the bytes that this process may use at most among a number of ranks of this node.
+
+    That is a rank's part of the memory, or of the limit of the process (`ulimit -v`) or the
+    container.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks]
+    container = Path("/sys/fs/cgroup/memory.max")
+    if container.is_file() and (text := container.read_text().strip()).isdigit():
+        limits.append(int(text) // ranks)
+    try:
+        import resource
+    except ImportError:
+        return min(limits)
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY:
+        mapped, resident = mapped_and_resident()
+        limits.append(space - (mapped - resident))  # libraries are mapped, and hardly resident
+    return min(limits)
+
+
+def mapped_and_resident() -> tuple[int, int]:
+    """Returns the bytes of this process that are mapped, and those that are resident."""
+    try:
+        mapped, resident, *_ = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0, 0
+    page = os.sysconf("SC_PAGE_SIZE")
+    return int(mapped) * page, int(resident) * page
+
+
 def kept_file() -> Path:
     """Returns the file in which `pydist env --bench` keeps the profile of this machine."""
     return cache_folder() / "hardware.json"
@@ -260,14 +291,17 @@ def load_hardware(name: str) -> Hardware:
     """Returns a built-in profile, or one from a file that `pydist env --bench` has written.
 
     Args:
-        name: of the profile, path of the file, or "auto": the kept profile of this machine, or
-            without one "cpu".
+        name: of the profile, path of the file, or "auto": the kept profile of this machine, with
+            at most the memory of `memory_limit`, or without one "cpu".
 
     Raises:
         UsageError: there is no such profile, or the file is not one.
     """
     if name == "auto":
-        return kept_hardware() or CPU
+        kept = kept_hardware()
+        if kept is None:
+            return CPU
+        return replace(kept, memory=min(kept.memory, memory_limit(kept.ranks_per_node)))
     if name in PROFILES:
         return PROFILES[name]
     path = Path(name)

@@ -27,7 +27,7 @@ from pydist.backend.problem import ConvProblem
 from pydist.comm import LocalTransport
 from pydist.errors import NotSupported
 from pydist.grid import SPATIAL_AXES
-from pydist.hardware import CPU, Hardware, Interconnect, this_machine
+from pydist.hardware import CPU, Hardware, Interconnect, memory_limit, this_machine
 from pydist.mesh import Mesh
 from pydist.parallel import parallelize
 from pydist.plan.kept import KeptConvs
@@ -88,7 +88,7 @@ def measure_hardware(world: Transport, name: str) -> Hardware:
         name=name,
         source=f"pydist env --bench on {world.size} ranks, transport {world.name}",
         ranks_per_node=on_node,
-        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // on_node,
+        memory=memory_limit(on_node),
         flops={"float32": 3 * _CONV.flops / flop, "float64": 3 * _CONV.flops / wide},
         bandwidth=_NORM_PASSES * _BYTES / 4 / norm,
         optimizing=1 / optimizing,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import re
 import traceback
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from pydist.errors import DoesNotFit, PydistError, UsageError, out_of_memory, wanted_bytes
 from pydist.grid import OTHER_AXES, SPATIAL_AXES, Grid
+from pydist.hardware import mapped_and_resident, memory_limit
 from pydist.launch import launcher_env
 from pydist.plan import Estimate, estimate_step, legal_meshes, load_hardware
 from pydist.train.config import MeshConfig
@@ -62,14 +61,13 @@ def held_bytes(device: str) -> int:
     """Returns the memory that this process holds: of the current CUDA device, or resident."""
     if device == "cuda":
         return torch.cuda.memory_reserved()
-    return _pages()[1]
+    return mapped_and_resident()[1]
 
 
 def limit_bytes(device: str, ranks: int) -> int:
     """Returns the memory that this process could have at most among a number of ranks.
 
-    Of a CUDA device all of it; of the host a rank's part of the memory, or of the limit of the
-    process (`ulimit -v`) or the container.
+    Of a CUDA device all of it; of the host `pydist.hardware.memory_limit`.
 
     Args:
         device: "cuda" or "cpu".
@@ -79,30 +77,7 @@ def limit_bytes(device: str, ranks: int) -> int:
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     place = launcher_env.detect()
     nodes = 1 if place is None else max(1, place.size // place.local_size)
-    of_node = math.ceil(ranks / nodes)
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // of_node]
-    container = Path("/sys/fs/cgroup/memory.max")
-    if container.is_file() and (text := container.read_text().strip()).isdigit():
-        limits.append(int(text) // of_node)
-    try:
-        import resource
-    except ImportError:
-        return min(limits)
-    space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if space != resource.RLIM_INFINITY:
-        mapped, resident = _pages()
-        limits.append(space - (mapped - resident))  # libraries are mapped, and hardly resident
-    return min(limits)
-
-
-def _pages() -> tuple[int, int]:
-    """Returns the bytes that are mapped, and those that are resident."""
-    try:
-        mapped, resident, *_ = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return 0, 0
-    page = os.sysconf("SC_PAGE_SIZE")
-    return int(mapped) * page, int(resident) * page
+    return memory_limit(math.ceil(ranks / nodes))
 
 
 def _advice(config: Config, grid: Grid, device: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -112,11 +114,12 @@ def test_mistakes_are_named(arguments, message, place, capsys):
 
 def test_a_measured_profile_is_planned_with_and_its_meshes_measured(place, monkeypatch, capfd):
     monkeypatch.setenv("PYDIST_CACHE", str(place / "cache"))
-    launch = ["-n", "2", "--mpi", "gloo"]
-    assert cli.main(["env", "--bench", "mine.json", *launch]) == 0
+    limited = f"ulimit -v {(8 << 30) // 1024} && exec {sys.executable} -m pydist env --bench"
+    subprocess.run(f"{limited} mine.json -n 2 --mpi gloo", shell=True, check=True)
     found = json.loads((place / "mine.json").read_text())
     assert found["name"] == "mine"
     assert found["ranks_per_node"] == 2
+    assert 0 < found["memory"] < 8 << 30
     assert 1e8 < found["flops"]["float32"] < 1e13
     assert 1e7 < found["within"]["bandwidth"] < 1e12
     assert 0 < found["exchange"] < 0.1

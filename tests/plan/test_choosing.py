@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import pydist
-from pydist import Mesh
+from pydist import Mesh, hardware
 from pydist.comm import Transport, run_local
 from pydist.errors import UsageError
 from pydist.grid import Grid
@@ -19,6 +20,7 @@ from pydist.hardware import (
     Hardware,
     kept_file,
     load_hardware,
+    memory_limit,
     this_machine,
 )  # fmt: skip
 from pydist.models import CosmoFlow
@@ -34,7 +36,7 @@ from support.equivalence import layout_at
 def kept(tmp_path, monkeypatch) -> Hardware:
     """Keeps a profile of this machine, on which exchanges take a long time."""
     monkeypatch.setenv("PYDIST_CACHE", str(tmp_path))
-    slow = replace(CPU, name="here", exchange=1.0, machine=this_machine())
+    slow = replace(CPU, name="here", exchange=1.0, memory=1 << 20, machine=this_machine())
     slow.save(kept_file())
     return slow
 
@@ -45,6 +47,14 @@ def test_a_kept_profile_is_used_on_its_machine_alone(kept: Hardware) -> None:
     assert load_hardware("auto") is CPU
     kept_file().write_text("{")
     assert load_hardware("auto") is CPU
+
+
+def test_a_kept_profile_has_no_more_memory_than_a_rank_may_use(kept: Hardware, monkeypatch) -> None:
+    replace(kept, memory=1 << 60, ranks_per_node=2).save(kept_file())
+    assert load_hardware("auto").memory == memory_limit(2) < 1 << 60
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (4 << 30, 4 << 30))
+    monkeypatch.setattr(hardware, "mapped_and_resident", lambda: (3 << 30, 1 << 30))
+    assert load_hardware("auto").memory <= 2 << 30
 
 
 def test_thin_blocks_move_by_the_costs_that_rank_0_has_kept(kept: Hardware) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pydist import errors, run_local
+from pydist import errors, hardware, run_local
 from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.options import CTOptions
 from pydist.errors import DoesNotFit, exit_code_of, out_of_memory, wanted_bytes
@@ -184,7 +184,8 @@ def test_the_limit_of_the_process_counts(monkeypatch):
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda what: (4 << 30, 4 << 30))
-    monkeypatch.setattr(shortage, "_pages", lambda: (3 << 30, 1 << 30))
+    for module in (hardware, shortage):
+        monkeypatch.setattr(module, "mapped_and_resident", lambda: (3 << 30, 1 << 30))
     assert shortage.limit_bytes("cpu", 1) == 2 << 30
     assert shortage.held_bytes("cpu") == 1 << 30
     if not Path("/proc/self/statm").exists():
