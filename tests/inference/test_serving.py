@@ -6,6 +6,7 @@ import http.client
 import io
 import json
 import socket
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -249,6 +250,22 @@ class Client:
             return answer.status, answer.headers.get("content-type"), answer.read()
         finally:
             connection.close()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (1, ",
+        b"{'descr': '''<f4",
+        b"-" * 9000 + b"1",
+    ],
+)
+def test_a_damaged_header_is_an_error_of_the_body(header):
+    pytest.importorskip("uvicorn")
+    from pydist.inference.http import array_of
+
+    with pytest.raises(DataError, match=r"the body is not the content of a \.npy file"):
+        array_of(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
