@@ -121,8 +121,12 @@ def teller(console: Console, width: int) -> Tell:
 
 
 def refuse_ranks(command: str) -> None:
-    """Raises `UsageError` if this process is a rank of a job, as it starts jobs itself."""
-    if launcher_env.detect() is not None:
+    """Raises `UsageError` if this process is one of several ranks, as it starts jobs itself.
+
+    A job of one rank may be the shell of the user, as in `srun --pty bash`.
+    """
+    who = launcher_env.detect()
+    if who is not None and who.size > 1:
         raise UsageError(f"{command} starts its ranks itself: run it once, without a launcher")
 
 

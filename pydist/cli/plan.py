@@ -31,7 +31,9 @@ def plan(arguments: Sequence[str]) -> int:
     """Runs `pydist plan`; see `pydist plan --help`."""
     options, overrides = _parse(arguments)
     config = load_config(options.config, overrides, PROG)
-    if options.measure and launcher_env.detect() is not None:
+    who = launcher_env.detect()
+    # One rank with --ranks may be the shell of the user, as in `srun --pty bash`.
+    if options.measure and who is not None and (who.size > 1 or options.ranks is None):
         return _measure(config)
     if options.ranks is None:
         raise UsageError("--ranks N is missing: the number of ranks to plan for")

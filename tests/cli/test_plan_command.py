@@ -131,6 +131,18 @@ def test_a_measured_profile_is_planned_with_and_its_meshes_measured(place, monke
     assert re.search(line, text, re.MULTILINE)
 
 
+def test_the_shell_of_srun_starts_the_ranks_that_are_measured(place, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setattr(plan, "_measure_best", lambda *_: 66)
+    assert plan.plan(["run.toml", "--ranks", "2", "--hardware", "v100", "--measure"]) == 66
+    assert capsys.readouterr().out.startswith("2 ranks of v100")
+    monkeypatch.setattr(plan, "_measure", lambda *_: 72)
+    assert plan.plan(["run.toml", "--measure"]) == 72
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert plan.plan(["run.toml", "--ranks", "2", "--measure"]) == 72
+
+
 def test_a_chart_of_the_stages_is_drawn(place, capsys):
     text = shown(capsys, "--ranks", "4", "--mesh.stages", "2", "--chart", "plan.png")
     assert all("2 stages, " in row for row in text.splitlines()[2:])

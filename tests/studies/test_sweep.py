@@ -194,3 +194,12 @@ def test_mistakes_of_the_command_are_named(text, arguments, message, tmp_path, m
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_study_starts_in_a_job_of_one_rank_as_the_shell_of_srun_is(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    jobs.refuse_ranks("pydist sweep")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(UsageError, match="run it once, without a launcher"):
+        jobs.refuse_ranks("pydist sweep")
