@@ -39,7 +39,8 @@ def balance(arguments: Sequence[str]) -> int:
     from pydist.launch.supervisor import launch
     from pydist.train.parts import axis_of
 
-    axis_of(config, options.ranks, options.axis, options.multiple)  # raises before a rank starts
+    if config.mesh.spatial != "auto":  # which the ranks choose
+        axis_of(config, options.ranks, options.axis, options.multiple)  # raises before they start
     argv = ["-m", "pydist", "balance", *arguments_of_ranks(arguments)]
     return launch(options.ranks, argv, options.mpi)
 

@@ -66,6 +66,17 @@ def test_parts_are_measured_and_training_reads_them(axis, place):
     assert list(split.values()) == pytest.approx(list(whole.values()), abs=5e-6)
 
 
+def test_the_axis_of_an_automatic_mesh_is_left_to_the_ranks(place, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        "pydist.launch.supervisor.launch", lambda *given: started.append(given) or 0
+    )
+    for axis in (["--axis", "depth"], []):
+        given = ["balance", "run.toml", "-n", "2", "--mesh.spatial", "auto", *axis]
+        assert cli.main(given) == 0
+    assert [ranks for ranks, *_ in started] == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
