@@ -196,10 +196,13 @@ class _Job:
     signals: int = 0
 
     def pass_on(self, stops: Sequence[int]) -> None:
-        """Passes signals on that arrived since the last call."""
+        """Passes signals on that arrived since the last call.
+
+        The first one as SIGTERM: srun answers SIGINT with the states of its tasks, and goes on.
+        """
         for number in stops[self.signals :]:
-            self.process.send_signal(number)
-        self.signals = len(stops)
+            self.process.send_signal(number if self.signals else signal.SIGTERM)
+            self.signals += 1
 
 
 def _start(run: Run, command: CommandOf, threads: int) -> subprocess.Popen[bytes]:

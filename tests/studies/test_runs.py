@@ -85,15 +85,18 @@ def test_a_job_that_leaves_no_end_has_failed(tmp_path):
     assert (outcome.status, outcome.reason) == ("failed", "it has no end in its log")
 
 
-def test_a_signal_reaches_the_jobs_and_ends_the_study_in_order(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_jobs_and_ends_the_study_in_order(number, tmp_path):
     runs = [run(tmp_path, name) for name in ("a", "b", "later")]
     started = [r.folder / "started" for r in runs]
-    trap = "trap 'echo stopped; exit 75' TERM; touch '{}/started'; while :; do sleep 0.05; done"
+    # As srun, which goes on after a first SIGINT.
+    trap = "trap '' INT; trap 'echo stopped; exit 75' TERM; touch '{}/started'; "
+    trap += "while :; do sleep 0.05; done"
 
     def stop():
         while not all(path.exists() for path in started[:2]):
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=stop, daemon=True).start()
     told = Told()
