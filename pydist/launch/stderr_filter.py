@@ -6,6 +6,7 @@ would bury it.
 
 from __future__ import annotations
 
+import codecs
 import re
 import sys
 
@@ -24,6 +25,7 @@ class StderrFilter:
     """Filter that writes the bytes it is fed to stderr, except for echoes of a failure."""
 
     def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._line = b""
         self._block: list[bytes] | None = None  # lines since a rule of dashes, including it
 
@@ -48,6 +50,7 @@ class StderrFilter:
         if self._block is not None:
             self._write(b"".join(self._block))
         self._line, self._block = b"", None
+        self._write(b"", final=True)
 
     def _filter(self, line: bytes) -> None:
         rule = _RULE.match(line) is not None
@@ -63,7 +66,6 @@ class StderrFilter:
         elif not _LINE_ECHO.match(line) and line.strip(_NOTHING):
             self._write(line)
 
-    @staticmethod
-    def _write(data: bytes) -> None:
-        sys.stderr.write(data.decode(errors="replace"))
+    def _write(self, data: bytes, final: bool = False) -> None:
+        sys.stderr.write(self._decoder.decode(data, final))  # retains a part of a character
         sys.stderr.flush()

@@ -106,6 +106,18 @@ def test_open_files_keep_what_was_written(tmp_path: Path) -> None:
     assert path.read_text() == "0.5"
 
 
+def test_the_stderr_filter_keeps_characters_of_several_bytes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for failed in (False, True):
+        stream = StderrFilter()
+        for byte in "é█\n".encode():
+            stream.feed(bytes([byte]), failed)
+        stream.feed("é".encode()[:1], failed)
+        stream.close()
+        assert capsys.readouterr().err == "é█\n\ufffd"
+
+
 def test_the_stderr_filter_drops_echoes_only(capsys: pytest.CaptureFixture[str]) -> None:
     rule = "-" * 74 + "\n"
     echo = f"{rule}MPI_ABORT was invoked on rank 1\n  Errorcode: 71\n{rule}"
