@@ -7,6 +7,7 @@ MPI maps by slot or by node), and inside a SLURM step the job-level variables ar
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -71,7 +72,9 @@ def detect(environment: Mapping[str, str] = os.environ) -> Identity | None:
                 _number(environment, rank),
                 _number(environment, size),
                 _number(environment, local[0]) if local[0] in environment else 0,
-                _leading_int(environment.get(local[1], "1")),
+                _tasks_of_node(
+                    environment.get(local[1], "1"), environment.get("SLURM_NODEID", "0")
+                ),
             )
             if found.rank >= found.size:
                 raise UsageError(
@@ -104,11 +107,17 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _leading_int(text: str) -> int:
-    """Reads the first number of a text such as SLURM's "4(x2),3" (4 tasks on two nodes, then 3)."""
-    digits = ""
-    for character in text:
-        if not character.isdigit():
-            break
-        digits += character
-    return int(digits or 1)
+def _tasks_of_node(text: str, node: str) -> int:
+    """Reads a node's number from a text such as SLURM's "4(x2),3": 4 on two nodes, then 3.
+
+    Args:
+        text: the numbers of all nodes; other launchers set that of this node alone.
+        node: index of this node; the first one counts where there is no such node.
+    """
+    counts = [
+        int(count)
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+        for _ in range(int(times or 1))
+    ]
+    index = int(node) if node.isascii() and node.isdigit() else 0
+    return counts[index if index < len(counts) else 0] if counts else 1

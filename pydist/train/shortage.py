@@ -76,8 +76,10 @@ def limit_bytes(device: str, ranks: int) -> int:
     if device == "cuda":
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     place = launcher_env.detect()
-    nodes = 1 if place is None else max(1, place.size // place.local_size)
-    return memory_limit(math.ceil(ranks / nodes))
+    of_node = ranks
+    if place is not None:
+        of_node = min(ranks, math.ceil(ranks * place.local_size / place.size))
+    return memory_limit(of_node)
 
 
 def _advice(config: Config, grid: Grid, device: str) -> str:

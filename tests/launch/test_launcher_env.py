@@ -82,6 +82,27 @@ def test_detect(environment: dict[str, str], expected: Identity | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("tasks", "node", "expected"),
+    [
+        ("4,3", 0, 4),
+        ("4,3", 1, 3),
+        ("2(x2),1", 1, 2),
+        ("2(x2),1", 2, 1),
+        ("1,8", 1, 8),
+        ("3", 5, 3),
+        ("", 0, 1),
+    ],
+)
+def test_slurms_nodes_may_have_different_numbers_of_ranks(
+    tasks: str, node: int, expected: int
+) -> None:
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "9", "SLURM_NODEID": str(node)}
+    found = detect({**slurm, "SLURM_STEP_TASKS_PER_NODE": tasks})
+    assert found is not None
+    assert found.local_size == expected
+
+
+@pytest.mark.parametrize(
     ("nodelist", "host"),
     [
         ("n07", "n07"),

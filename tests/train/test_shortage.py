@@ -17,6 +17,8 @@ from pydist.data.medical.generate import generate_ct
 from pydist.data.medical.options import CTOptions
 from pydist.errors import DoesNotFit, exit_code_of, out_of_memory, wanted_bytes
 from pydist.grid import CHANNEL_AXIS, Grid
+from pydist.launch import launcher_env
+from pydist.launch.launcher_env import Identity
 from pydist.plan import estimate_step, legal_meshes, load_hardware
 from pydist.train import config_io, shortage
 from pydist.train.config import (
@@ -178,6 +180,13 @@ def test_primitives_fail_for_lack_of_memory_only_where_it_lacks(monkeypatch):
     monkeypatch.setattr(errors.mmap, "mmap", none)
     assert errors.mmap is mmap
     assert exit_code_of(error) == 66
+
+
+def test_nodes_may_have_different_numbers_of_ranks(monkeypatch):
+    for of_node in (4, 3):
+        place = Identity("slurm", 0, 7, 0, of_node)
+        monkeypatch.setattr(launcher_env, "detect", lambda place=place: place)
+        assert shortage.limit_bytes("cpu", 7) == hardware.memory_limit(of_node)
 
 
 def test_the_limit_of_the_process_counts(monkeypatch):
