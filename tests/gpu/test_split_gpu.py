@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
+from pydist.backend import slab_tuning
 from pydist.comm import Transport
 from pydist.comm.transports.nccl.device_assignment import missing
 from pydist.errors import NotSupported
 from pydist.gradients.flags import Flags
 from pydist.gradients.partitioned import GradientSet
 from pydist.mesh import Mesh
+from pydist.ops.conv import slab_kernels
 from support.transports.device_contract import no_two_ranks, two_ranks
 
 pytestmark = two_ranks(missing())
@@ -97,6 +99,38 @@ def test_a_merged_norm_is_captured(devices: Transport) -> None:
     x.copy_(torch.randn_like(x) * (2 + devices.rank))
     graph.replay()
     torch.testing.assert_close(y, step())
+
+
+def test_slabs_follow_torchs_setting_of_tf32(devices: Transport, monkeypatch, tmp_path) -> None:
+    """It may change between passes, and be set for convolutions alone."""
+    monkeypatch.setenv("PYDIST_TUNE", "1")
+    monkeypatch.setenv("PYDIST_CACHE", str(tmp_path))
+    monkeypatch.setattr(slab_tuning, "seconds_on", lambda problem, name, like: 1 + (name != "tf32"))
+    used, run_slab = set(), slab_kernels.run_slab
+
+    def noted(name: str, *rest: object) -> None:
+        used.add(name)
+        run_slab(name, *rest)
+
+    monkeypatch.setattr(slab_kernels, "run_slab", noted)
+    torch.manual_seed(0)
+    conv = nn.Conv3d(8, 8, 3, padding=1)
+    x = torch.randn(1, 8, 8, 8, 8)
+    exact = copy.deepcopy(conv).double()(x.double()).detach()
+    mesh = Mesh(devices, 1, (2, 1, 1))
+    conv, x = conv.to(devices.device), distribute_tensor(x.to(devices.device), mesh)
+    setting = torch.backends.cudnn.conv
+    before = setting.fp32_precision
+    try:
+        for precision in ("ieee", "tf32", "ieee"):
+            setting.fp32_precision = precision
+            used.clear()
+            found = conv(x).full_tensor().detach().cpu().double()
+            error = float((found - exact).abs().max() / exact.abs().max())
+            assert used == {"tf32"} if precision == "tf32" else "tf32" not in used
+            assert error < (1e-2 if precision == "tf32" else 1e-5)
+    finally:
+        setting.fp32_precision = before
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])

@@ -64,6 +64,9 @@ class SlabKernels:
 class SlabChooser:
     """Chooser that selects the kernels of one convolution's slabs at its first run, and keeps them.
 
+    It keeps others for runs in which torch may round float32 to TF32 than for those in which it
+    may not, as a program may change that at any time.
+
     Args:
         plan: of the convolution.
         padding: before each spatial dim.
@@ -80,7 +83,7 @@ class SlabChooser:
     ) -> None:
         self._plan, self._padding, self._weights = plan, padding, weights
         self._is_adjoint = is_adjoint
-        self._chosen: SlabKernels | None = None
+        self._chosen: dict[bool, SlabKernels] = {}
 
     def kernels(self, x: Tensor, weight: Tensor, channels_last: bool) -> SlabKernels:
         """Returns the kernels. Collective over the sample group, like the convolution itself.
@@ -90,23 +93,26 @@ class SlabChooser:
             weight: of the convolution.
             channels_last: the memory format of activations.
         """
-        if self._chosen is not None:
-            return self._chosen
+        # Not `cudnn.allow_tf32`, which raises where a program has set only this.
+        tf32 = x.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+        if tf32 in self._chosen:
+            return self._chosen[tf32]
         group = self._plan.layout.mesh.sample
-        problems = [self._of_rank(r, x, channels_last) for r in range(group.size)]
+        problems = [self._of_rank(r, x, channels_last, tf32) for r in range(group.size)]
         flat = [[p for role in ROLES for p in each[role]] for each in problems]
         learns = torch.is_grad_enabled() and weight.requires_grad
         tuner = autotuner_of(self._plan.layout.mesh)
         names = choose(tuner, flat, group, x, learns)
         if names is None:
             return SlabKernels(problems[group.rank], by_rule(flat[group.rank]))
-        self._chosen = SlabKernels(problems[group.rank], names)
-        return self._chosen
+        self._chosen[tf32] = SlabKernels(problems[group.rank], names)
+        return self._chosen[tf32]
 
-    def _of_rank(self, rank: int, x: Tensor, channels_last: bool) -> dict[str, list[SlabProblem]]:
+    def _of_rank(
+        self, rank: int, x: Tensor, channels_last: bool, tf32: bool
+    ) -> dict[str, list[SlabProblem]]:
         plan, (shape, groups) = self._plan, self._weights[rank]
         own, out = plan.layout.boxes[rank], plan.out.boxes[rank]
-        tf32 = x.is_cuda and torch.backends.cudnn.allow_tf32
         window, dims = plan.window, len(plan.window.kernel)
         sizes, place = (partial(_of_3d, dims=dims, one=one) for one in (1, 0))
 
