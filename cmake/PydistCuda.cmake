@@ -18,7 +18,8 @@ endmacro()
 
 # Architectures that `pip install` compiles for if none are named: those of the devices at hand.
 # Without one in sight, as on a login node, it is one, whose PTX newer devices compile for themselves
-# at their first use. Each more would take minutes.
+# at their first use. Each more would take minutes. Left out are devices below compute capability
+# 8.0, which lack instructions that the kernels have (cp.async, tensor cores of bf16 and tf32).
 function(pydist_default_architectures result)
   set(${result} 80 PARENT_SCOPE)
   find_program(PYDIST_NVIDIA_SMI nvidia-smi)
@@ -28,11 +29,30 @@ function(pydist_default_architectures result)
   execute_process(COMMAND "${PYDIST_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
                   OUTPUT_VARIABLE found ERROR_QUIET TIMEOUT 30)
   string(REGEX MATCHALL "[0-9]+\\.[0-9]+" found "${found}")
-  list(TRANSFORM found REPLACE "\\." "")
   list(REMOVE_DUPLICATES found)
-  if(found)
-    set(${result} ${found} PARENT_SCOPE)
+  set(usable "")
+  foreach(capability IN LISTS found)
+    if(capability VERSION_LESS 8.0)
+      message(STATUS "pydist: no kernels for the GPU of compute capability ${capability}: "
+                     "they need 8.0 or later")
+    else()
+      string(REPLACE "." "" architecture ${capability})
+      list(APPEND usable ${architecture})
+    endif()
+  endforeach()
+  if(usable)
+    set(${result} ${usable} PARENT_SCOPE)
   endif()
+endfunction()
+
+# Refuses architectures, as of PYDIST_CUDA_ARCHITECTURES, that the kernels can't be compiled for.
+function(pydist_check_architectures)
+  foreach(architecture IN LISTS ARGN)
+    if(architecture MATCHES "^(all|[1-7][0-9]([^0-9]|$))")
+      message(FATAL_ERROR "PYDIST_CUDA_ARCHITECTURES has ${architecture}: the kernels need compute "
+                          "capability 8.0 or later, such as 80-real;90")
+    endif()
+  endforeach()
 endfunction()
 
 set(PYDIST_HAS_CUDA OFF)
@@ -47,6 +67,7 @@ elseif(PYDIST_CUDA STREQUAL "AUTO" OR PYDIST_CUDA)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     if(PYDIST_CUDA_ARCHITECTURES)
+      pydist_check_architectures(${PYDIST_CUDA_ARCHITECTURES})
       set(CMAKE_CUDA_ARCHITECTURES "${PYDIST_CUDA_ARCHITECTURES}")
     else()
       pydist_default_architectures(CMAKE_CUDA_ARCHITECTURES)
