@@ -2,6 +2,7 @@
 // test_conv.cpp compares with plain loops).
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -363,6 +364,49 @@ void check_bounds() {
 TEST(ConvMmaErrors, OfForwardKeepToTheirBounds) { check_bounds<ConvOp::kForward>(); }
 TEST(ConvMmaErrors, OfDgradKeepToTheirBounds) { check_bounds<ConvOp::kDgrad>(); }
 TEST(ConvMmaErrors, OfWgradKeepToTheirBounds) { check_bounds<ConvOp::kWgrad>(); }
+
+// Infinities and NaN in the operands that a slab brings: sums are infinite, of the right sign, or
+// NaN where those of the definition are.
+template <ConvOp kOp>
+void check_special_values() {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  ConvCase given = plane_case(true, 8, 12, {1, 6, 7});
+  for (double& value : given.weight.memory) value = value < 0 ? value - 1 : value + 1;  // no zero
+  if (kOp != ConvOp::kDgrad) {
+    given.in.at({0, 0, 0, 3, 3}) = kInfinity;
+    given.in.at({0, 1, 0, 0, 6}) = -kInfinity;
+    given.in.at({1, 2, 0, 5, 0}) = NAN;
+  }
+  if (kOp != ConvOp::kForward) {
+    given.out.at({0, 0, 0, 3, 3}) = -kInfinity;
+    given.out.at({0, 1, 0, 0, 6}) = kInfinity;
+    given.out.at({1, 2, 0, 5, 0}) = NAN;
+  }
+  const auto text = [](const std::vector<double>& values) {  // in which NaN is equal to NaN
+    std::vector<std::string> found;
+    for (const double value : values) {
+      found.push_back(std::isnan(value) ? "NaN" : std::to_string(value));
+    }
+    return found;
+  };
+  const auto wanted = text(rounded<float>(by_cpu<kOp>(given)));
+  for (const std::string special : {"inf", "-inf", "NaN"}) {
+    EXPECT_GT(std::count(wanted.begin(), wanted.end(), special), 0) << special;
+  }
+  const auto found =
+      text(emulated<kOp, float, ConvMath::kTf32x3, 32>(given, launch::ThreadOrder::kForward));
+  EXPECT_EQ(found, wanted);
+}
+
+TEST(ConvMmaSpecialValues, OfForwardAreThoseOfTheDefinition) {
+  check_special_values<ConvOp::kForward>();
+}
+TEST(ConvMmaSpecialValues, OfDgradAreThoseOfTheDefinition) {
+  check_special_values<ConvOp::kDgrad>();
+}
+TEST(ConvMmaSpecialValues, OfWgradAreThoseOfTheDefinition) {
+  check_special_values<ConvOp::kWgrad>();
+}
 
 TEST(ConvMmaWork, OfFourChannelsIsMostlyUseful) {
   const ConvCase given = large_case(true, 4, 32);

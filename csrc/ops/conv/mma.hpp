@@ -56,11 +56,16 @@ PYDIST_HD std::uint32_t to_tf32(std::uint32_t word) {
 
 // A float as a tf32 (its upper 10 bits of mantissa, cut off) and the rest, rounded to tf32: their
 // sum has 21 bits of mantissa or more. The subtraction is exact.
+//
+// An infinity is 1, of its sign, and an infinite rest, and NaN has a rest of NaN. The rest is
+// multiplied only by the other factor's high part, which is not 0 where the factor is not, except
+// for denormal numbers: an infinite high part would make NaN of a low part that is 0.
 struct SplitFloat {
   std::uint32_t high, low;
 };
 PYDIST_HD SplitFloat split_float(std::uint32_t word) {
-  const std::uint32_t high = word & ~0x1fffu;
+  const bool is_infinite = (word & 0x7fffffffu) == 0x7f800000u;
+  const std::uint32_t high = word & (is_infinite ? 0xbf800000u : ~0x1fffu);
   return {high, to_tf32(bits_as<std::uint32_t>(bits_as<float>(word) - bits_as<float>(high)))};
 }
 
