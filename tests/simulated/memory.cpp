@@ -136,6 +136,25 @@ Graph::~Graph() {
   for (Block* block : pool) drop(block);
 }
 
+namespace {
+
+std::mutex joining;
+std::set<c10::StreamId> joined_streams;
+
+}  // namespace
+
+bool is_captured(c10::StreamId stream) {
+  const c10::StreamId first = captured_stream;
+  if (first == -1 || first == stream) return first == stream;
+  const std::lock_guard lock(joining);
+  return joined_streams.contains(stream);
+}
+
+void join_capture(c10::StreamId stream) {
+  const std::lock_guard lock(joining);
+  if (captured_stream != -1) joined_streams.insert(stream);
+}
+
 void begin_capture() {
   TORCH_CHECK(captured == nullptr, "another graph is being captured");
   TORCH_CHECK(current_stream != 0,
@@ -147,6 +166,10 @@ void begin_capture() {
 
 std::shared_ptr<Graph> end_capture() {
   captured_stream = -1;
+  {
+    const std::lock_guard lock(joining);
+    joined_streams.clear();
+  }
   std::shared_ptr<Graph> graph = std::exchange(captured, nullptr);
   for (const auto& [address, bytes] : graph->before) {
     std::memcpy(address, bytes.data(), bytes.size());

@@ -41,7 +41,11 @@ inline thread_local c10::StreamId current_stream = 0;
 // The graph that is being captured, and on which stream.
 inline std::shared_ptr<Graph> captured;
 inline std::atomic<c10::StreamId> captured_stream = -1;
-inline bool capturing() { return captured_stream == current_stream; }
+// Whether a stream is captured: that one, or another that has waited for a captured one.
+bool is_captured(c10::StreamId stream);
+inline bool capturing() { return is_captured(current_stream); }
+// Takes a stream into the capture.
+void join_capture(c10::StreamId stream);
 
 // Starts a capture on the current stream; throws where CUDA would.
 void begin_capture();

@@ -148,3 +148,21 @@ def test_a_capture_waits_for_all_that_it_has_begun(stream, other):
         torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
     ):
         other.wait_stream(stream)
+
+
+def test_a_stream_that_waits_for_a_captured_one_is_captured(stream):
+    side, apart, x = torch.cuda.Stream(), torch.cuda.Stream(), torch.ones(2, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            assert torch.cuda.is_current_stream_capturing()
+            x += 1
+        stream.wait_stream(side)
+        with torch.cuda.stream(apart):
+            assert not torch.cuda.is_current_stream_capturing()
+    assert x.tolist() == [1, 1]
+    graph.replay()
+    assert x.tolist() == [2, 2]
+    with torch.cuda.stream(side):
+        assert not torch.cuda.is_current_stream_capturing()

@@ -34,20 +34,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, kDevice, std::exchange(current_stream, stream.id()));
   }
   DeviceIndex deviceCount() const noexcept override { return 1; }
-  // torch's streams are the thread that calls: what is on them is over.
+  // torch's streams are the thread that calls: what is on them is over, or captured.
+  inline static char reached, in_capture;
   void destroyEvent(void*, DeviceIndex) const noexcept override {}
-  void record(void** event, const c10::Stream&, DeviceIndex, c10::EventFlag) const override {
-    static char reached;
-    *event = &reached;
+  void record(void** event, const c10::Stream& stream, DeviceIndex, c10::EventFlag) const override {
+    *event = is_captured(stream.id()) ? &in_capture : &reached;
   }
-  void block(void*, const c10::Stream&) const override {}
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event == &in_capture) join_capture(stream.id());
+  }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override {}
   void synchronizeEvent(void*) const override {}
   void synchronizeDevice(DeviceIndex) const override {}
   bool isStreamCapturing(const c10::Stream& stream) const override {
-    return stream.id() == captured_stream;
+    return is_captured(stream.id());
   }
 };
 
@@ -116,6 +118,7 @@ PYBIND11_MODULE(simulated_torch_device, m) {
     for (const auto& call : graph.calls) call();
   });
   m.def("capturing", &capturing);
+  m.def("join_capture", &join_capture);
   m.def("begin_capture", &begin_capture);
   m.def("end_capture", &end_capture);
   m.def("fail_capture", [] {

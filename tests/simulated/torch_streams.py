@@ -1,7 +1,8 @@
 """Streams, events and graphs of `torch.cuda` on the simulated device.
 
 Streams made by torch are the calling thread itself: their operations have ended when the call
-returns. Streams of other libraries (`ExternalStream`) are the recorder's, and run asynchronously.
+returns. One that waits for a captured stream is captured, too. Streams of other libraries
+(`ExternalStream`) are the recorder's, and run asynchronously.
 """
 
 from __future__ import annotations
@@ -105,19 +106,25 @@ class Event:
         self._timed = enable_timing
         self._place = _POINTER()
         self._seconds: float | None = None
+        self._is_captured = False
 
     def record(self, stream: Stream | None = None) -> None:
         if not self._place:
             _check(_driver.cuEventCreate(ctypes.byref(self._place), 0), "cuEventCreate")
         self._seconds = time.perf_counter()
         stream = stream or Stream.current()
-        _check(_driver.cuEventRecord(self._place, stream.cuda_stream), "cuEventRecord")
+        with on_stream(stream):
+            self._is_captured = simulated.capturing()
+            _check(_driver.cuEventRecord(self._place, stream.cuda_stream), "cuEventRecord")
 
     def wait(self, stream: Stream | None = None) -> None:
         if self._place:
             stream = stream or Stream.current()
-            status = _driver.cuStreamWaitEvent(stream.cuda_stream, self._place, 0)
-            _check(status, "cuStreamWaitEvent")
+            if self._is_captured and stream.cuda_stream == 0:
+                simulated.join_capture(stream.stream_id)
+            with on_stream(stream):
+                status = _driver.cuStreamWaitEvent(stream.cuda_stream, self._place, 0)
+                _check(status, "cuStreamWaitEvent")
 
     def query(self) -> bool:
         not_captured("an event's query")()
