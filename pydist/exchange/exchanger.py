@@ -88,6 +88,16 @@ class PendingExchange:
         self._timers, self._is_local = exchanger.timers, exchanger.is_local
         self._flight: Any = None
         """The recorder's handle of the exchange in flight."""
+        self._stream: torch.cuda.Stream | None = None
+
+    def move_to(self, stream: torch.cuda.Stream | None) -> None:
+        """Lets the buffers be used on a stream, after the work on the one before.
+
+        Args:
+            stream: `None` for a CPU.
+        """
+        before, self._stream = self._stream, stream
+        order_streams(before, stream)
 
     def post(self) -> None:
         """Starts sending the messages; does not wait."""
@@ -221,7 +231,7 @@ class Exchanger:
         timers = self.timers
         begun = None if timers.recorder is None else timers.recorder.begin("pack", timers.layer)
         began = perf_counter()
-        pending = self._pending((local.dtype, local.device, False))
+        pending = self._pending(local, False)
         pieces = pending.shard_parts
         if pending.packed is not None:
             pieces = [(pending.packed, self._all_outgoing)]
@@ -267,7 +277,7 @@ class Exchanger:
         timers = self.timers
         begun = None if timers.recorder is None else timers.recorder.begin("pack", timers.layer)
         began = perf_counter()
-        pending = self._pending((like.dtype, like.device, True))
+        pending = self._pending(like, True)
         for slot, piece, regions in pending.slot_parts:
             _pack(slots[slot], regions, piece)
         pending.post()
@@ -283,14 +293,19 @@ class Exchanger:
             native.unpack_add(piece, regions, local)
         self.release(pending)
 
-    def _pending(self, kind: _Kind) -> PendingExchange:
+    def _pending(self, like: Tensor, is_adjoint: bool) -> PendingExchange:
         """Returns the buffers of a completed exchange, or new ones.
 
         They are free on a device as well: `PendingExchange.wait` has ordered later work of the
-        stream after the messages, and the new exchange comes after that work.
+        stream after the messages, and the new exchange comes after that work, also where it is on
+        another stream. Buffers for each stream would not do: ranks that use streams differently
+        would take different buffers, whose messages have other tags.
         """
+        kind = like.dtype, like.device, is_adjoint
         idle = self._idle[kind]
-        return idle.pop() if idle else PendingExchange(self, kind)
+        pending = idle.pop() if idle else PendingExchange(self, kind)
+        pending.move_to(stream_of(like))
+        return pending
 
     def announce(self, local: Tensor, is_adjoint: bool = False) -> None:
         """Records an exchange in the ledger; a rank without messages does nothing else for it.
@@ -367,6 +382,28 @@ def in_memory(tensor: Tensor) -> Tensor:
     if tensor._is_zerotensor():
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.resolve_conj().resolve_neg()
+
+
+def stream_of(tensor: Tensor) -> torch.cuda.Stream | None:
+    """Returns the current stream of the tensor's device; `None` for a CPU."""
+    return torch.cuda.current_stream(tensor.get_device()) if tensor.is_cuda else None
+
+
+def order_streams(before: torch.cuda.Stream | None, after: torch.cuda.Stream | None) -> None:
+    """Lets later work of one stream wait for all earlier work of another one.
+
+    A graph that is captured can't wait for work outside of it, and need not: its capture has begun
+    after that work. Work outside can't wait for a graph that is still captured.
+    """
+    if before is None or after is None or before == after:
+        return
+    if _is_captured(before) == _is_captured(after):
+        after.wait_stream(before)
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _fingerprint_of(

@@ -10,6 +10,7 @@ import torch
 from pydist import memory
 from pydist.comm.interface.ledger import IN_BACKWARD
 from pydist.errors import NotSupported
+from pydist.exchange.exchanger import order_streams
 from pydist.gradients.bucket import Bucket, Remnant
 from pydist.gradients.buckets import make_buckets
 from pydist.gradients.forms.form import DenseForm
@@ -71,6 +72,7 @@ class Lane:
         self.pending = self.touched = False
         self.dropped: list[int] = []
         self._arrived: set[Leaf] = set()
+        self._streams: list[torch.cuda.Stream] = []  # on which gradients have arrived
         self._next = self._released = 0  # of the buckets: the first that has not started, ...
 
     @property
@@ -132,6 +134,7 @@ class Lane:
                 )
             return
         self._arrived.add(leaf)
+        self._note_stream(leaf)
         while self._released < self._next and self.buckets[self._released].release():
             self._released += 1
         memory.relieve()
@@ -222,10 +225,19 @@ class Lane:
         """Prepares for another backward."""
         self.touched = False
         self._arrived.clear()
+        self._streams.clear()
         self._next = self._released = 0
+
+    def _note_stream(self, leaf: Leaf) -> None:
+        if leaf.kind.device.type == "cuda":
+            stream = torch.cuda.current_stream(leaf.kind.device)
+            if stream not in self._streams:
+                self._streams.append(stream)
 
     def _start_next(self) -> None:
         with torch.no_grad(), self._timers.measure("gradients"):
+            for stream in self._streams:  # gradients of this bucket may be written there
+                order_streams(stream, torch.cuda.current_stream(stream.device))
             self.buckets[self._next].start()
         self._next += 1
 
