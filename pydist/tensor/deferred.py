@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from torch import Tensor
+
+from pydist.exchange.exchanger import order_streams
 
 
 class Deferred:
@@ -10,11 +16,17 @@ class Deferred:
 
     No other tensor that can be changed shares the memory of such a shard. Deferred work reads only
     such shards, and copies of everything else, so a change between a call and its completion has
-    no effect. Completion is rank-local: no message depends on its time.
+    no effect. Completion is rank-local: no message depends on its time. On CUDA the work is done on
+    the stream of the call, for which those wait that use the shard.
     """
 
-    def complete(self) -> None:
-        """Does the deferred work; nothing if it has been done."""
+    def complete(self) -> torch.cuda.Stream | None:
+        """Does the deferred work; nothing if it has been done.
+
+        Returns:
+            The stream of the work; `None` if there is none.
+        """
+        return None
 
     def with_relu(
         self, shard: Tensor, negative_slope: float
@@ -29,6 +41,22 @@ class Deferred:
             The new shard, and its remaining deferred work; `None` if the two can't be fused.
         """
         return None
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Puts the block's work on a stream, for which the current stream waits.
+
+    Args:
+        stream: `None` for work on a CPU.
+    """
+    now = None if stream is None else torch.cuda.current_stream(stream.device)
+    if now == stream:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
+    order_streams(stream, now)
 
 
 NOTHING = Deferred()

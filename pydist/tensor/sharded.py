@@ -11,6 +11,7 @@ from torch import Tensor
 from pydist.comm.interface.ledger import CAUSE
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.adjoints import average_grad
+from pydist.exchange.exchanger import order_streams, stream_of
 from pydist.exchange.history import (
     NO_HISTORY,
     caused_by,
@@ -76,6 +77,9 @@ class ShardedTensor(torch.Tensor):
     _origin: Origin
     _deferred: Deferred | None
     """Deferred work on the shard, done before it is used; `None` if the shard is not new."""
+    _completed_on: torch.cuda.Stream | None = None
+    """The stream that did deferred work, for which streams wait that use the shard after that:
+    they may have waited for the call before."""
     _view: View | None = None
     """The tensors that share its memory, here and in torch; `None` if there are none."""
     _shown: tuple[Any] | None = None
@@ -167,7 +171,9 @@ class ShardedTensor(torch.Tensor):
     def _local(self) -> Tensor:
         if self._deferred is not None:
             pending, self._deferred = self._deferred, None
-            pending.complete()
+            self._completed_on = pending.complete() or self._completed_on
+        elif self._completed_on is not None:
+            order_streams(self._completed_on, stream_of(self._shard))
         if self._view is not None and self._view.memory.storage is not None:
             refuse_stale(self)
         if self._shown is not None and self._shard.grad_fn is not self._shown[0]:

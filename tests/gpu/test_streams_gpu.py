@@ -1,21 +1,24 @@
-"""Tests of programs with several streams: what pydist uses again keeps torch's order.
+"""Tests of programs with several streams: what pydist defers or uses again keeps torch's order.
 
 A simulated device has right values in any order, so the waits are tested as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pydist import ShardedTensor, distribute_tensor, parallelize
 from pydist.comm import Transport
 from pydist.comm.transports.nccl.device_assignment import missing
+from pydist.exchange.exchanger import stream_of
 from pydist.mesh import Mesh
+from pydist.ops.fusion import norm, relu
 from support.transports.device_contract import two_ranks
 
 pytestmark = two_ranks(missing())
@@ -98,6 +101,70 @@ def test_exchanges_on_two_streams(mesh: Mesh, waits, is_captured: bool) -> None:
         both()
     for pair, other in zip(found, expected, strict=True):
         torch.testing.assert_close(pair, other, rtol=1e-5, atol=1e-5)
+
+
+def _conv(x: ShardedTensor) -> ShardedTensor:
+    weight, bias = torch.ones(2, 2, 1, 1, 1, device=x.device), torch.ones(2, device=x.device)
+    return F.conv3d(x, weight, bias)
+
+
+CALLS: dict[str, Callable[[ShardedTensor], ShardedTensor]] = {
+    "bias": _conv,
+    "bias and ReLU": lambda x: F.leaky_relu(_conv(x), 0.1, inplace=True),
+    "norm": lambda x: F.instance_norm(_conv(x)),
+}
+USES: dict[str, Callable[[ShardedTensor], ShardedTensor]] = {
+    "any": lambda y: y * 2,
+    "ReLU": lambda y: F.leaky_relu(y, 0.2, inplace=True),
+    "PReLU": lambda y: F.prelu(y, torch.full((1,), 0.5, device=y.device)),
+    "pool": lambda y: F.avg_pool3d(y, 2),
+}
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_deferred_work_is_done_on_the_stream_of_its_call(
+    mesh: Mesh, waits, monkeypatch: pytest.MonkeyPatch, call, use, is_captured: bool
+) -> None:
+    x = sample(mesh)
+    expected = use(call(x)).to_local()
+    done: list[torch.cuda.Stream | None] = []
+    for module in (relu, norm):
+        on_stream = module.on_stream
+
+        def noted(stream, on_stream=on_stream):
+            done.append(stream)
+            return on_stream(stream)
+
+        monkeypatch.setattr(module, "on_stream", noted)
+    torch.cuda.synchronize()
+
+    def both() -> Tensor:
+        main = torch.cuda.current_stream()
+        torch.cuda._sleep(CYCLES)
+        y = call(x)
+        begun, third = main.record_event(), torch.cuda.Stream()
+        with after(main) as side:
+            found = use(y).to_local()
+        assert (side.stream_id, main.stream_id) in waits[1:]
+        with torch.cuda.stream(third):  # which has waited for the call, and not for the first use
+            third.wait_event(begun)
+            y.to_local()
+        assert (third.stream_id, main.stream_id) in waits
+        assert set(done[-1:]) == {main} == {stream_of(y.to_local())}
+        main.wait_stream(side)
+        main.wait_stream(third)
+        return found
+
+    graph = torch.cuda.CUDAGraph()
+    if is_captured:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found = both()
+        graph.replay()
+    else:
+        found = both()
+    torch.testing.assert_close(found, expected)
 
 
 class Branches(nn.Module):

@@ -22,11 +22,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pydist.exchange.exchanger import stream_of
 from pydist.layout import Layout
 from pydist.ops.dtypes import result_dtype
 from pydist.ops.fusion.handover import hook_on_saved
 from pydist.tensor import ShardedTensor, local_of, wrap, wrap_new
-from pydist.tensor.deferred import Deferred
+from pydist.tensor.deferred import Deferred, on_stream
 from pydist.tensor.wrapper import refuse_foreign_graph
 
 
@@ -63,13 +64,16 @@ class DeferredNorm(Deferred):
     def __init__(self, norm: NormLike, out: Tensor) -> None:
         self._norm: NormLike | None = norm
         self._out = out
+        self._stream = stream_of(out)
         self._read = False  # by a PReLU
 
-    def complete(self) -> None:
+    def complete(self) -> torch.cuda.Stream | None:
         """Writes the result without a ReLU, if it is not written yet."""
         norm, self._norm = self._norm, None
-        if norm is not None:
-            norm.write(self._out)
+        with on_stream(self._stream):
+            if norm is not None:
+                norm.write(self._out)
+        return self._stream
 
     def with_relu(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, None] | None:
         """Writes the result after an in-place ReLU, in one pass.
@@ -108,10 +112,12 @@ class DeferredNorm(Deferred):
     def _fusible(self) -> NormLike | None:
         """Returns the norm, if an activation can still be fused with it.
 
-        It can't under saved-tensor hooks: a checkpoint may begin between the two calls, and reruns
-        the activation without the norm.
+        It can't on another stream than the norm's. It can't under saved-tensor hooks: a checkpoint
+        may begin between the two calls, and reruns the activation without the norm.
         """
-        return None if self._read or hook_on_saved() is not None else self._norm
+        if self._read or hook_on_saved() is not None or stream_of(self._out) != self._stream:
+            return None
+        return self._norm
 
 
 class _Before(Deferred):
@@ -120,10 +126,9 @@ class _Before(Deferred):
     def __init__(self, norm: DeferredNorm) -> None:
         self._norm = weakref.ref(norm)
 
-    def complete(self) -> None:
+    def complete(self) -> torch.cuda.Stream | None:
         norm = self._norm()
-        if norm is not None:
-            norm.complete()
+        return None if norm is None else norm.complete()
 
 
 class Input(NamedTuple):

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from pydist.backend.statistics import Transform, apply, dense, per_channel
 from pydist.backend.statistics import statistics_dtype as wide
+from pydist.exchange.exchanger import stream_of
 from pydist.exchange.function import Function
 from pydist.ops.fusion.handover import Handover, hook_on_saved, runs
 from pydist.tensor import ShardedTensor, replace_shard_
-from pydist.tensor.deferred import Deferred
+from pydist.tensor.deferred import Deferred, on_stream
 
 Given = tuple[Handover[Any], Any]
 """A handover to a node's backward, and the value to give."""
@@ -38,19 +39,23 @@ class ConvOutputs(Deferred):
 
     def __init__(self, outputs: Tensor, bias: Tensor | None = None) -> None:
         self._outputs, self._bias = outputs.data, bias
+        self._stream = None if bias is None else stream_of(outputs)
 
-    def complete(self) -> None:
+    def complete(self) -> torch.cuda.Stream | None:
         """Adds the bias, if it is not added yet."""
         bias, self._bias = self._bias, None
         if bias is not None:
-            finish_(self._outputs, bias, 1.0)
+            with on_stream(self._stream):
+                finish_(self._outputs, bias, 1.0)
+        return self._stream
 
     def with_relu(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, Deferred] | None:
         """Returns the outputs after a deferred in-place ReLU, and the deferred ReLU."""
-        if not may_wait(shard):
+        stream = stream_of(self._outputs)
+        if not may_wait(shard) or (self._bias is not None and stream != self._stream):
             return None
         bias, self._bias = self._bias, None
-        deferred = DeferredRelu(self._outputs, negative_slope, bias)
+        deferred = DeferredRelu(self._outputs, negative_slope, stream, bias)
         return with_relu(shard, negative_slope, deferred.handover), deferred
 
 
@@ -61,6 +66,7 @@ class DeferredRelu(Deferred):
         outputs: changed in place; nodes that saved them for backward read only the signs, which
             stay.
         negative_slope: 0 for a ReLU; in [0, 1).
+        stream: the one of the ReLU and of the bias; `None` on a CPU.
         bias: [C], to be added first; `None` if there is no bias or it was added.
 
     Attributes:
@@ -69,25 +75,36 @@ class DeferredRelu(Deferred):
         handover: to the ReLU's backward, from the backward of the call that read the outputs.
     """
 
-    def __init__(self, outputs: Tensor, negative_slope: float, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        outputs: Tensor,
+        negative_slope: float,
+        stream: torch.cuda.Stream | None,
+        bias: Tensor | None = None,
+    ) -> None:
         self.negative_slope = negative_slope
         self.is_made = False
         self.handover: Handover[bool] = Handover()
-        self._outputs, self._bias = outputs, bias
+        self._outputs, self._bias, self._stream = outputs, bias, stream
         self._is_read = False
 
-    def complete(self) -> None:
+    def complete(self) -> torch.cuda.Stream | None:
         """Applies the ReLU, if it is not applied yet."""
         if not self.is_made:
             self.is_made = self.handover.is_shared = True
-            self._finish(self.negative_slope)
+            with on_stream(self._stream):
+                self._finish(self.negative_slope)
+        return self._stream
 
     def read(self) -> bool:
         """Returns whether a caller that applies the ReLU itself may read the outputs without it.
 
-        Only one caller may: autograd would add the gradients of two before the ReLU's backward.
+        Only one caller may: autograd would add the gradients of two before the ReLU's backward. It
+        may not on another stream, on which nothing orders it before the ReLU.
         """
         if self.is_made or self._is_read or hook_on_saved() is not None:
+            return False
+        if stream_of(self._outputs) != self._stream:
             return False
         self._is_read = True
         if self._bias is not None:
