@@ -8,6 +8,7 @@ compared. A difference ends the script: the table only has calls that are equal 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -93,6 +94,7 @@ def names_in(texts: Sequence[str]) -> set[str]:
     return on_ranks((1, 1, 1), body)[0]
 
 
+@functools.cache
 def all_texts() -> dict[str, list[str]]:
     """Returns the calls of the table, by family."""
     families = {name: text.strip().splitlines() for name, text in FAMILIES.items()}
