@@ -5,52 +5,18 @@ The scripts themselves refuse contestants whose results differ. Times of a test 
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pydist.hardware import CPU
 from pydist.launch.backends import available
-from support.jobs.children import child_environment
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "python"
+from support.jobs.benchmarks import check_times, run
 
 pytestmark = pytest.mark.skipif(
     available()[0].name == "gloo", reason="the benchmarks compare with MPI, and there is none"
 )
-
-
-def run(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    """Runs a script; returns the JSON that it writes."""
-    written = folder / "result.json"
-    command = [sys.executable, str(SCRIPTS / f"{name}.py"), "--quick", "--json", str(written)]
-    ended = subprocess.run(
-        [*command, *arguments],
-        cwd=folder,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    result = json.loads(written.read_text())
-    assert result["benchmark"]
-    assert result["machine"].keys() >= {
-        "cpu", "cores", "memory_gb", "system", "torch", "commit", "date", "load_before"
-    }  # fmt: skip
-    return result
-
-
-def check_times(row: dict[str, Any]) -> None:
-    first, third = row["quartiles"]
-    assert 0 < row["min"] <= first <= row["median"] <= third
-    assert row["rounds"] >= 2
 
 
 def test_conv_stack(tmp_path):
@@ -295,15 +261,6 @@ def test_small_files(tmp_path):
     assert rows["read", "pack, fsspec"]["stats_per_s"] > rows["read", "folder"]["stats_per_s"]
 
 
-def test_unequal_ranks(tmp_path):
-    rows = run("unequal_ranks", tmp_path)["rows"]
-    assert [row["axis"] for row in rows] == ["depth", "channel"]
-    for row in rows:
-        assert len(row["even"]["sizes"]) == len(row["balanced"]["sizes"]) == 2
-        assert sum(row["even"]["sizes"]) == sum(row["balanced"]["sizes"])
-        assert row["ideal"] > 0
-
-
 def test_pack_reads(tmp_path):
     rows = run("pack_reads", tmp_path)["rows"]
     assert len(rows) == 4 * 2 * (1 + 3 * 3)  # sizes, epochs, readers
@@ -322,6 +279,34 @@ def test_resnet_mix(tmp_path):
     folder, packed = run("resnet_mix", tmp_path)["rows"]
     assert folder["reads"] == packed["reads"]
     assert 1.2 < folder["reads"] / folder["opens"] < 1.9
+
+
+def test_progress(tmp_path):
+    rows = run("progress", tmp_path, "--mpi", available()[0].name)["rows"]
+    assert {row["way"] for row in rows} == {"off", "calls"}
+    assert {row["calls"] for row in rows} == {1, 4, 16, 64}
+    assert all(row["wait"]["min"] >= 0 and row["wait"]["rounds"] == 2 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("layout", "forms"),
+    [("2 hosts of 1 rank, 2 groups", 5), ("2 hosts of 2 ranks, 4 groups", 7),
+     ("2 hosts of 2 ranks, 2 groups", 7)],
+)  # fmt: skip
+def test_slow_link(tmp_path, layout, forms):
+    """Bytes are as computed, and times are no shorter than the link's."""
+    result = run("slow_link", tmp_path, "--layout", layout)
+    rows = result["rows"]
+    assert len(rows) == forms
+    for row in rows:
+        # Beside gradients ranks exchange which of them exist.
+        assert 0 <= row["bytes"] - row["computed"] < 10_000, row["form"]
+        slow = row["steps"]["1 Gb/s"]
+        assert slow["min"] > row["link"]["1 Gb/s"] > 0, row["form"]
+        assert row["steps"]["none"]["median"] > 0
+    sent = {row["form"]: row["bytes"] for row in rows}
+    assert sent["bf16"] == sent["fp16"] < sent["dense"]
+    assert result["break_even"]["groups"]["dense"] == pytest.approx(1000, rel=0.05)
 
 
 def test_transposition(tmp_path):
