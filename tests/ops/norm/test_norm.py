@@ -25,12 +25,7 @@ from support.equivalence import (
     randn,
     shard,
 )
-
-POINTS = {
-    "2x1x1": [[0, 2, 5], None, None],
-    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
-    "8x1x1": [[0, 1, 1, 2, 3, 3, 4, 5, 5], None, None],
-}
+from support.equivalence.splits import EIGHT_BLOCKS as POINTS
 
 
 def network(**options) -> nn.Module:

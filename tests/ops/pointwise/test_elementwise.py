@@ -21,10 +21,10 @@ from support.equivalence import (
     randn,
     shard,
 )
+from support.equivalence.splits import SHAPE, TWO_SPLITS
 from support.equivalence.strategies import cuts
 
-SHAPE = (2, 3, 5, 4, 3)
-POINTS = [[0, 2, 5], [0, 1, 4], [0, 0, 3]]  # 2x2x2, uneven, half of the ranks empty
+POINTS = TWO_SPLITS["2x2x2, half of them empty"]
 
 UNARY = [torch.exp, torch.round, F.gelu, F.relu6, F.logsigmoid, F.hardsigmoid]
 """Functions for ranks without elements; docs/operators.md has all functions, see its test."""

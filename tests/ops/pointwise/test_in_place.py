@@ -22,9 +22,9 @@ from support.equivalence import (
     randn,
     shard,
 )
+from support.equivalence.splits import SHAPE, TWO_SPLITS
 
-SHAPE = (2, 3, 5, 4, 3)
-POINTS = [[0, 2, 5], [0, 1, 4], [0, 0, 3]]
+POINTS = TWO_SPLITS["2x2x2, half of them empty"]
 
 
 def _sum(plain, x):

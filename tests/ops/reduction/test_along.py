@@ -8,13 +8,9 @@ import torch.nn.functional as F
 
 from pydist.errors import NotSupported
 from support.equivalence import check_function, layout_at, on_ranks, randn, shard
+from support.equivalence.splits import SHAPE
+from support.equivalence.splits import THREE_SPLITS as POINTS
 
-SHAPE = (2, 3, 5, 4, 3)
-POINTS = {
-    "2x1x1": [[0, 2, 5], None, None],
-    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
-    "1x3x2": [None, [0, 1, 3, 4], [0, 2, 3]],
-}
 CALLS = {
     "F.softmax": lambda x: F.softmax(x, 1),
     "by keyword": lambda x: F.softmax(x, dim=1),

@@ -9,14 +9,10 @@ import torch.nn.functional as F
 from pydist import ShardedTensor, distribute_tensor
 from pydist.errors import NotSupported, UsageError
 from support.equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
+from support.equivalence.splits import EIGHT_BLOCKS as POINTS
+from support.equivalence.splits import SHAPE
 
-SHAPE = (2, 3, 5, 4, 3)
 BY_VOXEL = (2, 5, 4, 3)
-POINTS = {
-    "2x1x1": [[0, 2, 5], None, None],
-    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
-    "8x1x1": [[0, 1, 1, 2, 3, 3, 4, 5, 5], None, None],
-}
 REDUCTIONS = ["mean", "sum", "none"]
 REDUCED = [
     *(("mean", points) for points in POINTS), ("sum", "8x1x1"),

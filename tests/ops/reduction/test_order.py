@@ -7,12 +7,9 @@ import torch
 
 from pydist.errors import NotSupported, UsageError
 from support.equivalence import check_function, layout_at, on_ranks, randn, shard
+from support.equivalence.splits import SHAPE
+from support.equivalence.splits import TWO_SPLITS as POINTS
 
-SHAPE = (2, 3, 5, 4, 3)
-POINTS = {
-    "2x1x1": [[0, 2, 5], None, None],
-    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
-}
 LEVELS = torch.tensor([0.1, 0.7, 1.0], dtype=torch.float64)
 CALLS = {
     "median": lambda x: x.median(2).values * torch.median(x, 1, keepdim=True)[0].sum(2),

@@ -8,12 +8,9 @@ import torch.nn.functional as F
 
 from pydist import distribute_tensor
 from support.equivalence import check_function, on_ranks, randint, randn
+from support.equivalence.splits import TWO_SPLITS as POINTS
 
 SHAPE = (4, 3, 5, 4, 3)
-POINTS = {
-    "2x1x1": [[0, 2, 5], None, None],
-    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
-}
 TARGET = randn(*SHAPE, seed=1)
 SIGNS, NEGATIVE = TARGET.sign(), randn(*SHAPE, seed=2)
 PAIRS = torch.tensor([1, -1, -1, 1])

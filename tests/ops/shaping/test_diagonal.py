@@ -8,11 +8,8 @@ import torch
 from pydist import distribute_tensor
 from pydist.errors import NotSupported
 from support.equivalence import check_function, on_ranks, randn
+from support.equivalence.splits import TWO_SPLITS as POINTS
 
-POINTS = {
-    "2x1x1": [[0, 2, 5], None, None],
-    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
-}
 CALLS = {
     "two split dims": lambda x: torch.diagonal(x * x, 0, 2, 3),
     "below": lambda x: x.diagonal(-1, -2, 2),

@@ -11,12 +11,9 @@ import torch
 from pydist import distribute_tensor
 from pydist.errors import NotSupported, UsageError
 from support.equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
+from support.equivalence.splits import SHAPE
+from support.equivalence.splits import TWO_SPLITS as POINTS
 
-SHAPE = (2, 3, 5, 4, 3)
-POINTS = {
-    "2x1x1": [[0, 2, 5], None, None],
-    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
-}
 ROWS = torch.tensor([3, 0, 0])
 FULL = slice(None)
 PLAIN = randn(5, 4, 3, seed=5)

@@ -8,14 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.equivalence import Cut, check_function, layout_at, on_ranks, randn, shard
+from support.equivalence.splits import SHAPE
+from support.equivalence.splits import THREE_SPLITS as POINTS
 from support.equivalence.strategies import GRIDS, points
 
-SHAPE = (2, 3, 5, 4, 3)
-POINTS = {
-    "2x1x1": [[0, 2, 5], None, None],
-    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
-    "1x3x2": [None, [0, 1, 3, 4], [0, 2, 3]],
-}
 COUNTS = torch.tensor([2, 0, 1, 3, 1])
 CALLS = {
     "cat of channels": lambda x: torch.cat([x, x * 2], 1),

@@ -11,14 +11,10 @@ from hypothesis import strategies as st
 
 from pydist.errors import NotSupported, UsageError
 from support.equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
+from support.equivalence.splits import SHAPE
+from support.equivalence.splits import THREE_SPLITS as POINTS
 from support.equivalence.strategies import cuts
 
-SHAPE = (2, 3, 5, 4, 3)
-POINTS = {
-    "2x1x1": [[0, 2, 5], None, None],
-    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
-    "1x3x2": [None, [0, 1, 3, 4], [0, 2, 3]],
-}
 MASK = torch.tensor([True, False, True])
 CALLS = {
     "int": lambda x: x[1],

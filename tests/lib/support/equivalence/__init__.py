@@ -3,7 +3,8 @@
 `core` runs functions and networks on rank-threads and on plain tensors; its names are here. The
 other modules compare bit by bit (`exact`), in narrow types (`narrow`), with a bound from float64
 (`one_device`), for sample groups of unequal size (`groups`) and for full training scripts
-(`scripts`). `strategies` draws windows and cuts for hypothesis.
+(`scripts`). `splits` has the splits of most tests of operators; `strategies` draws windows and
+cuts for hypothesis.
 """
 
 from __future__ import annotations

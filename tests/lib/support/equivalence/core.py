@@ -28,6 +28,7 @@ from pydist import (
 )
 from pydist.exchange.adjoints import mean_ranks
 from pydist.grid import SAMPLE_AXES, SPATIAL_AXES
+from support.equivalence.splits import SHAPE
 
 FP64_BOUND = 1e-12
 
@@ -199,7 +200,7 @@ def on_ranks(
 def on_shards(
     body: Callable[[ShardedTensor, Mesh], Any],
     spatial: Sequence[int] = (2, 1, 1),
-    shape: Sequence[int] = (2, 3, 5, 4, 3),
+    shape: Sequence[int] = SHAPE,
     **options: Any,
 ) -> list[Any]:
     """Runs `body(x, mesh)` on every rank, where x = randn(*shape) is an evenly cut leaf."""
