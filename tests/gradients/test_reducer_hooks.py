@@ -11,20 +11,10 @@ from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.optim import sharded
 from support.equivalence import assert_same, on_ranks, randn
-from support.equivalence.scripts import GRIDS, check_script, copy_of, on_mesh
+from support.equivalence.scripts import GRIDS, batch, check_script, gradients, network, on_mesh
 
 grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
 before_or_after = pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
-
-
-def network():
-    return copy_of(
-        nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv3d(4, 3, 3, padding=1))
-    )
-
-
-def batch(seed=0):
-    return randn(2, 2, 5, 4, 3, seed=seed)
 
 
 def backward(model, cut, seed=0, **options):
@@ -40,10 +30,6 @@ def with_hooks(ready, early, add):
     if not early:
         add(model)
     return model
-
-
-def gradients(model):
-    return [p.grad for p in model.parameters()]
 
 
 # -- hooks on tensors ---------------------------------------------------------------------------
