@@ -2,6 +2,7 @@
 
 - `equivalence`: functions, networks and scripts compared between a split and a one-device run
 - `attention`: attention in a given form of exchange
+- `fused`: calls of layers that are deferred or fused
 - `operators`: one call of every function that pydist handles; docs/operators.md
 - `networks`, `random_networks`: networks that tests train, written by hand and generated
 - `training`: training runs and programs

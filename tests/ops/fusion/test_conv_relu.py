@@ -21,13 +21,10 @@ from support.equivalence import (
 )
 from support.equivalence.scripts import check_checkpointed
 from support.equivalence.strategies import cuts
+from support.fused import with_relu
 
 # With slope 1 there is nothing to defer.
 SLOPES = [0.0, 0.01, 0.3, 1.0]
-
-
-def with_relu(y, slope):
-    return F.relu(y, inplace=True) if slope == 0 else F.leaky_relu(y, slope, inplace=True)
 
 
 @settings(max_examples=60)

@@ -14,21 +14,11 @@ from pydist.errors import UsageError
 from pydist.ops.norm import norm, norm_common
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard
 from support.equivalence.scripts import check_checkpointed
+from support.fused import FORMATS, NORMS, ranks_see, with_relu
 
 SPLIT = [[0, 2, 5], [0, 1, 4], None]
 EMPTY = [[0, 2, 5], None, [0, 0, 3]]
 SLOPES = [0.0, 0.3]
-FORMATS = [torch.contiguous_format, torch.channels_last_3d]
-# The input is a product: a norm is deferred only if no other tensor shares its input's memory.
-NORMS = {
-    "batch": lambda x, w, b: F.batch_norm(x * 1.0, None, None, w, b, training=True),
-    "instance": lambda x, w, b: F.instance_norm(x * 1.0, None, None, w, b),
-    "group": lambda x, w, b: F.group_norm(x * 1.0, 2, w, b),
-}
-
-
-def with_relu(y, slope):
-    return F.relu(y, inplace=True) if slope == 0 else F.leaky_relu(y, slope, inplace=True)
 
 
 @pytest.fixture
@@ -126,11 +116,6 @@ def test_out_of_place_both_results_are_there(out_of_place, slopes):
 
     check_function(both, randn(2, 3, 5, 4, 3), [randn(3, seed=1)], SPLIT)
     assert set(slopes) == {1.0}
-
-
-def ranks_see(function, x):
-    """Returns the result of `function(part)` on one of two ranks."""
-    return on_ranks((2, 1, 1), lambda mesh: function(shard(x, layout_for_sample(mesh, x.shape))))[0]
 
 
 def normed(x):

@@ -23,13 +23,9 @@ from support.equivalence import (
 )
 from support.equivalence.scripts import check_checkpointed
 from support.equivalence.strategies import cuts
+from support.fused import FORMATS, with_relu
 
-FORMATS = [torch.contiguous_format, torch.channels_last_3d]
 WEIGHT = randn(3, 2, 3, 3, 3, seed=5)
-
-
-def act(y, slope):
-    return F.relu(y, inplace=True) if slope == 0 else F.leaky_relu(y, slope, inplace=True)
 
 
 @pytest.fixture
@@ -59,7 +55,7 @@ def made(monkeypatch):
 def test_split_equals_whole(data, slope, pool, stride, memory_format, second_order):
     extents = [data.draw(st.integers(6, 9)) for _ in range(3)]
     check_function(
-        lambda x, w, b: F.avg_pool3d(act(F.conv3d(x, w, b, stride, 1), slope), *pool),
+        lambda x, w, b: F.avg_pool3d(with_relu(F.conv3d(x, w, b, stride, 1), slope), *pool),
         randn(2, 2, *extents).to(memory_format=memory_format),
         [WEIGHT, randn(3, seed=6)],
         data.draw(cuts(extents)),
@@ -73,7 +69,7 @@ def conv(x):
 
 
 def net(x):
-    return F.avg_pool3d(act(conv(x), 0.3), 3, 2, 1)
+    return F.avg_pool3d(with_relu(conv(x), 0.3), 3, 2, 1)
 
 
 def results(x, function, whole=lambda t: t):
@@ -102,52 +98,52 @@ def test_the_relu_is_not_made(grid, made):
 
 # Other readers of the ReLU's result z, besides the pool.
 def skip_after(x):
-    z = act(conv(x), 0.3)
+    z = with_relu(conv(x), 0.3)
     return F.avg_pool3d(z, 3, 2, 1) + F.max_pool3d(z, 3, 2, 1)
 
 
 def skip_before(x):
-    z = act(conv(x), 0.3)
+    z = with_relu(conv(x), 0.3)
     return F.max_pool3d(z, 3, 2, 1) + F.avg_pool3d(z, 3, 2, 1)
 
 
 def two_pools(x):
-    z = act(conv(x), 0.3)
+    z = with_relu(conv(x), 0.3)
     return F.avg_pool3d(z, 3, 2, 1) + F.avg_pool3d(z, 2, 2)
 
 
 def hook_after(x):
-    z = act(conv(x), 0.3)
+    z = with_relu(conv(x), 0.3)
     y = F.avg_pool3d(z, 3, 2, 1)
     z.register_hook(lambda g: 2 * g)
     return y
 
 
 def hook_before(x):
-    z = act(conv(x), 0.3)
+    z = with_relu(conv(x), 0.3)
     z.register_hook(lambda g: 2 * g)
     return F.avg_pool3d(z, 3, 2, 1)
 
 
 def relu_alone(x):
-    return act(conv(x), 0.3)
+    return with_relu(conv(x), 0.3)
 
 
 def relu_of_a_constant(x):
     with torch.no_grad():
-        z = act(conv(x), 0.3)
+        z = with_relu(conv(x), 0.3)
     return F.avg_pool3d(z, 3, 2, 1) * F.avg_pool3d(x.sum(1, keepdim=True), 3, 2, 1)
 
 
 def relu_without_graph(x):
     y = conv(x)
     with torch.no_grad():
-        act(y, 0.3)
+        with_relu(y, 0.3)
     return F.avg_pool3d(y, 3, 2, 1)
 
 
 def checkpointed_from_the_pool_on(x):
-    z = act(conv(x), 0.3)
+    z = with_relu(conv(x), 0.3)
     return checkpoint(lambda z: F.avg_pool3d(z, 3, 2, 1).square(), z, use_reentrant=False)
 
 
@@ -173,17 +169,17 @@ def test_who_looks_later_sees_the_relus_result():
     x = randn(2, 2, 8, 8, 6)
 
     def rank(mesh):
-        z = act(conv(shard(x, layout_for_sample(mesh, x.shape))), 0.3)
+        z = with_relu(conv(shard(x, layout_for_sample(mesh, x.shape))), 0.3)
         y = F.avg_pool3d(z, 3, 2, 1)
         return z.full_tensor(), y.full_tensor()
 
     for found in on_ranks((2, 1, 1), rank):
-        assert_same(found, (act(conv(x), 0.3), net(x)))
+        assert_same(found, (with_relu(conv(x), 0.3), net(x)))
 
 
 def test_a_gradient_of_the_relu_between_two_backwards():
     def gradients(x):
-        z = act(conv(x.requires_grad_()), 0.3)
+        z = with_relu(conv(x.requires_grad_()), 0.3)
         loss = F.avg_pool3d(z, 3, 2, 1).pow(3).sum()
         loss.backward(retain_graph=True)
         (of_z,) = torch.autograd.grad(loss, z, retain_graph=True)
@@ -203,7 +199,7 @@ def test_a_gradient_of_the_relu_between_two_backwards():
 def test_outputs_changed_in_place_after_the_pool_are_refused_as_torch_refuses_them():
     def rank(mesh):
         x = shard(randn(2, 2, 8, 8, 6), layout_for_sample(mesh, (2, 2, 8, 8, 6)))
-        z = act(conv(x.requires_grad_()), 0.3)
+        z = with_relu(conv(x.requires_grad_()), 0.3)
         y = F.avg_pool3d(z, 3, 2, 1)
         z.mul_(2.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -226,10 +222,10 @@ def test_without_gradients(mode):
     def rank(mesh):
         with mode():
             part = shard(x, layout_for_sample(mesh, x.shape))
-            twice = act(act(conv(part), 0.3), 0.5)  # the second can't be deferred
+            twice = with_relu(with_relu(conv(part), 0.3), 0.5)  # the second can't be deferred
             return net(part).full_tensor(), F.avg_pool3d(twice, 3, 2, 1).full_tensor()
 
-    expected = net(x), F.avg_pool3d(act(act(conv(x), 0.3), 0.5), 3, 2, 1)
+    expected = net(x), F.avg_pool3d(with_relu(with_relu(conv(x), 0.3), 0.5), 3, 2, 1)
     for found in on_ranks((2, 1, 1), rank):
         assert_same(found, expected)
 
@@ -255,7 +251,7 @@ def test_narrow_types(dtype, memory_format):
     grad, points = randn(2, 3, 5, 4, 11).to(dtype), ([0, 5, 9], None, None)
 
     def both(x, grad, wait=lambda y: y):
-        y = F.avg_pool3d(act(wait(x * 1.0), 0.25), 3, 2, 1)
+        y = F.avg_pool3d(with_relu(wait(x * 1.0), 0.25), 3, 2, 1)
         return y, *torch.autograd.grad((y * grad).sum(), x)
 
     def waiting(y):
@@ -278,7 +274,7 @@ def test_narrow_types(dtype, memory_format):
 def test_second_order_behind_a_norm_and_a_prelu(slope):
     def function(x, weight, factor):
         y = F.conv3d(F.prelu(F.instance_norm(x), factor), weight, padding=1)
-        return F.avg_pool3d(act(y, slope), 2, 1).square() * factor.sum()
+        return F.avg_pool3d(with_relu(y, slope), 2, 1).square() * factor.sum()
 
     parameters = [randn(3, 3, 3, 3, 3, seed=2), randn(3, seed=4)]
     points = ([0, 3, 5, 7], None, None)

@@ -19,14 +19,7 @@ from pydist.ops.fusion import prelu
 from pydist.ops.norm import norm
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard
 from support.equivalence.strategies import cuts
-
-# The input is a product: a norm is deferred only if no other tensor shares its input's memory.
-NORMS = {
-    "batch": lambda x, w, b: F.batch_norm(x * 1.0, None, None, w, b, training=True),
-    "instance": lambda x, w, b: F.instance_norm(x * 1.0, None, None, w, b),
-    "group": lambda x, w, b: F.group_norm(x * 1.0, 2, w, b),
-}
-FORMATS = [torch.contiguous_format, torch.channels_last_3d]
+from support.fused import FORMATS, NORMS, ranks_see
 
 
 @pytest.fixture
@@ -62,11 +55,6 @@ def test_split_equals_whole(data, kind, of_channels, memory_format, second_order
         data.draw(cuts(extents)),
         second_order=second_order,
     )
-
-
-def ranks_see(function, x):
-    """Returns the result of `function(part)` on one of two ranks."""
-    return on_ranks((2, 1, 1), lambda mesh: function(shard(x, layout_for_sample(mesh, x.shape))))[0]
 
 
 def normed(x):
