@@ -8,7 +8,7 @@ from torch import nn
 
 from pydist import distribute_tensor, parallelize, sum_over_groups
 from support.equivalence import assert_same, on_ranks, randn
-from support.equivalence.scripts import copy_of
+from support.networks.small import initialized
 
 SIZES = [1, 2]
 
@@ -23,7 +23,7 @@ def train(mesh, loss, alone, tuned):
         tuned: whether the model trains in evaluation mode.
     """
     net = nn.Sequential(nn.Conv3d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv3d(3, 2, 1))
-    model = copy_of(net) if mesh is None else parallelize(copy_of(net), mesh)
+    model = initialized(net) if mesh is None else parallelize(initialized(net), mesh)
     learned, kept = nn.Parameter(randn(2, 1, 1, 1)), []
     model[1].register_forward_hook(lambda _, args, y: kept.append(y))
 
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_the_batch_that_the_loss_comes_from(spatial, loss
 @pytest.mark.parametrize("training", [False, True])
 def test_a_head_on_a_frozen_network_weighs_samples_alike(training):
     def script(mesh):
-        model, head = copy_of(nn.Conv3d(2, 3, 3, padding=1)), copy_of(nn.Linear(216, 2))
+        model, head = initialized(nn.Conv3d(2, 3, 3, padding=1)), initialized(nn.Linear(216, 2))
         model.requires_grad_(False).train(training)
         rows = slice(None) if mesh is None else slice(mesh.data_index, 1 + 2 * mesh.data_index)
         if mesh is not None:

@@ -18,7 +18,7 @@ from support.equivalence import (
     shard,
     whole_of,
 )
-from support.networks.small import check_use
+from support.networks.small import check_use, initialized
 
 BATCH = 2
 SHAPE = (BATCH, 1, 6, 5, 4)
@@ -48,9 +48,7 @@ class Net(nn.Module):
         self.k = nn.Parameter(torch.ones(()))
         self.mix = nn.Conv3d(2, 2, 1)
         self.last = nn.Conv3d(2, 1, 3, padding=1)
-        self.double()
-        for i, parameter in enumerate(self.parameters()):
-            parameter.data.copy_(randn(*parameter.shape, seed=i))
+        initialized(self)
 
     def forward(self, x):
         return self.last(self.middle(self, x, self.first(x)))

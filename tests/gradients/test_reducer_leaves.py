@@ -17,11 +17,11 @@ from support.equivalence.scripts import (
     GRIDS,
     batch,
     check_script,
-    copy_of,
     gradients,
     network,
     step_of,
 )
+from support.networks.small import initialized
 
 grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
 
@@ -30,7 +30,7 @@ grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_a_plain_head(grid):
     def script(ready, cut):
         model = ready(network())
-        head = copy_of(nn.Linear(3 * 5 * 4 * 3, 2), 1)
+        head = initialized(nn.Linear(3 * 5 * 4 * 3, 2), 1)
         for seed in (0, 1):
             y = whole_of(model(cut(batch(seed)))).flatten(1)
             head(y).square().mean().backward()
@@ -43,7 +43,7 @@ def test_a_plain_head(grid):
 def test_a_plain_head_on_frozen_features(grid):
     def script(ready, cut):
         model = ready(network().requires_grad_(False))
-        head = copy_of(nn.Linear(3 * 5 * 4 * 3, 2), 1)
+        head = initialized(nn.Linear(3 * 5 * 4 * 3, 2), 1)
         optimizer = torch.optim.SGD(head.parameters(), 0.1)
         for seed in (0, 1):
             y = whole_of(model(cut(batch(seed)))).flatten(1)
@@ -58,7 +58,7 @@ def test_a_plain_head_on_frozen_features(grid):
 def test_a_learned_criterion(grid):
     def script(ready, cut):
         model = ready(network())
-        criterion = copy_of(nn.Conv3d(3, 2, 3, padding=1), 1)
+        criterion = initialized(nn.Conv3d(3, 2, 3, padding=1), 1)
         factor = nn.Parameter(randn(3, 1, 1, 1, seed=2))
         y = model(cut(batch()))
         loss = criterion(y * factor).square().mean() + factor.sum() ** 2
@@ -92,7 +92,7 @@ def test_two_models_that_train_in_turn():
     """In a GAN each step uses both models and changes one; the other's gradients are not needed."""
 
     def script(ready, cut):
-        maker, judge = ready(network()), ready(copy_of(nn.Conv3d(3, 1, 3, padding=1), 1))
+        maker, judge = ready(network()), ready(initialized(nn.Conv3d(3, 1, 3, padding=1), 1))
         makers = torch.optim.SGD(maker.parameters(), 0.1)
         judges = torch.optim.SGD(judge.parameters(), 0.1)
         for step in range(4):
@@ -132,7 +132,7 @@ class LowRank(nn.Module):
 def test_computed_weights(kind, late, grid):
     def script(ready, cut):
         module = LowRank() if kind == "LoRA" else nn.Conv3d(2, 4, 3, padding=1)
-        module = copy_of(module)
+        module = initialized(module)
         if kind == "weight norm":
             module = parametrizations.weight_norm(module)
         elif kind == "spectral norm":
@@ -165,7 +165,7 @@ def test_a_parameter_given_as_input():
 
 def test_no_model_at_all():
     def script(ready, cut):
-        conv = copy_of(nn.Conv3d(2, 3, 3, padding=1))
+        conv = initialized(nn.Conv3d(2, 3, 3, padding=1))
         for seed in (0, 1):
             conv(cut(batch(seed))).square().mean().backward()
         return gradients(conv)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from support.equivalence import assert_same, on_ranks, randn, whole_of
-from support.equivalence.scripts import check_script, copy_of, on_mesh
+from support.equivalence.scripts import check_script, on_mesh
+from support.networks.small import initialized
 
 LAYERS = {
     "halo": lambda: nn.Conv3d(4, 3, 3, padding=1),
@@ -26,8 +27,8 @@ LAYERS = {
 
 
 def rounding(layer):
-    """Returns the bound on zero gradients: a norm's subtracted or divided terms leave rounding."""
-    return 1e-14 if layer.startswith("norm") else 0.0
+    """Returns the bound on zero gradients; in norms, terms up to thousands cancel to them."""
+    return 1e-11 if layer.startswith("norm") else 0.0
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -35,7 +36,7 @@ def test_zeros_without_memory_reach_every_layer(layer):
     """The zeros come from the second derivative of |y|."""
 
     def script(ready, cut):
-        model = ready(copy_of(nn.Sequential(nn.Conv3d(2, 4, 1), LAYERS[layer]())))
+        model = ready(initialized(nn.Sequential(nn.Conv3d(2, 4, 1), LAYERS[layer]())))
         y = model(cut(randn(2, 2, 6, 4, 3)))
         first = list(model[0].parameters())
         found = torch.autograd.grad(y.abs().mean(), first, create_graph=True)
@@ -49,7 +50,7 @@ def test_zeros_without_memory_are_gradients():
     """They are gradients of a parameter, and of a sharded tensor that later calls use."""
 
     def script(ready, cut):
-        model = ready(copy_of(nn.Sequential(nn.Conv3d(2, 3, 3, padding=1))))
+        model = ready(initialized(nn.Sequential(nn.Conv3d(2, 3, 3, padding=1))))
         weight, x = model[0].weight, cut(randn(2, 2, 6, 4, 3)).requires_grad_()
         (g,) = torch.autograd.grad((weight * 2).abs().sum(), weight, create_graph=True)
         (gx,) = torch.autograd.grad((x * 2).abs().sum(), x, create_graph=True)
@@ -98,7 +99,7 @@ NAMED = {
 
 def penalty(loss, layer, prepared=lambda model: None):
     def script(ready, cut):
-        model = ready(copy_of(nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), NAMED[layer]())))
+        model = ready(initialized(nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), NAMED[layer]())))
         prepared(model)
         x = cut(randn(2, 2, 6, 4, 3)).requires_grad_()
         found = torch.autograd.grad(loss(model(x)), [x, model[0].weight], create_graph=True)

@@ -18,7 +18,7 @@ from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallel
 from pydist.errors import NotSupported
 from pydist.ops.conv import local_conv
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard, whole_of
-from support.equivalence.scripts import copy_of
+from support.networks.small import initialized
 
 LOOKS = {
     "repr": repr,
@@ -209,12 +209,12 @@ def test_a_look_before_a_backward_that_raises_and_trains_nothing(data, parts, lo
     def interrupt(_grad):
         raise ArithmeticError
 
-    batch, whole = randn(1, 2, 4, 2, 1), copy_of(nn.Conv3d(2, 2, 1))
+    batch, whole = randn(1, 2, 4, 2, 1), initialized(nn.Conv3d(2, 2, 1))
     whole(batch).square().mean().backward()
 
     def body(mesh):
-        frozen = parallelize(copy_of(nn.Conv3d(2, 2, 1)).requires_grad_(False), mesh)
-        model = parallelize(copy_of(nn.Conv3d(2, 2, 1)), mesh)
+        frozen = parallelize(initialized(nn.Conv3d(2, 2, 1)).requires_grad_(False), mesh)
+        model = parallelize(initialized(nn.Conv3d(2, 2, 1)), mesh)
         x = distribute_tensor(batch, mesh).requires_grad_()
         y = frozen(x)
         if mesh.rank == look:

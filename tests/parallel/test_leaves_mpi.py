@@ -10,7 +10,8 @@ from torch.nn.utils import parametrizations
 from pydist import Mesh, distribute_tensor, parallelize
 from pydist.errors import UsageError
 from support.equivalence import assert_same, randn
-from support.equivalence.scripts import copy_of, on_mesh
+from support.equivalence.scripts import on_mesh
+from support.networks.small import initialized
 
 pytestmark = pytest.mark.ranks(4, mpi=("mpich", "gloo"))
 
@@ -21,9 +22,9 @@ def batch(seed=0):
 
 def train(ready, cut):
     """Trains two models, a head and a factor, with hooks, a dtype change and a caught error."""
-    maker = copy_of(nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv3d(4, 2, 1)))
-    judge = parametrizations.weight_norm(copy_of(nn.Conv3d(2, 3, 3, padding=1), 1))
-    head, factor = copy_of(nn.Linear(3 * 60, 2), 2), nn.Parameter(randn(2, 1, 1, 1))
+    maker = initialized(nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv3d(4, 2, 1)))
+    judge = parametrizations.weight_norm(initialized(nn.Conv3d(2, 3, 3, padding=1), 1))
+    head, factor = initialized(nn.Linear(3 * 60, 2), 2), nn.Parameter(randn(2, 1, 1, 1))
     maker, judge = ready(maker.float()), ready(judge)
     maker.double()
     seen = []
@@ -53,7 +54,7 @@ def test_a_script_of_everything(world):
 
 def test_unequal_values_raise_on_every_rank(world):
     mesh = Mesh(world, 2, (2, 1, 1))
-    model = parallelize(copy_of(nn.Conv3d(2, 2, 3, padding=1)), mesh)
+    model = parallelize(initialized(nn.Conv3d(2, 2, 3, padding=1)), mesh)
     factor = nn.Parameter(torch.tensor(1.0 + (mesh.data_index == 1), dtype=torch.float64))
     loss = (model(distribute_tensor(batch()[:2], mesh)).full_tensor() * factor).square().mean()
     with pytest.raises(UsageError, match="differs between rank 0 and rank 2"):

@@ -15,6 +15,7 @@ from pydist.errors import NotSupported, UsageError
 from pydist.gradients import DGC, PowerSGD
 from pydist.optim import gradient_state, load_gradient_state, set_loss_scale
 from support.equivalence import error, on_ranks, randn
+from support.networks.small import initialized
 from support.training.forms import SHAPES, Parameters, random_gradients
 
 FORMS = [
@@ -365,9 +366,7 @@ def test_a_call_before_parallelize_leaves_parameters_their_own_names():
         found = []
         for calls in (False, True):
             net = nn.Sequential(nn.Conv3d(3, 3, 3, padding=1), nn.Conv3d(3, 3, 3, padding=1))
-            with torch.no_grad():
-                for i, parameter in enumerate(net.double().parameters()):
-                    parameter.copy_(randn(*parameter.shape, seed=i))
+            initialized(net)
             rows = x[2 * mesh.data_index :][:2]
             if calls:
                 net(distribute_tensor(rows, mesh))

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import Mesh, distribute_tensor, parallelize
 from support.equivalence import assert_same, group_slice, on_ranks, randn
+from support.networks.small import initialized
 
 Ready: TypeAlias = "Callable[[nn.Module], nn.Module]"
 Cut: TypeAlias = "Callable[[Tensor], Tensor]"
@@ -45,21 +45,11 @@ def check_script(script: Script, grid: Grid = (1, (2, 1, 1)), zero: float = 0.0)
         assert_same(found, expected, where=where, zero=zero)
 
 
-def copy_of(module: Any, seed: int = 0) -> Any:
-    """Returns the module in fp64, with parameters drawn from its own generator."""
-    generator = torch.Generator().manual_seed(seed)
-    module = module.double()
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / 3)
-    return module
-
-
 def check_checkpointed(make: Callable[[], nn.Module], x: Tensor) -> None:
     """Checks the gradients of layers whose activations are computed again."""
 
     def script(ready: Ready, cut: Cut) -> list[Tensor | None]:
-        model = ready(copy_of(make()))
+        model = ready(initialized(make()))
         y = checkpoint(model, cut(x), use_reentrant=False) * 1.0
         y.square().sum().backward()
         return gradients(model)
@@ -71,7 +61,7 @@ def check_checkpointed(make: Callable[[], nn.Module], x: Tensor) -> None:
 
 
 def network(width: int = 4) -> Any:
-    return copy_of(
+    return initialized(
         nn.Sequential(
             nn.Conv3d(2, width, 3, padding=1), nn.Tanh(), nn.Conv3d(width, 3, 3, padding=1)
         )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pydist import Mesh, distribute_tensor, parallelize
 from pydist.optim import gather_gradients, sharded
 from support.equivalence import randn
+from support.networks.small import initialized
 
 SIZES = {1: [2], 2: [1, 2], 3: [1, 2, 1]}
 """Samples of each group, by the number of groups."""
@@ -25,14 +26,10 @@ def _interrupt(_: Tensor) -> None:
 
 
 def network() -> nn.Module:
-    model = nn.Sequential(
+    return initialized(nn.Sequential(
         nn.Conv3d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv3d(4, 3, 3, padding=1), nn.Tanh(),
         nn.Conv3d(3, 2, 1),
-    ).double()  # fmt: skip
-    with torch.no_grad():
-        for seed, p in enumerate(model.parameters()):
-            p.copy_(randn(*p.shape, seed=seed) / 3)
-    return model
+    ))  # fmt: skip
 
 
 def run(

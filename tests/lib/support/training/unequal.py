@@ -14,21 +14,17 @@ from pydist.comm import Transport
 from pydist.comm.transports.staged import StagedTransport
 from pydist.optim import ShardedOptimizer, sharded
 from support.equivalence import randn
+from support.networks.small import initialized
 
 X, TARGET = randn(6, 3, 6, 4, 4, seed=1), randn(6, 5, seed=2)
 
 
-def network() -> nn.Sequential:
+def network() -> nn.Module:
     """Returns a new network, equal at every call."""
-    generator = torch.Generator().manual_seed(0)
-    made = nn.Sequential(
+    return initialized(nn.Sequential(
         nn.Conv3d(3, 6, 3, padding=1, bias=False), nn.BatchNorm3d(6), nn.ReLU(),
         nn.Conv3d(6, 4, 3), nn.Tanh(), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(4, 5),
-    ).double()  # fmt: skip
-    with torch.no_grad():
-        for p in made.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    return made
+    ))  # fmt: skip
 
 
 def on_devices(devices: Sequence[str], body: Callable[[Transport], Any]) -> list[Any]:
