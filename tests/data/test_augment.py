@@ -50,14 +50,10 @@ class Volumes:
         return self.sample_shape
 
     def read_block(self, index: int, box: Box, out: Any = None) -> Any:
-        return self.inputs[index][_slices(box)]
+        return self.inputs[index][box.slices]
 
     def read_labels(self, index: int, box: Box, out: Any = None) -> Any:
-        return self.labels[_slices(box)]
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return box.slices
+        return self.labels[box.slices]
 
 
 def changed(data: Volumes, epoch: int, **options: Any) -> torch.Tensor:
@@ -81,7 +77,7 @@ def test_blocks_are_those_of_the_whole_augmented_sample():
             expected = whole[:, lo[0] : hi[0], lo[1] : hi[1], lo[2] : hi[2]]
             torch.testing.assert_close(block, expected, rtol=1e-13, atol=1e-13)
             found = now.read_labels(1, Box(tuple(lo), tuple(hi)))
-            assert torch.equal(found, labels[_slices(Box(tuple(lo), tuple(hi)))])
+            assert torch.equal(found, labels[Box(tuple(lo), tuple(hi)).slices])
     assert len(seen) > 20
 
 

@@ -71,7 +71,8 @@ class Stored:
             self.bytes_read += out.nbytes
         if index in self.bad:
             raise BadSample(f"stored: sample {index} is bad")
-        out.copy_(self.values(index)[_slices(box)])
+        assert box is not None
+        out.copy_(self.values(index)[box.slices])
 
     def normalize(
         self, index: int, first_channel: int, stored: Tensor, out: Tensor, found: Tensor
@@ -90,7 +91,8 @@ class Stored:
         return out
 
     def read_labels(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
-        return (self.values(index)[0].long() % 7)[_slices(box)]
+        assert box is not None
+        return (self.values(index)[0].long() % 7)[box.slices]
 
     def target(self, index: int) -> Tensor:
         return torch.tensor([index / 7, -index], dtype=torch.float32)
@@ -110,8 +112,3 @@ def seen(batch: Batch) -> tuple[Any, ...]:
         batch.first_sample, batch.global_size, batch.loss_scale, batch.epoch, batch.step,
         batch.part, batch.parts, batch.is_last, batch.ends_epoch,
     )  # fmt: skip
-
-
-def _slices(box: Box | None) -> tuple[slice, ...]:
-    assert box is not None
-    return box.slices

@@ -59,19 +59,13 @@ class Samples:
         return SHAPE
 
     def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
-        return self.inputs[index][_slices(box)]
+        return self.inputs[index][... if box is None else box.slices]
 
     def read_labels(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
-        return self.labels[index][_slices(box)]
+        return self.labels[index][... if box is None else box.slices]
 
     def target(self, index: int) -> Tensor:
         return self.values[index]
-
-
-def _slices(box: Box | None) -> tuple[slice, ...]:
-    if box is None:
-        return (slice(None),)
-    return box.slices
 
 
 class _Pooled(nn.Module):
