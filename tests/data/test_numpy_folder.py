@@ -21,6 +21,7 @@ from pydist.data.formats import Storage
 from pydist.data.manifest import DataFile, Manifest
 from pydist.data.numpy_file import NumpyFolder, read_array
 from pydist.errors import DataError
+from support.data.reading import refusal_of
 
 VALUES = np.arange(2 * 4 * 5 * 6, dtype="int16").reshape(2, 4, 5, 6)
 
@@ -32,12 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path, name: str = "full", **options: Any) -> str:
-    with pytest.raises(DataError) as caught:
-        NumpyFolder.open(folder, **options).dataset(name)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert str(folder) in message
-    return message
+    return refusal_of(lambda: NumpyFolder.open(folder, **options).dataset(name), folder)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -1,4 +1,4 @@
-"""Reading of data sets: counts of the bytes that HDF5 reads, and a read by a spawned process."""
+"""Reading of data sets: counts of bytes that HDF5 reads, a read by a spawned process, refusals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pydist.data import ShardDataset
+from pydist.errors import DataError
 
 
 class CountingFile(io.BytesIO):
@@ -47,3 +50,18 @@ class Meter:
 def first_block(dataset: ShardDataset) -> list[float]:
     """Returns the first sample's values; here, as a spawned process can't import test modules."""
     return dataset.read_block(0).flatten().tolist()
+
+
+def refusal_of(
+    call: Callable[[], object],
+    path: Path | None = None,
+    kind: type[Exception] | tuple[type[Exception], ...] = DataError,
+) -> str:
+    """Returns the line with which a call refuses; it is short, and names the path."""
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert path is None or str(path) in message
+    assert len(message) < 500
+    return message
