@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from support.jobs.children import child_environment
+from support.jobs.children import run_python
 
 RECIPE = Path(__file__).parents[1] / "docs/extending.md"
 
@@ -57,15 +55,9 @@ def package(tmp_path_factory) -> Path:
     ],
 )
 def test_handlers_of_another_package_have_the_result_of_one_device(package, spatial, code, said):
-    ended = subprocess.run(
-        [sys.executable, "-m", "pydist", "check", "my_network:Lower", "--sample", "2,6,5,4",
-         "--spatial", spatial],
-        cwd=package,
-        env=child_environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )  # fmt: skip
+    command = "-m", "pydist", "check", "my_network:Lower", "--sample", "2,6,5,4"
+    ended = run_python(
+        *command, "--spatial", spatial, folder=package, seconds=120, OMP_NUM_THREADS="1"
+    )
     assert ended.returncode == code, ended.stdout + ended.stderr
     assert re.search(said, ended.stdout), ended.stdout

@@ -7,7 +7,6 @@ import importlib
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import h5py
@@ -23,7 +22,7 @@ from pydist.data.medical.options import CTOptions
 from pydist.errors import UsageError
 from pydist.registry import JOINS, TRANSPORTS, Registry, transport_names
 from pydist.train import log
-from support.jobs.children import child_environment
+from support.jobs.children import run_python
 from support.transports.checks import Check
 from support.transports.contract import CHECKS
 
@@ -249,17 +248,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(package: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a pydist command with the package installed."""
-    environment = child_environment(OMP_NUM_THREADS="1", PYDIST_TUNE="0")
-    environment["PYTHONPATH"] = f"{package}:{environment.get('PYTHONPATH', '')}"
-    return subprocess.run(
-        [sys.executable, "-m", "pydist", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    variables = {"OMP_NUM_THREADS": "1", "PYDIST_TUNE": "0"}
+    command = "-m", "pydist", *arguments
+    return run_python(*command, folder=folder, path=[package], seconds=240, **variables)
 
 
 def test_a_transport_of_another_package_trains(package, tmp_path):

@@ -14,19 +14,11 @@ from pydist.comm.transports.nccl import device_assignment as nccl_place
 from pydist.errors import NotSupported, UsageError
 from pydist.launch.backends import available
 from pydist.runtime import connect
-from support.jobs.children import child_environment
+from support.jobs.children import run_python
 
 
 def run(source: str, *launcher: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*launcher, sys.executable, "-c", source],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env=child_environment(**variables),
-        cwd=Path(__file__).parent,
-    )
+    return run_python("-c", source, folder=Path(__file__).parent, launcher=launcher, **variables)
 
 
 def test_unknown_and_future_transports_are_refused() -> None:

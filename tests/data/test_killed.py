@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import support
-from support.jobs.children import child_environment
+from support import LIBRARY
+from support.jobs.children import run_python
 from support.killed.operations import OPERATIONS
 
 PROGRAM = "import sys; from support.killed.command import main; sys.exit(main())"
 
 
 def test_the_next_run_completes(tmp_path: Path) -> None:
-    environment = child_environment(OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
-    path = [str(Path(next(iter(support.__path__))).parent), environment.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "--kills", "12", "--every", "4"],
-        env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    variables = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    command = "-c", PROGRAM, "--kills", "12", "--every", "4"
+    done = run_python(*command, folder=tmp_path, path=[LIBRARY], seconds=280, **variables)
     assert done.returncode == 0, done.stderr
     told = [line.split(":")[0] for line in done.stdout.splitlines() if "12 kills; " in line]
     assert told == list(OPERATIONS)

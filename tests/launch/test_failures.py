@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pydist.launch.stderr_filter import StderrFilter
-from support.jobs.children import child_environment
+from support.jobs.children import run_python
 
 PRELUDE = """
 import os, sys, threading
@@ -22,15 +21,8 @@ failures._PATIENCE = 0.1
 
 def run(source: str, claim: bool = True) -> subprocess.CompletedProcess[str]:
     """Runs a program whose failures end it with 100 + the job's exit code."""
-    return subprocess.run(
-        [sys.executable, "-c", PRELUDE.format(claim=claim) + source],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=child_environment(),
-        cwd=Path(__file__).parent,
-    )
+    program = PRELUDE.format(claim=claim) + source
+    return run_python("-c", program, folder=Path(__file__).parent, seconds=60)
 
 
 @pytest.mark.parametrize(

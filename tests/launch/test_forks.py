@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pydist.launch.backends import available
-from support.jobs.children import child_environment
+from support.jobs.children import run_python
 
 SCRIPT = """
 import atexit, os, sys, time
@@ -77,15 +76,7 @@ def run(folder: Path, launcher: str, source: str) -> subprocess.CompletedProcess
         command = ["-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
     elif launcher not in [each.name for each in available()]:
         pytest.skip(f"{launcher} is not installed")
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=folder,
-        env=child_environment(PYDIST_HANG_LIMIT="20"),
-    )
+    return run_python(*command, folder=folder, seconds=60, PYDIST_HANG_LIMIT="20")
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -14,7 +14,7 @@ from pydist.errors import UsageError
 from pydist.launch import backends, processes
 from pydist.launch.backends import available, backend_named
 from pydist.launch.supervisor import launch
-from support.jobs.children import child_environment
+from support.jobs.children import run_python
 
 BACKENDS = ("openmpi", "mpich", "gloo")
 
@@ -40,15 +40,8 @@ def run(
     script = folder / "script.py"
     script.write_text("import os, sys, time\nfrom pydist.launch.launcher_env import detect\n"
                       "who = detect()\n" + source)  # fmt: skip
-    return subprocess.run(
-        [sys.executable, "-m", "pydist.launch", str(n), mpi, str(script), *argv],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=folder,
-        env=child_environment(),
-    )
+    command = "-m", "pydist.launch", str(n), mpi, script, *argv
+    return run_python(*command, folder=folder, seconds=60)
 
 
 def test_an_outer_job_gives_ranks_no_place(
@@ -172,15 +165,8 @@ def test_a_module_can_be_run(folder: Path) -> None:
     package = folder / "package"
     package.mkdir()
     (package / "__main__.py").write_text("import sys; print('module', sys.argv[1:])")
-    result = subprocess.run(
-        [sys.executable, "-m", "pydist.launch", "2", "gloo", "-m", "package", "x"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=folder,
-        env=child_environment(),
-    )
+    command = "-m", "pydist.launch", "2", "gloo", "-m", "package", "x"
+    result = run_python(*command, folder=folder, seconds=60)
     assert result.stdout.splitlines() == ["module ['x']"] * 2
 
 

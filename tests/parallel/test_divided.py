@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from pydist.launch.backends import available
-from support.jobs.children import child_environment
+from support.jobs.children import run_python
 from support.jobs.programs import path_of
 
 SCRIPT = path_of("divided")
@@ -29,16 +26,9 @@ CASES = {
 def test_the_job_ends_and_says_why(launcher: str, case: str) -> None:
     if launcher not in [backend.name for backend in available()]:
         pytest.skip(f"{launcher} is not installed")
-    command = [sys.executable, "-m", "pydist", "run", "-n", "2", "--mpi", launcher]
-    done = subprocess.run(
-        [*command, str(SCRIPT), case],
-        env=child_environment(PYDIST_TUNE="0", OMP_NUM_THREADS="1"),
-        cwd=SCRIPT.parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = "-m", "pydist", "run", "-n", "2", "--mpi", launcher, SCRIPT, case
+    folder = SCRIPT.parent
+    done = run_python(*command, folder=folder, seconds=60, PYDIST_TUNE="0", OMP_NUM_THREADS="1")
     assert done.returncode == 2, done.stderr
     for text in CASES[launcher, case]:
         assert text in done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,7 @@ from support.hunter.hunt import blamed
 from support.hunter.judge import Verdict, judge, settings
 from support.hunter.program import Program
 from support.hunter.shrink import shrunk
-from support.jobs.children import child_environment
+from support.jobs.children import run_python
 from support.random_networks.spot import Source
 
 SEEDS = 40
@@ -27,25 +25,10 @@ SMALL = Program(
 
 
 def test_programs_are_the_same_when_they_are_split(tmp_path):
-    path = child_environment()
-    path["PYTHONPATH"] = f"{LIBRARY}:{path.get('PYTHONPATH', '')}"
-    command = [
-        sys.executable,
-        "-m",
-        "support.hunter.command",
-        "--programs",
-        str(SEEDS),
-        "--seconds",
-        "250",
-    ]
-    ended = subprocess.run(
-        [*command, "--minimise", "1", "--workers", "2"],
-        env={**path, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+    command = "-m", "support.hunter.command", "--programs", str(SEEDS), "--seconds", "250"
+    options = "--minimise", "1", "--workers", "2"
+    ended = run_python(
+        *command, *options, folder=tmp_path, path=[LIBRARY], seconds=280, OMP_NUM_THREADS="1"
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
     assert f"{SEEDS} programs" in ended.stdout

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 
 import pytest
 
 from pydist.launch.backends import available
-from support.jobs.children import child_environment
+from support.jobs.children import run_python
 from support.jobs.programs import path_of
 
 SECONDS = 30.0
@@ -27,15 +25,8 @@ SECONDS = 30.0
 def test_a_failed_rank_ends_all(mpi: str, fault: str, says: str) -> None:
     script = path_of("storing")
     began = time.monotonic()
-    ended = subprocess.run(
-        [sys.executable, "-m", "pydist.launch", "2", mpi, str(script), fault],
-        cwd=script.parent,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=2 * SECONDS,
-        check=False,
-    )
+    command = "-m", "pydist.launch", "2", mpi, script, fault
+    ended = run_python(*command, folder=script.parent, seconds=2 * SECONDS)
     assert ended.returncode != 0
     assert time.monotonic() - began < SECONDS
     assert says in ended.stderr, ended.stderr

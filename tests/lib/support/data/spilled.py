@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import support
 from pydist.comm import Transport, run_local
 from pydist.data import Batch, Loader
 from pydist.data.store.figures import Figures
 from pydist.mesh import Mesh
+from support import LIBRARY
 from support.data.stored import Stored, seen
-from support.jobs.children import child_environment
+from support.jobs.children import run_python
 from support.jobs.programs import path_of
 
 SIZE = 320
@@ -99,16 +97,7 @@ def compare(run: Run, folder: Path, epochs: int = 3) -> list[list[tuple[Figures,
 
 def run_program(folder: Path, nbytes: int) -> subprocess.CompletedProcess[str]:
     """Runs `support/jobs/programs/spilling.py`, which must succeed."""
-    env = child_environment()
-    path = [str(Path(next(iter(support.__path__))).parent), env.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(path_of("spilling")), str(folder), str(nbytes)],
-        env={**env, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    command = path_of("spilling"), folder, str(nbytes)
+    done = run_python(*command, folder=folder, path=[LIBRARY], seconds=280)
     assert done.returncode == 0, done.stderr
     return done

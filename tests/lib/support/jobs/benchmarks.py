@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from support import ROOT
-from support.jobs.children import child_environment
+from support.jobs.children import run_python
 
 
 def run(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """Runs a script; returns the JSON that it writes."""
     written = folder / "result.json"
     script = ROOT / "benchmarks" / "python" / f"{name}.py"
-    ended = subprocess.run(
-        [sys.executable, str(script), "--quick", "--json", str(written), *arguments],
-        cwd=folder,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    options = "--quick", "--json", written
+    ended = run_python(script, *options, *arguments, folder=folder, seconds=280)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads(written.read_text())
     assert result["benchmark"]
