@@ -26,9 +26,9 @@ def task_of(samples: int, loss: str) -> tuple[Task, Answer]:
     return task, whole_answer(task)
 
 
-@pytest.mark.parametrize("spatial", [(2, 1, 1), (3, 1, 1), (1, 3, 2), (2, 2, 2)])
-@pytest.mark.parametrize("thin", [False, True], ids=["moved", "thin"])
+@pytest.mark.parametrize(("spatial", "thin"), [((3, 1, 1), False), ((2, 2, 2), True)])
 def test_one_volume(spatial, thin):
+    """With more splits in `test_equivalence.py`."""
     task, answer = task_of(1, "dice_ce")
     check_network(task, spatial, answer=answer, keep_thin_blocks=thin)
 

@@ -81,6 +81,12 @@ ZOO = {
         lambda: nets.UNet(3, 1, 2, (4, 8), (2,), num_res_units=1, norm="batch", act="relu"),
         (1, 10, 8, 6),
     ),
+    "MONAI UNet, group norm": Entry(
+        lambda: nets.UNet(
+            3, 1, 2, (4, 8, 8), (2, 2), num_res_units=2, norm=("group", {"num_groups": 2})
+        ),
+        (1, 12, 8, 8),
+    ),
     "MONAI UNet, 2-D": Entry(
         lambda: nets.UNet(2, 1, 2, (4, 8, 8), (2, 2), num_res_units=2), (1, 16, 12)
     ),
