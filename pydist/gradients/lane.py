@@ -72,7 +72,7 @@ class Lane:
         self.pending = self.touched = False
         self.dropped: list[int] = []
         self._arrived: set[Leaf] = set()
-        self._streams: list[torch.cuda.Stream] = []  # on which gradients have arrived
+        self._streams: set[torch.cuda.Stream] = set()  # on which gradients have arrived
         self._next = self._released = 0  # of the buckets: the first that has not started, ...
 
     @property
@@ -134,7 +134,8 @@ class Lane:
                 )
             return
         self._arrived.add(leaf)
-        self._note_stream(leaf)
+        if leaf.kind.device.type == "cuda":
+            self._streams.add(torch.cuda.current_stream(leaf.kind.device))
         while self._released < self._next and self.buckets[self._released].release():
             self._released += 1
         memory.relieve()
@@ -227,12 +228,6 @@ class Lane:
         self._arrived.clear()
         self._streams.clear()
         self._next = self._released = 0
-
-    def _note_stream(self, leaf: Leaf) -> None:
-        if leaf.kind.device.type == "cuda":
-            stream = torch.cuda.current_stream(leaf.kind.device)
-            if stream not in self._streams:
-                self._streams.append(stream)
 
     def _start_next(self) -> None:
         with torch.no_grad(), self._timers.measure("gradients"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -43,20 +43,22 @@ class Deferred:
         return None
 
 
-@contextmanager
-def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Puts the block's work on a stream, for which the current stream waits.
+def with_current(streams: Sequence[torch.cuda.Stream], shard: Tensor) -> list[torch.cuda.Stream]:
+    """Lets the current stream wait for the first of some streams, unless it is one of them.
 
-    Args:
-        stream: `None` for work on a CPU.
+    Returns:
+        The streams, and the current one.
     """
-    now = None if stream is None else torch.cuda.current_stream(stream.device)
-    if now == stream:
-        yield
-        return
-    with torch.cuda.stream(stream):
-        yield
-    order_streams(stream, now)
+    now = torch.cuda.current_stream(shard.device)
+    if now in streams:
+        return [*streams]
+    order_streams(streams[0], now)
+    return [*streams, now]
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Puts the block's work on a stream; `None` for work on a CPU."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 NOTHING = Deferred()

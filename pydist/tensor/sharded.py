@@ -11,7 +11,6 @@ from torch import Tensor
 from pydist.comm.interface.ledger import CAUSE
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.adjoints import average_grad
-from pydist.exchange.exchanger import order_streams, stream_of
 from pydist.exchange.history import (
     NO_HISTORY,
     caused_by,
@@ -34,7 +33,7 @@ from pydist.tensor.aliasing import (
     staleness,
     view_at,
 )
-from pydist.tensor.deferred import NOTHING, Deferred
+from pydist.tensor.deferred import NOTHING, Deferred, with_current
 from pydist.tensor.handlers import HANDLERS, OUTER, load, observer
 from pydist.tensor.refusals import misfit, refusal, refuse_compiled
 from pydist.tensor.wrapper import (
@@ -77,9 +76,9 @@ class ShardedTensor(torch.Tensor):
     _origin: Origin
     _deferred: Deferred | None
     """Deferred work on the shard, done before it is used; `None` if the shard is not new."""
-    _completed_on: torch.cuda.Stream | None = None
-    """The stream that did deferred work, for which streams wait that use the shard after that:
-    they may have waited for the call before."""
+    _streams: Sequence[torch.cuda.Stream] = ()
+    """The stream that has done deferred work on the memory, and those that have waited for it: they
+    may have waited for the call before. Views begin with them."""
     _view: View | None = None
     """The tensors that share its memory, here and in torch; `None` if there are none."""
     _shown: tuple[Any] | None = None
@@ -171,9 +170,10 @@ class ShardedTensor(torch.Tensor):
     def _local(self) -> Tensor:
         if self._deferred is not None:
             pending, self._deferred = self._deferred, None
-            self._completed_on = pending.complete() or self._completed_on
-        elif self._completed_on is not None:
-            order_streams(self._completed_on, stream_of(self._shard))
+            if (stream := pending.complete()) is not None:
+                self._streams = [stream]
+        if self._streams:
+            self._streams = with_current(self._streams, self._shard)
         if self._view is not None and self._view.memory.storage is not None:
             refuse_stale(self)
         if self._shown is not None and self._shard.grad_fn is not self._shown[0]:
@@ -459,6 +459,7 @@ def view_of(
         is_expanded: whether elements are repeated without a copy.
     """
     y = wrap(local, layout, x)
+    y._streams = x._streams
     if x.mesh.sample_size == 1:
         is_copy = False
         if not shares_memory(local, x._shard):

@@ -197,3 +197,39 @@ def test_gradients_of_two_streams_are_packed_when_both_are_written(mesh: Mesh, w
     plain(sample(mesh).full_tensor()).square().mean().backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_an_input_of_a_norm_that_is_done(mesh: Mesh, waits) -> None:
+    """The bias is added at the norm's call, after the event for which the third stream waits."""
+    main, third = torch.cuda.current_stream(), torch.cuda.Stream()
+    y = _conv(sample(mesh))
+    begun = main.record_event()
+    F.instance_norm(y).to_local()
+    with torch.cuda.stream(third):
+        third.wait_event(begun)
+        waits.clear()
+        y.to_local()
+    assert (third.stream_id, main.stream_id) in waits
+
+
+@pytest.mark.parametrize("view", [lambda y: y.detach(), lambda y: y[:, :1], lambda y: y.mT])
+def test_views_of_deferred_work(mesh: Mesh, waits, view) -> None:
+    """Views start no kernel in torch; here they complete the work."""
+    main = torch.cuda.current_stream()
+    y = _conv(sample(mesh))
+    with after(main) as side:
+        with torch.cuda.stream(main):
+            seen = view(y)
+        waits.clear()
+        seen.to_local()
+    assert (side.stream_id, main.stream_id) in waits
+
+
+def test_a_stream_waits_once(mesh: Mesh, waits) -> None:
+    """Later work of the first stream, as of another branch, does not hold it up."""
+    y = _conv(sample(mesh))
+    with after(torch.cuda.current_stream()):
+        y.to_local()
+        waits.clear()
+        y.to_local()
+    assert not waits

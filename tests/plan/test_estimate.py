@@ -226,7 +226,7 @@ def test_autocast_leaves_inputs_and_copies_the_first_one(profile: str, channels:
 def test_layouts_of_several_groups_are_chosen_for_one_sample(
     groups: int, sizes: dict[str, int]
 ) -> None:
-    """As ranks choose them, see `pydist.ops.coarsening` and `pydist.ops.channel_forms`."""
+    """As ranks choose them, see `pydist.ops.coarsening`."""
     trace = trace_network(
         nn.Sequential(nn.Conv3d(16, 4, 3, padding=1), nn.Conv3d(4, 64, 3, padding=1)),
         (16, 2, 8, 8) if "depth" in sizes else (16, 4, 4, 4),

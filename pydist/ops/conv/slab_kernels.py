@@ -65,7 +65,7 @@ class SlabChooser:
     """Chooser that selects the kernels of one convolution's slabs at its first run, and keeps them.
 
     It keeps others for runs in which torch may round float32 to TF32 than for those in which it
-    may not, as a program may change that at any time.
+    may not, as a program may change that at any time. Backward uses those of its forward pass.
 
     Args:
         plan: of the convolution.

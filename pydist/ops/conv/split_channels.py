@@ -202,7 +202,7 @@ def layer_result(
         out: layout of the outputs that each rank computes.
     """
     input = split.input
-    with without_autocast(local_of(input).device):
+    with without_autocast(input.device):
         if input.layout.splits[1] is not None and out.splits[1] is None:
             return _add_parts(run(None)[0], bias, split, out)
         shard, deferred = run(bias)
