@@ -69,8 +69,8 @@ class Program {
   }
 
  private:
-  static constexpr int kMostScripts =
-      5;  // of which each is the interpreter of another, as in Linux
+  // Of which each is the interpreter of another, as in Linux.
+  static constexpr int kMostScripts = 5;
 
   void open(mode_t mode) {
     if (!S_ISREG(mode) || !permits(mode, kExecute)) {

@@ -104,6 +104,8 @@ def arguments_of_ranks(arguments: Sequence[str]) -> list[str]:
     """
     words, own = iter(arguments), list[str]()
     for word in words:
+        if word == "--":
+            return [*own, word, *words]
         if word in ("-n", "--ranks"):
             next(words)
         elif not word.startswith(("-n", "--ranks=")):

@@ -131,6 +131,9 @@ def deep_facts(
     """
     folder = Path(root)
     manifest, trust = Manifest.load(folder), trust or FileTrust()
+    known = kept_facts(folder, trust)
+    if known is not None and not any(facts.faults for facts in known.values()):
+        return known  # without the lock, which others may hold for hours
     return _by_split(manifest, _found(folder, manifest, progress, workers, trust, keeps=True))
 
 

@@ -27,6 +27,10 @@ SUFFIX = ".npy"
 _TEXTS = "texts.json"
 _MOST_TEXTS = 1 << 24
 """Bytes of the largest `texts.json`."""
+_OF_HEADERS = (
+    ArithmeticError, LookupError, MemoryError, RecursionError, SyntaxError, TokenError, TypeError,
+)  # fmt: skip
+"""Exceptions that NumPy's parsers raise for damaged headers, besides `ValueError`."""
 
 
 class NumpyFolder(StoredFile):
@@ -170,9 +174,7 @@ def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         raise ValueError(f"its format has the version {version}; 1.0 and 2.0 are read")
     try:
         shape, backwards, dtype = readers[version](file)
-    except (RecursionError, MemoryError):  # of `ast.literal_eval`
-        raise ValueError("its header is nested too deeply") from None
-    except (SyntaxError, TokenError):  # NumPy tries Python 2's form by `tokenize`
+    except _OF_HEADERS:
         raise ValueError("its header is damaged") from None
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise ValueError(f"it holds {dtype}; real numbers of up to 8 bytes are needed")

@@ -113,7 +113,7 @@ def array_of(content: bytes) -> npt.NDArray[np.generic]:
             raise ValueError(f"{found} bytes for the shape {shape} of {dtype}: {expected} needed")
         values = np.frombuffer(content, dtype, offset=file.tell())
         array = values.reshape(shape, order="F" if backwards else "C")
-    except (ValueError, TypeError, EOFError) as error:
+    except ValueError as error:
         reason = (str(error).splitlines() or [""])[0]
         raise DataError(f"the body is not the content of a .npy file: {reason}") from None
     # In the machine's byte order, and writable, as torch needs it.

@@ -83,7 +83,7 @@ def pack(
             f"choose {better}"
         )
     make_folder(root)
-    with FolderLock(root) as lock:
+    with FolderLock(root) as lock, disk_errors(root):
         recipe = {"options": _recorded(options), "tree": tree.digest()}
         origin = _earlier(root, recipe)
         if origin is not None:
@@ -93,8 +93,7 @@ def pack(
         packing = _Packing(tree, root, options, progress)
         others = set(tree.files) - shared
         parts = packing.divided(others, count) + packing.divided(shared, shared_count)
-        with disk_errors(root):
-            return packing.run(parts, recipe, lock)
+        return packing.run(parts, recipe, lock)
 
 
 def record_of(folder: native.PackFolder) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -255,8 +256,8 @@ class _Recorder(TorchFunctionMode):
 
     def _leave(self, module: nn.Module, args: Any, result: object) -> None:
         path = self._path.pop()
-        # After an exception there is no result; an outer module with one has caught it.
-        self.failed = self.failed or path if result is None else ""
+        # The innermost module that an exception leaves; an outer one may catch it.
+        self.failed = (self.failed or path) if sys.exc_info()[0] else ""
 
     def enter(self, x: Tensor) -> None:
         """Adds the input."""

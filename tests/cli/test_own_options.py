@@ -38,3 +38,9 @@ def test_ranks_get_all_settings_in_order(parse_run, ranks):
     passed, settings_of_ranks = parse_run(arguments_of_ranks(given))
     assert settings_of_ranks == settings == ["--train.batch", "8", "--model.args.x=[-1, 2]"]
     assert vars(passed) == {**vars(options), "ranks": None}
+
+
+def test_words_after_two_dashes_are_files():
+    assert arguments_of_ranks(["run", "-n", "2", "--", "-nothing.nii"]) == [
+        "run", "--mpi", "auto", "--", "-nothing.nii",
+    ]  # fmt: skip

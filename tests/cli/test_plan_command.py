@@ -11,6 +11,7 @@ import pytest
 
 from pydist.cli import balance, plan, profile
 from pydist.cli import main as cli
+from support.jobs.children import child_environment
 
 CONFIG = """
 [model]
@@ -115,7 +116,8 @@ def test_mistakes_are_named(arguments, message, place, capsys):
 def test_a_measured_profile_is_planned_with_and_its_meshes_measured(place, monkeypatch, capfd):
     monkeypatch.setenv("PYDIST_CACHE", str(place / "cache"))
     limited = f"ulimit -v {(8 << 30) // 1024} && exec {sys.executable} -m pydist env --bench"
-    subprocess.run(f"{limited} mine.json -n 2 --mpi gloo", shell=True, check=True)
+    command = f"{limited} mine.json -n 2 --mpi gloo"
+    subprocess.run(command, shell=True, check=True, env=child_environment())
     found = json.loads((place / "mine.json").read_text())
     assert found["name"] == "mine"
     assert found["ranks_per_node"] == 2

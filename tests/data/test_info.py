@@ -163,6 +163,9 @@ def test_damaged_results_are_made_again(volumes: Path, text: str) -> None:
 def test_a_folder_that_is_being_written(volumes: Path) -> None:
     with FolderLock(volumes), pytest.raises(UsageError, match="process"):
         deep_facts(volumes)
+    found = deep_facts(volumes)
+    with FolderLock(volumes):
+        assert deep_facts(volumes) == found  # nothing is left to read
 
 
 def test_more_labels_than_classes_can_be(volumes: Path) -> None:

@@ -258,6 +258,7 @@ class Client:
         b"{'descr': '<f4', 'fortran_order': False, 'shape': (1, ",
         b"{'descr': '''<f4",
         b"-" * 9000 + b"1",
+        b"{'descr': (), 'fortran_order': False, 'shape': (1,)}",
     ],
 )
 def test_a_damaged_header_is_an_error_of_the_body(header):

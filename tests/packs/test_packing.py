@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pydist import owner
 from pydist._loader import native
 from pydist.data.lock import FolderLock
 from pydist.errors import DataError, DiskError, UsageError
@@ -162,6 +164,21 @@ def test_what_a_killed_run_left_is_replaced(source: Path, tmp_path: Path) -> Non
     pack(source, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["index.pdx", "part-00000.pack"]
     assert verify(folder) == []
+
+
+def test_what_another_left_and_nobody_may_remove(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pack").mkdir()
+    left = tmp_path / "pack" / ".part-00000.pack.tmp-00000000-1abc-2def-0123abcd"
+    left.write_bytes(b"half")
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(owner, "remove", refuse)
+    with pytest.raises(DiskError, match="pack: Operation not permitted"):
+        pack(source, tmp_path / "pack")
 
 
 def test_a_second_writer_is_refused(source: Path, tmp_path: Path) -> None:

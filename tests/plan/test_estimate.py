@@ -277,6 +277,19 @@ def test_a_tensor_that_is_written_into_is_followed() -> None:
     assert trace.tensors[layers[1].inputs[0]].gradient is not None
 
 
+class Beside(nn.Module):
+    """A layer that calls another one, which returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Read(lambda x: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the input."""
+        self.seen(x)
+        return x
+
+
 class Read(nn.Module):
     """Network that is a function."""
 
@@ -342,6 +355,11 @@ def test_the_input_has_the_dtype_of_the_network(dtype: torch.dtype) -> None:
             nn.Sequential(conv(), Read(lambda x: x.view(1, 2, 8, 8, 8))),
             NotSupported,
             "Sequential fails in 1 on shapes of 2 samples: RuntimeError: shape",
+        ),
+        (
+            nn.Sequential(conv(), Beside(), Read(lambda x: x.view(1, 2, 8, 8, 8))),
+            NotSupported,
+            "Sequential fails in 2 on shapes",
         ),
         (Read(lambda x: x.nothing), NotSupported, "its forward on shapes of 2 samples: Attribute"),
     ],
