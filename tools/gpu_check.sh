@@ -84,7 +84,7 @@ benchmark() {
 }
 tests kernels 70 kernels conv norm &
 tests operators 160 format operators &
-tests steps 110 graph input &
+tests steps 110 graph input streams &
 tests ranks 200 split forms training prediction cuda_mpi &
 tests transports 160 nccl ipc staged &
 tests split_operators 160 split_operators &
