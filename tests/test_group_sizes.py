@@ -170,6 +170,32 @@ def test_a_criterion_that_learns_and_belongs_to_no_model():
     on_groups(network, step, (1, 4), (2, 1, 1))
 
 
+SCALARS = {
+    "sum": lambda y: (y * y).sum(),
+    "einsum": lambda y: torch.einsum("ncdhw,ncdhw->", y, y),
+    "tensordot": lambda y: torch.tensordot(y, y, 5),
+    "dot": lambda y: y.flatten().dot(y.flatten()),
+}
+
+
+@pytest.mark.parametrize("dims", [None, {}], ids=["split", "whole"])
+@pytest.mark.parametrize("scalar", SCALARS.values(), ids=SCALARS)
+def test_a_scalar_loss_without_a_model(scalar, dims):
+    def gradient(x, w):
+        (scalar(x * w) / x.shape[0]).backward()
+        return w.grad
+
+    def body(mesh):
+        rows = (slice(0, 1), slice(1, 4))[mesh.data_index]
+        w = nn.Parameter(randn(3, 2, 2, seed=1))
+        return gradient(distribute_tensor(x[rows], mesh, dims), w)
+
+    x = randn(4, 2, 3, 2, 2)
+    expected = gradient(x, nn.Parameter(randn(3, 2, 2, seed=1)))
+    for found in on_ranks((2, 1, 1), body, data=2):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_accumulation_over_batches_of_different_sizes(no_sync):
     batches = [(2, 1), (1, 1), (1, 3)]

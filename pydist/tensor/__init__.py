@@ -20,6 +20,7 @@ from pydist.tensor.sharded import (
     Origin,
     ShardedTensor,
     local_of,
+    plain_result,
     replace_shard_,
     source_among,
     view_of,
@@ -29,5 +30,6 @@ from pydist.tensor.sharded import (
 
 __all__ = [
     "HANDLERS", "Origin", "ShardedTensor", "implements", "local_of",
-    "module_path", "refusal", "replace_shard_", "source_among", "view_of", "wrap", "wrap_new",
+    "module_path", "plain_result", "refusal", "replace_shard_", "source_among", "view_of", "wrap",
+    "wrap_new",
 ]  # fmt: skip

@@ -400,6 +400,12 @@ def wrap(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
     return result
 
 
+def plain_result(local: Tensor, like: ShardedTensor) -> Tensor:
+    """Marks a plain result of `like` that all ranks have, as a loss, and returns it."""
+    observer.lead_to(local, like.mesh, CAUSE.history, like._origin.sizes)
+    return local
+
+
 def source_among(operands: Iterable[Any]) -> ShardedTensor:
     """Returns the operand from which a result inherits: the first sharded non-weight."""
     sharded = [each for each in operands if isinstance(each, ShardedTensor)]

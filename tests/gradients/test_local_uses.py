@@ -93,6 +93,10 @@ def own_part(net, x, y):
     return back((y.full_tensor() * net.k)[part], y)
 
 
+def product(y):
+    return torch.einsum("ncdhw,ncdhw->", y, y).sqrt()
+
+
 def mixed(net, y):
     """Runs part of the network on a plain tensor, which backward calls again."""
     return back(net.mix(local(y) * net.k), y)
@@ -108,6 +112,7 @@ MIDDLES = {
     "nested": nested,
     "whole": with_whole,
     "own part": own_part,
+    "product": lambda net, x, y: back(local(y) * product(y), y),
     "checkpointed": lambda net, x, y: checkpoint(mixed, net, y, use_reentrant=False),
 }
 
@@ -138,7 +143,8 @@ def test_second_order(middle):
     check_use(lambda: Net(MIDDLES[middle]), lambda net, mesh: step(net, mesh, True), 1, (2, 1, 1))
 
 
-@pytest.mark.parametrize("middle", [m for m in MIDDLES if m != "whole"])
+# The others compute with numbers of one group.
+@pytest.mark.parametrize("middle", [m for m in MIDDLES if m not in ("whole", "product")])
 def test_two_groups(middle):
     check_use(lambda: Net(MIDDLES[middle]), lambda net, mesh: step(net, mesh, False), 2, (2, 1, 1))
 

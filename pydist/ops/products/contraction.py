@@ -15,7 +15,7 @@ from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, Split
 from pydist.mesh import Mesh
 from pydist.ops.dtypes import NARROW
-from pydist.tensor import ShardedTensor, source_among, wrap
+from pydist.tensor import ShardedTensor, plain_result, source_among, wrap
 from pydist.tensor.operands import operand_in
 
 Labels = Sequence[str]
@@ -74,9 +74,8 @@ def contract(
         # A scalar is plain: its gradient may differ between the ranks.
         total = sum_parts(exact, mesh, axes) if out else all_reduce_sum(exact, mesh, axes)
         result = total.to(result.dtype)
-    if not out:
-        return result  # a scalar is plain, as a loss must be
-    return wrap(result, layout, like)
+    # A scalar is plain, as a loss must be.
+    return wrap(result, layout, like) if out else plain_result(result, like)
 
 
 def require_fit(func: Callable[..., Any], *operands: Tensor | None) -> None:

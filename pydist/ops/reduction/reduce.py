@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.comm.interface.ledger import CAUSE
 from pydist.comm.interface.reduction import WIDER
 from pydist.exchange.adjoints import all_reduce_sum
 from pydist.exchange.function import Function
@@ -17,8 +16,7 @@ from pydist.layout import Layout
 from pydist.ops.dims import canonical_all, numpy_names
 from pydist.ops.dtypes import result_dtype
 from pydist.ops.pointwise.elementwise import elementwise
-from pydist.tensor import ShardedTensor, implements, local_of, wrap
-from pydist.tensor.handlers import observer
+from pydist.tensor import ShardedTensor, implements, local_of, plain_result, wrap
 
 Dims = int | Sequence[int] | None
 
@@ -82,8 +80,7 @@ def result_of(
     """
     layout = x.layout
     if len(dims) >= len(layout.shape) and not keepdim:
-        observer.lead_to(local, layout.mesh, CAUSE.history, x._origin.sizes)
-        return local
+        return plain_result(local, x)
     shape: list[int] = []
     splits: list[Any] = []
     for d, (extent, split) in enumerate(zip(layout.shape, layout.splits, strict=True)):
