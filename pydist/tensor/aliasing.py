@@ -9,7 +9,7 @@ of calls the stale tensors, so all ranks refuse the same use.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -260,21 +260,19 @@ def _is_leaf(plain: Tensor) -> bool:
     return plain.is_leaf or (plain._is_view() and plain._base is not None and plain._base.is_leaf)
 
 
-def to_change(x: Aliased, shard: Tensor, others: Iterable[Any] = ()) -> Tensor:
-    """Returns the shard of `x`, for an in-place change by a call with these other arguments.
+def after_change(shard: Tensor) -> Tensor:
+    """Returns a shard that may have been changed in place, in a graph for second derivatives.
 
-    An in-place change of an empty view makes autograd lose gradients of gradients: the backward of
-    torch's `as_strided` ends the graph there, on this rank alone. As no value changes, the base of
-    the view can be left out, unless a gradient would flow through it to one of the others.
+    Autograd reads a changed view from its base by `as_strided`, whose backward has no graph for an
+    empty view: on this rank alone, gradients of gradients would end there. That of slices has one.
     """
-    if shard.numel() or not shard._is_view() or not shard.requires_grad or shard.is_leaf:
+    if shard.numel() or not shard._is_view() or not shard.requires_grad:
         return shard
-    if x._view is not None and any(isinstance(o, Tensor) and o.requires_grad for o in others):
+    base, node = shard._base, shard.grad_fn
+    if base is None or node is None or node.name() != "AsStridedBackward0":
         return shard
     with torch.enable_grad():  # keeps the existing graph also where the change needs none
-        entry: Tensor = _Detached.apply(shard)
-    torch.autograd.graph.increment_version(shard)  # as the change does on other ranks
-    return entry
+        return base[None][:0].reshape(shard.shape)
 
 
 def remember_plain(x: Aliased, plain: Tensor) -> None:

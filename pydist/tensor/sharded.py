@@ -27,6 +27,7 @@ from pydist.layout import Layout
 from pydist.tensor.aliasing import (
     View,
     ViewPart,
+    after_change,
     record_change,
     refuse_stale,
     shares_memory,
@@ -180,6 +181,8 @@ class ShardedTensor(torch.Tensor):
             _reenter(self)
         if self._view is not None and self._view.memory.shown:
             self._view.memory.forget_changed()
+        if self._view is not None and not self._shard.numel():  # another view may have changed it
+            replace_shard_(self, after_change(self._shard), changed=False)
         return self._shard
 
     # Networks read these very often: as properties they need no dispatch.
@@ -489,11 +492,11 @@ def replace_shard_(x: ShardedTensor, local: Tensor, changed: bool = True) -> Sha
         local: its shard from now on.
         changed: whether its values change; autograd then detects stale saved tensors.
     """
-    x._shard = local
+    x._shard = after_change(local) if changed else local
     if changed:
         remember_change(x)
     if x._shown is not None:
-        x._show(local)  # this change is not the program's own
+        x._show(x._shard)  # this change is not the program's own
     if changed and x._view is not None:
         for other in x._view.memory.shown:
             if (shown := other()) is not None and shown is not x:

@@ -14,7 +14,6 @@ from torch import Tensor
 from pydist.errors import UsageError
 from pydist.ops.pointwise.keyed import keyed_uniform
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, replace_shard_, wrap
-from pydist.tensor.aliasing import to_change
 
 # Limit of SELU for large negative numbers, the value that alpha dropout sets.
 _SELU_LIMIT = -1.7580993408473766
@@ -40,7 +39,7 @@ def dropout(
     if p < 1:
         mask.div_(1 - p)
     if inplace:
-        return replace_shard_(input, to_change(input, local).mul_(mask))
+        return replace_shard_(input, local.mul_(mask))
     return wrap(local * mask, input.layout, input)
 
 
@@ -64,7 +63,7 @@ def alpha_dropout(
         factor = kept * scale
         offset = (1 - kept - p) * (_SELU_LIMIT * scale)
     if inplace:
-        return replace_shard_(input, to_change(input, local).mul_(factor).add_(offset))
+        return replace_shard_(input, local.mul_(factor).add_(offset))
     return wrap(local * factor + offset, input.layout, input)
 
 

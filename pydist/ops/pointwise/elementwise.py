@@ -26,7 +26,6 @@ from pydist.tensor import (
     wrap,
     wrap_new,
 )
-from pydist.tensor.aliasing import to_change
 from pydist.tensor.operands import operand_for, refuse_shard_shaped
 
 _UNARY = """
@@ -127,9 +126,6 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             else:
                 refuse_shard_shaped(operand, layout)
         args, kwargs = _map_tensors(align, args, kwargs)
-    if in_place:
-        others = (*args[1:], *kwargs.values())
-        args = (to_change(target, args[0], others), *args[1:])
     result = func(*args, **kwargs)
     if not isinstance(result, Tensor):
         return result  # NotImplemented, or the name of the dtype

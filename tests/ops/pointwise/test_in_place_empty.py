@@ -46,3 +46,44 @@ def test_to_second_order(result, act):
 
     points = [(0, 1, 2, 8, 8), None, None]
     check_function(function, randn(1, 1, 8, 2, 2), (), points, second_order=True)
+
+
+def assigned(y, x):
+    y[:, 0] = 0.5
+
+
+def added_to_a_part(y, x):
+    y[:, :1] += x
+
+
+def changed_as_a_view(y, x):
+    y[:, :1].mul_(x)
+
+
+INDEX = torch.tensor([0])
+CHANGES = {
+    "add_": lambda y, x: y.add_(x),
+    "zero_": lambda y, x: y.zero_(),
+    "dropout": lambda y, x: F.dropout(y, 1.0, inplace=True),
+    "twice": lambda y, x: y.mul_(x).add_(x),
+    "assigned": assigned,
+    "added to a part": added_to_a_part,
+    "changed as a view": changed_as_a_view,
+    "scatter_": lambda y, x: y.scatter_(1, torch.zeros_like(x, dtype=torch.int64), x),
+    "scatter_ of a number": lambda y, x: y.scatter_(1, INDEX.expand(1, 1, 8, 2, 2), 0.5),
+    "index_fill_": lambda y, x: y.index_fill_(1, INDEX, 0.5),
+    "index_add_": lambda y, x: y.index_add_(1, INDEX, x),
+    "index_copy_": lambda y, x: y.index_copy_(1, INDEX, randn(1, 1, 8, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_with_other_operands(change):
+    def function(x):
+        y = RESULTS["linear"](F.avg_pool3d(x * x, (3, 1, 1), 1, (1, 0, 0)))
+        before = y.movedim(1, -1)
+        change(y, F.avg_pool3d(x.sin(), (3, 1, 1), 1, (1, 0, 0)))
+        return F.conv3d(y, randn(1, 2, 3, 3, 3), padding=1) + before.square().sum(-1).sin()
+
+    points = [(0, 1, 2, 8, 8), None, None]
+    check_function(function, randn(1, 1, 8, 2, 2), (), points, second_order=True)
