@@ -10,7 +10,7 @@ from torch import nn
 
 from pydist import distribute_tensor, parallelize
 from pydist.errors import UsageError
-from support.equivalence import on_ranks, randn
+from support.equivalence import layout_at, on_ranks, randn, shard
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32]
 LAYERS = {
@@ -63,3 +63,24 @@ def test_what_would_fit_is_said():
             norm(x)
 
     on_ranks((2, 1, 1), body)
+
+
+EMPTY_UNDER_AUTOCAST = {
+    "cdist": (torch.float32, lambda x: torch.cdist(x, x + 1)),
+    "prod over a dim": (torch.bfloat16, lambda x: x.prod(2)),
+    "prod of all": (torch.bfloat16, lambda x: x.prod()),
+}
+
+
+@pytest.mark.parametrize(("dtype", "call"), EMPTY_UNDER_AUTOCAST.values(), ids=EMPTY_UNDER_AUTOCAST)
+def test_a_rank_with_an_empty_block_follows_autocast(dtype, call):
+    """Such a rank computes something else, for which autocast may have another rule."""
+    x = randn(2, 8, 3).to(dtype)
+
+    def body(mesh):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(shard(x, layout_at(mesh, x.shape, [[0, 3, 3, 8], None])))
+            y = y if type(y) is torch.Tensor else y.full_tensor()
+            torch.testing.assert_close(y.detach(), call(x), rtol=2**-6, atol=1e-5)
+
+    on_ranks((3, 1, 1), body)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pydist.ops.dtypes import result_dtype
 from pydist.ops.products.contraction import contract
 from pydist.tensor import implements
 
@@ -37,4 +38,6 @@ def _distances(x1: Tensor, x2: Tensor, p: float, compute_mode: str) -> Tensor:
     if x1.numel() and x2.numel():
         return torch.cdist(x1, x2, p, compute_mode)
     # torch's distances of no points have no second derivative, for which other ranks would wait.
-    return (x1 @ x2.mT).square()
+    # Autocast has another rule for products than for distances.
+    dtype = result_dtype(torch.cdist, ((1, 1), x1), ((1, 1), x2))
+    return (x1 @ x2.mT).square().to(dtype)

@@ -13,6 +13,7 @@ from pydist.comm.interface.reduction import WIDER
 from pydist.exchange.adjoints import all_reduce_sum
 from pydist.mesh import Mesh
 from pydist.ops.dims import canonical, numpy_names
+from pydist.ops.dtypes import result_dtype
 from pydist.ops.pointwise.elementwise import broadcast_layout, elementwise
 from pydist.ops.reduction.extremes import reduce_amax, reduce_amin
 from pydist.ops.reduction.reduce import (
@@ -154,6 +155,8 @@ def _local_product(
     if local.numel():
         return local.prod(dtype=dtype) if dim is None else local.prod(dim, keepdim, dtype=dtype)
     # torch's product of an empty tensor has no second derivative, for which other ranks would wait.
+    if dtype is None:  # autocast has another rule for sums
+        dtype = result_dtype(torch.prod, ((1,), x), arguments=() if dim is None else (0,))
     nothing = local.square().sum(reduced_dims(x, dim), keepdim, dtype=dtype)
     return (nothing + 1).to(nothing.dtype)
 
