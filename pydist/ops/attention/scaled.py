@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.errors import UsageError
+from pydist.exchange.function import without_autocast
 from pydist.layout import Layout, Split
 from pydist.ops.attention.blocks import explicit
 from pydist.ops.attention.forms import AttentionForm, Sizes, attention_form
@@ -196,7 +197,9 @@ def _by_ring(call: _Call, place: _Place) -> Tensor:
     rules = _rules(call, place, _four_dims(mask[0], batch) if mask else None)
     joined = _four_dims(torch.cat([k, v], -1), batch)
     ring = _ring_of(place.keys, joined, source_among(call.tensors))
-    out = ring_attention(_four_dims(q.expand(*batch, -1, -1), batch), joined, rules, ring)
+    q = _four_dims(q.expand(*batch, -1, -1), batch)
+    with without_autocast(q.device):  # which would round the scores
+        out = ring_attention(q, joined, rules, ring)
     return out.reshape(*batch, *out.shape[-2:])
 
 
@@ -213,7 +216,8 @@ def _by_gathering(call: _Call, place: _Place) -> Tensor:
     rules = _rules(call, place, masks[0] if masks else None)
     if rules.dropout is not None:
         q, k, v = _as_autocast(q, k, v)
-        return explicit(q, k, v, rules.all_keys(q, k.shape[-2]))
+        with without_autocast(q.device):  # which would round the scores
+            return explicit(q, k, v, rules.all_keys(q, k.shape[-2]))
     is_empty = not all(t.numel() for t in (q, k, v))
     q, k, v = with_elements(q), with_elements(k), with_elements(v)
     mask, is_causal = rules.mask, call.is_causal
