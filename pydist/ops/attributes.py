@@ -16,7 +16,6 @@ from pydist.exchange.history import remember_change
 from pydist.gradients import graph
 from pydist.gradients.engine import starts_from
 from pydist.gradients.partitioned import PartitionedGradient
-from pydist.layout import Layout
 from pydist.ops.views import hides_order
 from pydist.tensor import (
     HANDLERS,
@@ -28,7 +27,7 @@ from pydist.tensor import (
     view_of,
     wrap,
 )
-from pydist.tensor.operands import redistribute, refuse_shard_shaped, shard_of_plain
+from pydist.tensor.operands import shard_in
 from pydist.tensor.wrapper import GET_REQUIRES_GRAD, of_wrapper
 
 # The wrapper tensor itself has the global shape, the dtype, and the other attributes.
@@ -94,7 +93,7 @@ def grad_of(x: ShardedTensor) -> Tensor | None:
 def set_grad(x: ShardedTensor, grad: Tensor | None = None) -> None:
     """Sets or deletes the gradient."""
     if grad is not None and not isinstance(grad, PartitionedGradient):
-        grad = _shard_of(grad, x.layout)
+        grad = shard_in(grad, x.layout)
     x._local.grad = grad
 
 
@@ -129,7 +128,7 @@ def set_data(x: ShardedTensor, new: Tensor) -> None:
     if new.shape != x.shape:
         raise RuntimeError(f"x.data of shape {list(x.shape)} = a tensor of {list(new.shape)}")
     local = local_of(x)
-    local.data = _shard_of(new, x.layout).detach()
+    local.data = shard_in(new, x.layout).detach()
     if (x.dtype, x.device) != (local.dtype, local.device):
         # The wrapper knows them; setting its `data` would crash later.
         torch._C._swap_tensor_impl(x, ShardedTensor(local, x.layout, x._origin))
@@ -194,7 +193,7 @@ def register_hook(x: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> 
         if grad is None:  # possible in double backward, where torch has no node
             return None
         result = hook(wrap(in_memory(grad), x.layout, x))
-        return _shard_of(result, x.layout) if isinstance(result, Tensor) else None
+        return shard_in(result, x.layout) if isinstance(result, Tensor) else None
 
     return graph.register_hook(x._local, on_shard)
 
@@ -273,7 +272,7 @@ def _seed(func: Any, given: Any, y: Any) -> Any:
     if not isinstance(y, ShardedTensor):
         return given
     if given is not None:
-        return _shard_of(given, y.layout) if isinstance(given, Tensor) else given
+        return shard_in(given, y.layout) if isinstance(given, Tensor) else given
     if y.numel() != 1:
         raise refusal(func, (y,), {}, "it is not a scalar: give the gradient")
     local = local_of(y)
@@ -283,23 +282,6 @@ def _seed(func: Any, given: Any, y: Any) -> Any:
 
 def _as_sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
-
-
-def _shard_of(tensor: Tensor, layout: Layout) -> Tensor:
-    """Returns this rank's part, in `layout`, of a plain tensor or of one in any layout.
-
-    Raises:
-        RuntimeError: a plain tensor does not have the global shape.
-    """
-    if isinstance(tensor, ShardedTensor):
-        return local_of(redistribute(tensor, layout))
-    refuse_shard_shaped(tensor, layout)
-    if tuple(tensor.shape) != layout.shape:
-        raise RuntimeError(
-            f"Mismatch in shape: a gradient of shape {list(tensor.shape)} is given for a tensor of "
-            f"shape {list(layout.shape)}"
-        )
-    return shard_of_plain(tensor, layout)
 
 
 @implements(torch.Tensor.backward, torch.autograd.backward)

@@ -17,6 +17,8 @@ from torch.utils.hooks import BackwardHook
 from pydist.exchange.exchanger import in_memory
 from pydist.tensor import ShardedTensor, local_of, wrap
 from pydist.tensor.aliasing import view_at
+from pydist.tensor.operands import shard_in
+from pydist.tensor.sharded import whole_of
 
 _apply_on_plain = BackwardHook._apply_on_tensors
 
@@ -32,7 +34,8 @@ class _ShownNode:
             result = hook(self._show(grad_inputs), self._show(grad_outputs))
             if result is None:
                 return None
-            return tuple(local_of(g) if isinstance(g, ShardedTensor) else g for g in result)
+            pairs = zip(result, self._like, strict=True)
+            return tuple(_as_shard(g, x) if isinstance(g, Tensor) else g for g, x in pairs)
 
         return self._node.register_hook(on_shards)
 
@@ -45,6 +48,11 @@ class _ShownNode:
             else g
             for g, x in zip(grads, self._like, strict=True)
         )
+
+
+def _as_shard(grad: Tensor, x: Any) -> Tensor:
+    """Returns a hook's gradient of `x` as the graph of shards needs it."""
+    return shard_in(grad, x.layout) if isinstance(x, ShardedTensor) else whole_of(grad)
 
 
 def _alias(shard: Tensor, x: ShardedTensor) -> ShardedTensor:

@@ -80,6 +80,23 @@ def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
     return detached_part(entered, tensor)
 
 
+def shard_in(tensor: Tensor, layout: Layout) -> Tensor:
+    """Returns this rank's part, in `layout`, of a plain tensor or of one in any layout.
+
+    Raises:
+        RuntimeError: a plain tensor does not have the global shape.
+    """
+    if isinstance(tensor, ShardedTensor):
+        return local_of(redistribute(tensor, layout))
+    refuse_shard_shaped(tensor, layout)
+    if tuple(tensor.shape) != layout.shape:
+        raise RuntimeError(
+            f"Mismatch in shape: a gradient of shape {list(tensor.shape)} is given for a tensor of "
+            f"shape {list(layout.shape)}"
+        )
+    return shard_of_plain(tensor, layout)
+
+
 @overload
 def parameter_for(tensor: Tensor, layout: Layout, target: Layout | None = None) -> Tensor: ...
 @overload

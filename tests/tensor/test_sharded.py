@@ -23,7 +23,7 @@ from pydist import (
     run_local,
 )
 from pydist.errors import UsageError
-from support.equivalence import layout_at, on_ranks, on_shards, randn, shard
+from support.equivalence import layout_at, on_ranks, on_shards, randn, shard, whole_of
 from support.jobs.children import child_environment
 from support.networks.small import initialized
 
@@ -392,10 +392,20 @@ def test_module_hooks_are_shown_sharded_tensors(hook, spatial):
             torch.testing.assert_close(a, b.detach(), rtol=1e-10, atol=1e-12)
 
 
+RETURNED = {
+    "as given": lambda g: g,
+    "whole": whole_of,
+    "in another layout": lambda g: (
+        g.redistribute(g.layout.whole()) if isinstance(g, ShardedTensor) else g
+    ),
+}
+
+
+@pytest.mark.parametrize("returned", RETURNED.values(), ids=RETURNED)
 @pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_module_backward_hooks_may_change_the_gradient(hook):
+def test_module_backward_hooks_may_change_the_gradient(hook, returned):
     def double(module, grads, *_):
-        return tuple(2 * g for g in grads)
+        return tuple(2 * returned(g) for g in grads)
 
     def gradient(model, x):
         getattr(model.conv, hook)(double)
