@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.ops.dims import canonical, numpy_names
-from pydist.ops.dtypes import NARROW
+from pydist.ops.dtypes import NARROW, result_dtype
 from pydist.ops.reduction.reduce import is_local
 from pydist.ops.transposition import along_dims
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
@@ -23,12 +23,9 @@ def _softmax(x: ShardedTensor, dim: int | None, dtype: torch.dtype | None, log: 
     d = canonical(dim, x.dim())
     if is_local(x, (d,)):
         return wrap(func(local_of(x), d, dtype=dtype), x.layout, x)
-    device = x.device.type
-    if dtype is None and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.float32  # autocast's rule
-    result = dtype or x.dtype
-    if not result.is_floating_point:
-        raise RuntimeError(f"{func.__name__} of {result}: give a floating-point dtype")
+    if not (dtype or x.dtype).is_floating_point:
+        raise RuntimeError(f"{func.__name__} of {dtype or x.dtype}: give a floating-point dtype")
+    result = dtype or result_dtype(func, ((2,), x), arguments=(0,))
     inside = torch.float32 if result in NARROW else result
     wide = x.to(inside)
     shifted = wide - wide.detach().amax(d, keepdim=True)
