@@ -182,9 +182,10 @@ def _class_loss(
     values = wrap(func(local, labels, weight, reduction="none", **options), by_voxel, x)
     if reduction != "mean" or probabilities:
         return _reduced(values, reduction, max(1, values.numel()))
-    kept = labels != options["ignore_index"]
+    classes = labels.long()  # bytes would index as a mask
+    kept = classes != options["ignore_index"]
     if weight is None:
         counted = kept.to(WIDER.get(local.dtype, local.dtype))
     else:
-        counted = torch.where(kept, weight.detach()[torch.where(kept, labels, 0)], 0)
+        counted = torch.where(kept, weight.detach()[torch.where(kept, classes, 0)], 0)
     return _reduced(values, reduction, reduce_sum(wrap(counted, by_voxel, x)))

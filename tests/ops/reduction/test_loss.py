@@ -146,6 +146,16 @@ def test_cross_entropy(target, options, reduction, split):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_labels_of_bytes(reduction):
+    """torch takes them for scores without voxels."""
+    labels = torch.tensor([0, 1, 2, 2, 1, 0], dtype=torch.uint8)
+    check_function(
+        lambda x: F.cross_entropy(x.mT, labels, WEIGHT, reduction=reduction),
+        randn(3, 6), (), [[0, 2, 6]],
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_learned_weights_of_classes(reduction, points):
