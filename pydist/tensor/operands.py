@@ -73,9 +73,8 @@ def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
     prove_equal(tensor, layout, "cut")
     observer.follow(tensor, layout.mesh)
     part = average_grad(tensor, layout.mesh, layout.used_axes)
-    box = layout.box
-    if tuple(box.shape) != tuple(tensor.shape):
-        part = part[box.slices]
+    if layout.local_shape != tuple(tensor.shape):
+        part = part[layout.box.slices]
     entered = scale_grad(part, layout.mesh.sample_size / layout.replicas, as_view=True)
     return detached_part(entered, tensor)
 

@@ -307,6 +307,16 @@ def test_tensor_hooks_see_and_change_the_sharded_gradient():
     on_shards(body)
 
 
+def test_whole_gradients_of_one_number():
+    def body(x, mesh):
+        y = x[1, 0, 3, 0, 0]
+        y.register_hook(lambda g: g.full_tensor() * 2)
+        (grad,) = torch.autograd.grad(y, x, torch.tensor(3.0).double())
+        assert grad.full_tensor().sum() == 6
+
+    on_shards(body)
+
+
 def test_a_removed_hook_is_silent():
     def body(x, mesh):
         handle = x.register_hook(lambda g: pytest.fail("called"))

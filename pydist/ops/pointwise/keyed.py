@@ -55,8 +55,11 @@ class Draw:
             extents: its shape.
         """
         uniform = torch.empty(list(extents), dtype=torch.float32, device=self._device)
-        at = [lo[0] + self._first, *lo[1:]] if self._shape else []
-        native.keyed_uniform(uniform, self._key, at, self._shape)
+        if self._shape:
+            at = [lo[0] + self._first, *lo[1:]]
+            native.keyed_uniform(uniform, self._key, at, self._shape)
+        else:
+            native.keyed_uniform(uniform.view(1), self._key, [0], [1])
         return uniform
 
 
@@ -74,11 +77,12 @@ def keyed_uniform(func: Callable[..., Any], x: ShardedTensor, dims: int | None =
     extents = list(local_of(x).shape)
     count = len(extents) if dims is None else dims
     draw = Draw(func, x, x.layout.shape[:count])
-    return _expandable(draw.uniform(x.layout.box.lo[:count], extents[:count]), extents)
+    lo = x.layout.box.lo[:count] if count else []
+    return _expandable(draw.uniform(lo, extents[:count]), extents)
 
 
 def _expandable(numbers: Tensor, extents: Sequence[int]) -> Tensor:
-    return numbers.view(*numbers.shape, *(1 for _ in range(len(extents) - numbers.dim())))
+    return numbers.view((*numbers.shape, *(1 for _ in range(len(extents) - numbers.dim()))))
 
 
 def _next_key(func: Callable[..., Any], x: ShardedTensor, part: int) -> int | Tensor:

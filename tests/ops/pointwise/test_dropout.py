@@ -284,6 +284,20 @@ def test_moments_of_the_draws():
         assert found == pytest.approx(moments, abs=0.03)
 
 
+OF_ONE = DRAWS.keys() - {"feature alpha dropout"}  # which needs channels
+
+
+@pytest.mark.parametrize("draw", [F.dropout, *(DRAWS[name] for name in sorted(OF_ONE))])
+def test_draws_for_one_number(draw):
+    def body(mesh):
+        x = distribute_tensor(randn(*SHAPE), mesh)
+        return draw(x[1, 0, 1, 0, 0]).full_tensor()
+
+    found = on_ranks((2, 1, 1), body)
+    assert {t.shape for t in found} == {()}
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_uniform_numbers_are_below_one(dtype):
     def body(mesh):
