@@ -13,7 +13,7 @@ from pydist.layout import Layout
 from pydist.ops.empty import with_elements, without_added
 from pydist.ops.resampling.reads import moved_points, planning
 from pydist.ops.resampling.resample_plan import ResamplePlan
-from pydist.ops.resampling.taps import Resize
+from pydist.ops.resampling.taps import Resize, as_upsampled
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
 _AREA = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
@@ -63,7 +63,7 @@ def interpolate(
     sizes, out = layout.mesh.session.plan(key, make)
     if mode == "area":
         return _AREA[dims](input, out.shape[2:])  # type: ignore[arg-type, return-value]
-    local = local_of(input)
+    local = as_upsampled(mode, local_of(input))
     if layout.shape[0] == 0:
         # No exchange; the result stays in the graph.
         return wrap(local.new_zeros(out.local_shape) + local.sum(), out, input)
@@ -79,7 +79,7 @@ def interpolate(
         n, m, _ = plan.not_adjoint
         why = f"torch's gradient of {mode} from {n} to {m} is not that of its result"
         raise refusal(F.interpolate, (input,), {}, why)
-    return wrap(plan.run(plan.reads.gather(input)), out, input)
+    return wrap(plan.run(plan.reads.gather(wrap(local, layout, input))), out, input)
 
 
 def _scaled(layout: Layout, sizes: Sequence[Resize]) -> Layout:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pydist.backend.statistics import statistics_dtype
+from pydist.ops.dtypes import result_dtype
 
 _NN: Any = torch._C._nn
 
@@ -69,6 +70,19 @@ def upsample(
     if mode.startswith("nearest"):
         return kernel(x, tuple(out), *scales)
     return kernel(x, tuple(out), align_corners, *scales)
+
+
+def as_upsampled(mode: str, x: Tensor) -> Tensor:
+    """Converts a tensor to the dtype in which torch interpolates it under autocast.
+
+    On devices that is float32; a rank may add up taps, which have no such rule.
+    """
+    if not torch.is_autocast_enabled(x.device.type) or not x.is_floating_point():
+        return x
+    align_corners = () if mode.startswith("nearest") else (False,)
+    arguments = ((1,) * (x.dim() - 2), *align_corners)
+    kernel = _KERNELS[mode, x.dim() - 2]
+    return x.to(result_dtype(kernel, ((1,) * x.dim(), x), arguments=arguments))
 
 
 def taps_of(mode: str, size: Resize, align_corners: bool, dims: int, like: Tensor) -> Taps:

@@ -12,6 +12,7 @@ from torch import nn
 from pydist import distribute_tensor
 from pydist.errors import NotSupported
 from pydist.exchange.exchanger import Exchanger
+from pydist.ops.resampling import taps
 from pydist.ops.resampling.resample_plan import ResamplePlan
 from pydist.ops.resampling.taps import Resize, taps_of, upsample
 from support.equivalence import (
@@ -272,6 +273,30 @@ def test_narrow_values_are_rounded_once(dtype, align):
             y = F.interpolate(shard(x, layout_at(mesh, x.shape, POINTS_OF_8)), **options)
         assert error(y.full_tensor().detach().double(), expected.double()) <= torch.finfo(dtype).eps
         assert y.dtype == dtype
+
+    on_ranks((2, 1, 2), body)
+
+
+@pytest.mark.parametrize("options", [
+    {"size": (13, 7, 9)}, {"scale_factor": 2, "align_corners": True}, {"scale_factor": 2},
+], ids=str)  # fmt: skip
+def test_autocast_of_devices_computes_in_float32(options, monkeypatch):
+    """Some ranks run torch's kernel, others add up taps."""
+    kernel = taps._KERNELS["trilinear", 3]
+
+    def as_on_devices(x, *args):
+        is_mixed = torch.is_autocast_enabled("cpu") and x.dtype != torch.float64
+        return kernel(x.float() if is_mixed else x, *args)
+
+    monkeypatch.setitem(taps._KERNELS, ("trilinear", 3), as_on_devices)
+    x = randn(1, 2, 8, 6, 4).bfloat16()
+    expected = F.interpolate(x.float(), mode="trilinear", **options)
+
+    def body(mesh):
+        with torch.autocast("cpu", torch.bfloat16):
+            split = shard(x, layout_at(mesh, x.shape, POINTS_OF_8))
+            y = F.interpolate(split, mode="trilinear", **options).full_tensor()
+        torch.testing.assert_close(y.detach(), expected)
 
     on_ranks((2, 1, 2), body)
 
