@@ -271,6 +271,8 @@ class Members:
             for leaf in arrived:
                 if leaf in unused:
                     unused[leaf] = mean_ranks(unused[leaf], self.mesh, axes, "gradients")
+            for bucket in found.partitioned:
+                bucket.gather_gradients()  # the next ones have other parts
             self.plan(found, [*known, *arrived])
         kept = self.found.values()
         self.lanes = [lane for lane in self.lanes if lane.leaves or lane in kept]

@@ -16,7 +16,7 @@ from pydist.errors import NotSupported, UsageError
 from pydist.optim import ShardedOptimizer, gather_gradients, sharded
 from pydist.optim.partitioned import WORTHWHILE
 from support.equivalence import on_ranks, randn
-from support.networks.small import loss_of, small
+from support.networks.small import initialized, loss_of, small
 from support.training.shared_steps import OPTIMIZERS, adam, check, train
 
 pytestmark = pytest.mark.usefixtures("sizes")
@@ -225,6 +225,31 @@ def test_parameters_frozen_and_unfrozen():
         optimizer.zero_grad()
 
     check(loop=loop)
+
+
+def test_layers_that_are_unfrozen_one_after_the_other():
+    """Each joins those before it, in buckets with other parts."""
+
+    def network():
+        return nn.Sequential(
+            nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2)
+        ).double()
+
+    def loop(model, optimizer, mesh, step):
+        model[2].requires_grad_(step >= 5)
+        model[0].requires_grad_(step >= 10)
+        for part in range(2):
+            model(randn(3, 6, seed=2 * step + part) + mesh.data_index).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(mesh, use):
+        model, _ = train(mesh, use, loop=loop, model=initialized(network()), steps=14)
+        return [p.detach() for p in model.parameters()]
+
+    expected, *_ = on_ranks((1, 1, 1), lambda mesh: body(mesh, "never"), data=2)
+    for found in on_ranks((1, 1, 1), lambda mesh: body(mesh, "always"), data=2):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_parameters_outside_of_the_model_and_odd_ones():
