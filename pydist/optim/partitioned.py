@@ -22,8 +22,9 @@ from pydist.gradients.reducer import Reducer
 from pydist.gradients.rows import in_memory_order_of, memory_of
 from pydist.mesh import Mesh
 from pydist.optim.layerwise import LayerwiseOptimizer
-from pydist.optim.whole_state import ParameterState, gather_state
+from pydist.optim.whole_state import ParameterState, gather_state, state_of_all
 from pydist.slices.steps import (
+    ELEMENTWISE,
     gather_in_state_dict,
     has_hooks,
     own_part_of_state,
@@ -137,6 +138,9 @@ class ShardedOptimizer(Optimizer):
             raise UsageError(f"{type(optimizer).__name__} can't be partitioned: {obstacle}")
         self._entry = entry_hook_of(model)
         self._inner = optimizer
+        # Other classes may keep numbers in their groups or attributes, which change in each step.
+        by_parameter = type(optimizer) in ELEMENTWISE or isinstance(optimizer, LayerwiseOptimizer)
+        self._steps_once = not by_parameter
         self._parts: dict[Tensor, Tensor] = {}
         self._layout: dict[int, ParameterPartition] = {}
         self._source: Mapping[int, ParameterPartition] | None = (
@@ -191,19 +195,24 @@ class ShardedOptimizer(Optimizer):
         for parameter in rest.values():
             if isinstance(parameter.grad, PartitionedGradient):
                 refuse_pending(parameter.grad)  # before the first message is sent
-        started = []
-        failure: Exception | None = None
+        buckets = []
         for bucket in members.partitioned:
             alive = (p for leaf in bucket.leaves if (p := leaf.parameter()) is not None)
-            some = {id(p) for p in alive if rest.pop(id(p), None) is not None}
-            if some:
+            if some := {id(p) for p in alive if rest.pop(id(p), None) is not None}:
+                buckets.append((bucket, some))
+        failure: Exception | None = None
+        if self._steps_once:
+            everything = {id(own_slice(p)) for p in self._parameters()}
+            failure = self._step_some(everything, None, whole=True)
+        for bucket, some in buckets:
+            if not self._steps_once:
                 failure = self._step_some(some, failure)
-                # The values are in flight while the next bucket is stepped. They are sent after a
-                # failure as well, as other ranks, which may own none of its parts, wait for them.
-                self._start_gathering_values(bucket)
-                started.append((bucket, some))
-        failure = failure or self._step_some(rest.keys(), None, whole=True)
-        for bucket, some in started:
+            # The values are in flight while the next bucket is stepped. They are sent after a
+            # failure as well, as other ranks, which may own none of its parts, wait for them.
+            self._start_gathering_values(bucket)
+        if not self._steps_once:
+            failure = failure or self._step_some(rest.keys(), None, whole=True)
+        for bucket, some in buckets:
             self._finish_gathering_values(bucket, some)
         if failure is not None:
             raise failure
@@ -227,7 +236,7 @@ class ShardedOptimizer(Optimizer):
             norms = _Norms(self._mesh, _among(some, self._parameters()))
         with self._mesh.session.timers.measure("optimizer"), self._on_own_parts(some) as there_are:
             try:
-                if there_are and failure is None:
+                if (there_are or self._steps_once) and failure is None:
                     with self._with_norms(norms):
                         step_without_hooks(self._inner)
             except Exception as error:
@@ -317,14 +326,14 @@ class ShardedOptimizer(Optimizer):
             self._take(self._whole_state())
         return members
 
-    def _take(self, whole: dict[Tensor, ParameterState]) -> None:
+    def _take(self, whole: dict[Any, ParameterState]) -> None:
         """Makes this rank's parts, as the reducer assigns them, with their state."""
         members = self._reducer.members
         self._source = members.parts
         parts = {id(p): members.part_of(p) for p in self._parameters()}
         self._layout = {key: part for key, part in parts.items() if part is not None}
         self._parts = {}
-        state: defaultdict[Tensor, ParameterState] = defaultdict(dict)
+        state = defaultdict(dict, state_of_all(whole))
         for parameter in self._parameters():
             part = self._layout.get(id(parameter))
             if part is None:
@@ -339,7 +348,7 @@ class ShardedOptimizer(Optimizer):
                 }
         self.state = self._inner.state = state
 
-    def _whole_state(self) -> dict[Tensor, ParameterState]:
+    def _whole_state(self) -> dict[Any, ParameterState]:
         """Returns the full state by parameter, on every rank. Collective."""
         return gather_state(self._mesh, self._parameters(), self._parts, self._layout, self.state)
 

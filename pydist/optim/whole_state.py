@@ -26,8 +26,8 @@ def gather_state(
     parameters: Sequence[Tensor],
     owned: Mapping[Tensor, Tensor],
     parts: Mapping[int, ParameterPartition],
-    state: Mapping[Tensor, ParameterState],
-) -> dict[Tensor, ParameterState]:
+    state: Mapping[Any, ParameterState],
+) -> dict[Any, ParameterState]:
     """Gathers the full state by parameter, on every rank. Collective.
 
     Args:
@@ -36,17 +36,18 @@ def gather_state(
         owned: this rank's part of a parameter, if it has one; the parameter if not partitioned.
         parts: the parts of partitioned parameters, by id.
         state: by the tensors in `owned`. Values with the shape of the part are parts themselves;
-            others (a count of steps) are equal on all ranks.
+            others (a count of steps) are equal on all ranks, and so is the state of no parameter.
 
     Returns:
-        The states of parameters that have one; those of sharded weights are sharded like them.
+        The states of parameters that have one; those of sharded weights are sharded like them. And
+        what `state_of_all` returns.
     """
     mine = [
         _describe(state.get(owned[p], {}), owned[p]) if p in owned and id(p) in parts else None
         for p in parameters
     ]
     everyones = mesh.world.all_gather_json(mine)
-    whole: dict[Tensor, ParameterState] = {}
+    whole = state_of_all(state)
     for index, parameter in enumerate(parameters):
         part = parts.get(id(parameter))
         if part is None:
@@ -66,6 +67,11 @@ def gather_state(
         if found:
             whole[parameter] = found
     return whole
+
+
+def state_of_all(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns the state that belongs to no parameter, under keys that are no tensors."""
+    return {key: values for key, values in state.items() if not isinstance(key, Tensor)}
 
 
 def _describe(state: ParameterState, part: Tensor) -> dict[str, tuple[str, str, Any]]:

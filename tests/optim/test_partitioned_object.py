@@ -188,6 +188,48 @@ def replaced(parameters):
     return optimizer
 
 
+class Counting(SGD):
+    """Divides the rate by the number of steps, counted in the group, an attribute and the state."""
+
+    elementwise = True
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        count = self.state["run"]
+        count["steps"] = count.get("steps", 0) + 1
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            assert group["steps"] == count["steps"] == self.steps
+            group["lr"] = 0.5 / group["steps"]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_optimizers_that_count_their_steps(ranks):
+    """They step once for all buckets, also on a rank without a part."""
+
+    def make(parameters):
+        first, *rest = parameters
+        return Counting([{"params": [first]}, {"params": rest}], 0.5, momentum=0.9)
+
+    def body(mesh):
+        model = initialized(nn.Sequential(nn.Linear(8, 1), nn.Tanh(), nn.Linear(1, 9)).double())
+        model = parallelize(model, mesh)
+        optimizer = sharded(make(model.parameters()), model, "always")
+        for step in range(5):
+            model(randn(3, 8, seed=step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert optimizer.state_dict()["state"]["run"] == {"steps": 5}
+        assert [group["steps"] for group in optimizer.param_groups] == [5, 5]
+
+    on_ranks((1, 1, 1), body, data=ranks)
+    check(make)
+
+
 @pytest.mark.parametrize("make", [lambda p: Halved(p, 0.1), replaced])
 def test_steps_of_users_are_called(make):
     def loop(model, optimizer, mesh, step):
