@@ -350,6 +350,38 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path, ranks):
     on_ranks((1, 1, 1), job, data=ranks)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps a number, and a dict, of all parameters."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state["run"]["steps"] = self.state["run"].get("steps", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("use", ["never", "always"])
+def test_optimizer_state_of_no_parameter(tmp_path, use):
+    def job(mesh: Mesh) -> None:
+        model = parallelize(network(labeled=False), mesh)
+
+        def made() -> Any:
+            return sharded(Counting(model.parameters(), 0.1, momentum=0.9), model, use)
+
+        optimizer = made()
+        for step in (1, 2):
+            model(SAMPLES.inputs[:1]).sum().backward()
+            optimizer.step()
+            checkpoint.save(tmp_path, step, model=model, optimizer=optimizer)
+        optimizer = made()
+        checkpoint.load(tmp_path, model=model, optimizer=optimizer)
+        for _ in range(2):
+            state = optimizer.state_dict()["state"]
+            assert (state["steps"], state["run"]) == (2, {"steps": 2})
+
+    on_ranks((1, 1, 1), job, data=2)
+
+
 def test_a_load_without_enough_memory_is_no_error_of_the_checkpoint(tmp_path, monkeypatch):
     model = parallelize(network(labeled=False), Mesh(LocalTransport()))
     state: Any = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}

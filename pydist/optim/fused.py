@@ -29,8 +29,9 @@ def match_parameter_formats(optimizer: Optimizer) -> None:
     CPU uses the state of other elements.
     """
     for parameter, values in optimizer.state.items():
-        if is_sharded_weight(parameter):
-            continue  # its slices have the order of the weight's
+        # State under another key belongs to all parameters; slices have the order of the weight's.
+        if not isinstance(parameter, Tensor) or is_sharded_weight(parameter):
+            continue
         for name, value in values.items():
             if not isinstance(value, Tensor) or value.shape != parameter.shape:
                 continue

@@ -48,7 +48,7 @@ _HOOKED = Optimizer.profile_hook_step(lambda: None).__code__
 def shard_state(optimizer: Optimizer) -> None:
     """Replaces whole state of sharded weights, such as loaded state, by this rank's slices."""
     for weight, values in list(optimizer.state.items()):
-        if is_sharded_weight(weight):
+        if isinstance(weight, Tensor) and is_sharded_weight(weight):
             gather_in_state_dict(optimizer)
             own = {name: own_part_of_state(value, weight) for name, value in values.items()}
             optimizer.state[weight] = shown_as(own, own_slice(weight), weight)
