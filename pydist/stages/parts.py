@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pydist._loader import native
 from pydist.arguments import leaves, mapped
+from pydist.batches import batch_of
 from pydist.errors import UsageError
 from pydist.gradients.leaf import leaf_of
 from pydist.group_sizes import GroupSizes, weights_of
@@ -74,7 +75,7 @@ def check_count(micro_batches: int) -> None:
 
 
 def split_batch(
-    inputs: Any, target: Any, count: int, mesh: Mesh, dims: int, *, weighs: bool
+    inputs: Any, target: Any, count: int, mesh: Mesh, dims: int, own_dims: int, *, weighs: bool
 ) -> Iterator[BatchPart]:
     """Yields the micro-batches of a batch. Collective over the groups of a mesh.
 
@@ -84,16 +85,17 @@ def split_batch(
         count: number of micro-batches.
         mesh: of this rank's stage.
         dims: number of dims of plain arguments that are cut over the mesh.
+        own_dims: number of dims of the network's batches, on any mesh.
         weighs: whether sample groups are weighted by their samples.
 
     Raises:
         UsageError: there is no tensor among the inputs, or there are too few samples.
     """
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-    first = next((x for x in leaves(arguments) if isinstance(x, Tensor) and x.dim()), None)
-    if first is None:
+    batch = _batch_of(arguments, own_dims)
+    if batch is None:
         raise UsageError("inputs: expected the network's arguments, with a tensor among them")
-    samples = first.shape[0]
+    samples = batch.shape[0]
     sizes = GroupSizes(mesh, samples, _given_first(arguments), weighs=weighs)
     weights_of(mesh).begin(sizes, together=False)  # for closures that run a step
     if min(sizes.counts) < count:
@@ -191,6 +193,21 @@ def on_mesh(x: Tensor, mesh: Mesh, dims: int, first_sample: int | None = None) -
     return distribute_tensor(x, mesh, None if x.dim() == dims else {}, first_sample=first_sample)
 
 
+def _batch_of(arguments: tuple[Any, ...], dims: int) -> Tensor | None:
+    """Returns the argument whose dim 0 counts the samples, the same on the meshes of all stages.
+
+    It is sharded or has the dims of the network's batches, if there is such a tensor; one in a
+    container, as kernels are, only if no direct argument has them. See `batch_of`.
+    """
+    nested = list(leaves(arguments))
+    for given in (arguments, nested):
+        tensors = (x for x in given if isinstance(x, Tensor))
+        batches = (x for x in tensors if isinstance(x, ShardedTensor) or x.dim() == dims)
+        if (batch := batch_of(batches)) is not None:
+            return batch
+    return batch_of(nested)
+
+
 def batch_checksum(values: Any) -> int:
     """Returns a checksum of the first elements of all plain tensors on the host, one each 4 KiB.
 
@@ -200,7 +217,7 @@ def batch_checksum(values: Any) -> int:
     for x in leaves((values,)):
         if isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and not x.is_cuda:
             first = x.detach().flatten()[: _CHECKED // x.element_size()]
-            checksum = native.crc32c(first, checksum)
+            checksum = native.crc32c(first.contiguous(), checksum)
     return checksum
 
 

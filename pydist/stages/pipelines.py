@@ -64,7 +64,8 @@ class Pipeline:
         self.model, self.stages, self.plan = model, stages, plan
         self._micro_batches, self._schedule = micro_batches, schedule
         self._relays, self._recomputes = skips == "relay", recompute
-        self._transfers, self._shapes = Transfers(stages, dims_of_network(model), routes), Shapes()
+        self._dims = dims_of_network(model)
+        self._transfers, self._shapes = Transfers(stages, self._dims, routes), Shapes()
         self._uses = uses
         self._parameters = StagedParameters(model)
         ends = schedule.meshes(stages.count - 1)
@@ -96,8 +97,10 @@ class Pipeline:
 
         Args:
             inputs: an argument of the network, or a tuple of them; tensors whose dim 0 counts the
-                samples are cut into micro-batches. Inputs and target are the same on all ranks
-                with one data index.
+                samples are cut into micro-batches. It is that of the first tensor that is sharded
+                or has the dims of the network's batches; of one with an extent other than 1, as of
+                an atlas, if there is one. Inputs and target are the same on all ranks with one data
+                index.
             target: the second argument of the criterion, cut in the same way.
             criterion: called as criterion(output, target); a mean over samples. A rank calls it in
                 each pass over a micro-batch, so several times with several stages on a mesh or
@@ -126,8 +129,9 @@ class Pipeline:
                 trained = self._gradients.inputs = self._trained_inputs((inputs, target))
                 before = self._gradients.of_shared()
                 found = split_batch(
-                    inputs, target, count, self.stages.mesh, entry.dims, weighs=entry.batches.weighs
-                )
+                    inputs, target, count, self.stages.mesh, entry.dims, 2 + self._dims,
+                    weighs=entry.batches.weighs,
+                )  # fmt: skip
                 parts = list(found)
                 passes = self._schedule.passes(count)[self.stages.index]
                 try:

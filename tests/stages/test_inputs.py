@@ -57,6 +57,19 @@ def test_gradients_of_inputs(meshes, options, bounds):
     on_stages(list(meshes), rank)
 
 
+def test_inputs_with_gaps_in_memory():
+    net = initialized(Between())
+
+    def rank(stages):
+        own, whole = copy.deepcopy(net), copy.deepcopy(net)
+        made = pipeline(own, stages, X[:1], cuts=["last"], micro_batches=2)
+        x = torch.stack([X, X], -1)[..., 0]
+        loss = made.step(x, TARGET, F.mse_loss)
+        assert torch.allclose(loss, F.mse_loss(whole(x), TARGET), rtol=0, atol=1e-12)
+
+    on_stages([ONE, ONE], rank)
+
+
 def test_an_input_that_two_stages_of_a_split_mesh_use():
     net = initialized(UsedTwice())
 
@@ -108,6 +121,58 @@ def test_gradients_of_inputs_without_samples_in_uneven_groups():
             assert torch.allclose(a.grad, b.grad, rtol=0, atol=1e-12)
 
     on_stages([TWO_GROUPS, TWO_GROUPS], rank)
+
+
+class Prompted(nn.Module):
+    def __init__(self, conv):
+        super().__init__()
+        self.project, self.last = nn.Linear(4, 2), conv(2, 2, 3, padding=1)
+        self.first = conv(1, 2, 3, padding=1)
+
+    def forward(self, prompt, x):
+        x = x["x"] if isinstance(x, dict) else x
+        scale = self.project(prompt).flatten(0, -2).mean(0)
+        y = torch.tanh(self.first(x)) * scale.view(1, 2, *[1] * (x.dim() - 2))
+        return self.last(y)
+
+
+@pytest.mark.parametrize(
+    ("shape", "nested"),
+    [((4, 4), False), ((4, 4), True), ((1, 4), False), ((1, 1, 3, 4, 4), False)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("conv", "meshes"),
+    [
+        (nn.Conv3d, (ONE, ONE)),
+        (nn.Conv3d, (TWO_GROUPS, TWO_GROUPS)),
+        (nn.Conv2d, (ONE, {"spatial": (1, 2, 1)})),
+    ],
+)
+def test_samples_are_counted_by_a_batch_of_the_network(shape, conv, meshes, nested):
+    """Not by a prompt or an atlas before it."""
+    net, prompt = initialized(Prompted(conv)), randn(*shape, seed=5)
+    x, target = (t if conv is nn.Conv3d else t[..., 0] for t in (X[:6], TARGET[:6]))
+    whole = copy.deepcopy(net)
+    loss = F.mse_loss(whole(prompt, x), target)
+    loss.backward()
+    grads = {name: p.grad for name, p in whole.named_parameters()}
+
+    def given(x):
+        return prompt, {"x": x} if nested else x
+
+    def rank(stages):
+        own, data = copy.deepcopy(net), stages.mesh.data_size
+        rows = slice(*[0, 6 // data, 6][stages.mesh.data_index :][:2])
+        made = pipeline(own, stages, given(x[:1]), cuts=["last"], micro_batches=3)
+        found = made.step(given(x[rows]), target[rows], F.mse_loss)
+        for name, p in own.named_parameters():
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, grads[name], rtol=1e-12, atol=1e-13)
+        return stages.mesh.data_index, found
+
+    losses = dict(on_stages(list(meshes), rank)).values()
+    torch.testing.assert_close(torch.stack(list(losses)).mean(), loss.detach())
 
 
 def test_a_sample_that_requires_a_gradient():
