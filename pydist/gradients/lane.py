@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from pydist.exchange.exchanger import order_streams
 from pydist.gradients.bucket import Bucket, Remnant
 from pydist.gradients.buckets import make_buckets
 from pydist.gradients.forms.form import DenseForm
+from pydist.gradients.forms.levels import Levels
 from pydist.gradients.forms.settings import make_form
 from pydist.gradients.graph import is_reached
 from pydist.gradients.leaf import NEW, Leaf
@@ -24,9 +25,20 @@ from pydist.grid import AXES
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
     from pydist.gradients.forms.form import Form
+    from pydist.gradients.forms.messages import Messages
     from pydist.gradients.forms.settings import Gradients
     from pydist.mesh import Mesh
     from pydist.timers import Timers
+
+
+class LaneGroups(NamedTuple):
+    """Groups that a lane has made, and the next one of its kind uses when it is dropped."""
+
+    axes: tuple[str, ...]
+    gradients: Gradients | None
+    transport: Transport
+    levels: tuple[Messages, Messages] | None
+    """Those of a form in two levels."""
 
 
 class Lane:
@@ -44,6 +56,7 @@ class Lane:
             with other slices.
         transports: all groups whose collectives the lane uses.
         form: says how these ranks average a bucket.
+        gradients: the settings of the form; None for the dense one.
         leaves: the parameters, in the order of registration.
         bucket_of: the bucket of each parameter.
         pauses: number of open `no_sync` blocks.
@@ -60,10 +73,12 @@ class Lane:
         holders: Transport,
         timers: Timers,
         form: Form | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         self.axes, self.transport, self._timers = tuple(axes), transport, timers
         self.holders = holders
         self.form: Form = form or DenseForm(transport)
+        self.gradients = gradients
         self.transports = list(dict.fromkeys([transport, *self.form.transports]))
         self.leaves: list[Leaf] = []
         self.buckets: list[Bucket] = []
@@ -74,6 +89,13 @@ class Lane:
         self._arrived: set[Leaf] = set()
         self._streams: set[torch.cuda.Stream] = set()  # on which gradients have arrived
         self._next = self._released = 0  # of the buckets: the first that has not started, ...
+
+    @property
+    def groups(self) -> LaneGroups:
+        """The groups that the lane has made."""
+        form = self.form
+        levels = (form.within, form.between) if isinstance(form, Levels) else None
+        return LaneGroups(self.axes, self.gradients, self.transport, levels)
 
     @property
     def started(self) -> int:
@@ -248,6 +270,7 @@ def make_lane(
     axes: tuple[str, ...],
     leaves: Sequence[Leaf] = (),
     gradients: Gradients | None = None,
+    groups: LaneGroups | None = None,
 ) -> Lane:
     """Makes a lane without buckets. Collective over the mesh.
 
@@ -256,12 +279,18 @@ def make_lane(
         axes: those along which the ranks hold the parameters.
         leaves: the parameters.
         gradients: how the ranks average gradients; dense by default.
+        groups: those of a dropped lane with these axes and settings; by default new ones are made.
     """
     group = mesh.world if axes == AXES else mesh.group(axes)
-    transport = group.split(0, group.rank)
-    form = None if gradients is None else make_form(gradients, mesh, axes, group, leaves)
+    transport = group.split(0, group.rank) if groups is None else groups.transport
+    levels = None
+    if groups is not None and groups.levels is not None:
+        levels = groups.levels[0].renewed(), groups.levels[1].renewed()
+    form = None
+    if gradients is not None:
+        form = make_form(gradients, mesh, axes, group, leaves, levels)
     holders = transport if axes == AXES else mesh.world
-    return Lane(axes, transport, holders, mesh.session.timers, form)
+    return Lane(axes, transport, holders, mesh.session.timers, form, gradients)
 
 
 def is_capturing(lanes: Sequence[Lane]) -> bool:

@@ -15,7 +15,7 @@ from pydist.exchange.consistency import consistency_of
 from pydist.exchange.own_slice import own_slice
 from pydist.gradients import graph, step_check
 from pydist.gradients.forms.stateful import SteppedForm
-from pydist.gradients.lane import Lane, make_lane
+from pydist.gradients.lane import Lane, LaneGroups, make_lane
 from pydist.gradients.leaf import NEW, Leaf, LeafReducer, leaf_of
 from pydist.gradients.newcomers import compare_newcomers
 from pydist.gradients.partitioned_bucket import ParameterPartition, PartitionedBucket
@@ -50,6 +50,7 @@ class Members:
         self.newcomers: dict[Leaf, None] = {}
         self.parts: dict[int, ParameterPartition] = {}
         self._lane_of: dict[Leaf, Lane] = {}
+        self._groups: list[LaneGroups] = []  # of dropped lanes, which all ranks drop together
 
     @property
     def reducer(self) -> LeafReducer:
@@ -118,8 +119,7 @@ class Members:
             found.setdefault(leaf.axes, []).append(leaf)
         lanes = []
         for axes, leaves in found.items():
-            lanes.append(make_lane(self.mesh, axes, leaves, gradients))
-            self.lanes.append(lanes[-1])
+            lanes.append(self._make_lane(axes, leaves, gradients))
             self.plan(lanes[-1], leaves)
             for leaf in leaves:
                 del self.newcomers[leaf]
@@ -259,8 +259,7 @@ class Members:
         for axes in dict.fromkeys(leaf.axes for leaf in news):
             found = self.found.get(axes)
             if found is None:
-                found = self.found[axes] = make_lane(self.mesh, axes)
-                self.lanes.append(found)
+                found = self.found[axes] = self._make_lane(axes)
             arrived = [leaf for leaf in news if leaf.axes == axes]
             for leaf in arrived:
                 del self.newcomers[leaf]
@@ -274,8 +273,25 @@ class Members:
             for bucket in found.partitioned:
                 bucket.gather_gradients()  # the next ones have other parts
             self.plan(found, [*known, *arrived])
-        kept = self.found.values()
-        self.lanes = [lane for lane in self.lanes if lane.leaves or lane in kept]
+        over = [e for e in self.lanes if not e.leaves and e not in self.found.values()]
+        self.lanes = [lane for lane in self.lanes if lane not in over]
+        self._groups += [lane.groups for lane in over]
+
+    def _make_lane(
+        self,
+        axes: tuple[str, ...],
+        leaves: Sequence[Leaf] = (),
+        gradients: Gradients | None = None,
+    ) -> Lane:
+        """Adds a lane without buckets, with the groups of a dropped one if possible. Collective.
+
+        A transport holds sockets or communicators, of which there are not many, to the end.
+        """
+        groups = next((e for e in self._groups if e[:2] == (axes, gradients)), None)
+        if groups is not None:
+            self._groups = [each for each in self._groups if each is not groups]
+        self.lanes.append(make_lane(self.mesh, axes, leaves, gradients, groups))
+        return self.lanes[-1]
 
     def _in_order(self) -> list[Leaf]:
         """Returns the newcomers, in the same order on all ranks.

@@ -40,10 +40,10 @@ class Levels(Form):
         between: connects the ranks with one index in all these groups.
     """
 
-    def __init__(self, within: Transport, between: Transport) -> None:
-        self.within, self.between = _messages(within), _messages(between)
+    def __init__(self, within: Messages, between: Messages) -> None:
+        self.within, self.between = within, between
         self.transports = [*self.within.transports, *self.between.transports]
-        self._on_hosts = within.device is None
+        self._on_hosts = within.transport.device is None
         self._started: deque[Sequel] = deque()  # not to the last message
 
     @property
@@ -126,7 +126,7 @@ class Levels(Form):
         """Makes a group's interval the mean over the groups, in place."""
 
 
-def _messages(group: Transport) -> Messages:
+def messages_of(group: Transport) -> Messages:
     """Returns the collectives of a group. Collective.
 
     On devices there is no second group: NCCL needs one order of messages in all groups. Else all
@@ -143,9 +143,7 @@ class NarrowForm(Levels):
     65504 become infinite in fp16.
     """
 
-    def __init__(
-        self, name: str, dtype: torch.dtype, within: Transport, between: Transport
-    ) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, within: Messages, between: Messages) -> None:
         super().__init__(within, between)
         self.name, self._dtype = name, dtype
 
@@ -192,7 +190,7 @@ class HierarchicalForm(Levels):
 
     name = "hierarchical"
 
-    def __init__(self, within: Transport, between: Transport, ranks: int) -> None:
+    def __init__(self, within: Messages, between: Messages, ranks: int) -> None:
         """Connects the ranks.
 
         Args:

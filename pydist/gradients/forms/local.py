@@ -19,7 +19,7 @@ from pydist.gradients.forms.stateful import SteppedForm
 
 if TYPE_CHECKING:
     from pydist.comm.interface.handles import Work
-    from pydist.comm.interface.transport import Transport
+    from pydist.gradients.forms.messages import Messages
     from pydist.gradients.leaf import Leaf
 
 
@@ -32,7 +32,7 @@ class LocalForm(SteppedForm):
 
     name = "post_local"
 
-    def __init__(self, within: Transport, between: Transport, *, every: int, start: int) -> None:
+    def __init__(self, within: Messages, between: Messages, *, every: int, start: int) -> None:
         """Takes the settings of `pydist.gradients.PostLocal`."""
         super().__init__(within, between)
         self._every, self._start = every, start

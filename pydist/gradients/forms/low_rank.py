@@ -20,7 +20,7 @@ from pydist.gradients.forms.stateful import StatefulForm, divided, joined
 
 if TYPE_CHECKING:
     from pydist.comm.interface.handles import Work
-    from pydist.comm.interface.transport import Transport
+    from pydist.gradients.forms.messages import Messages
     from pydist.gradients.leaf import Leaf
 
 
@@ -36,8 +36,8 @@ class LowRankForm(StatefulForm):
 
     def __init__(
         self,
-        within: Transport,
-        between: Transport,
+        within: Messages,
+        between: Messages,
         leaves: Iterable[Leaf],
         seed: int,
         *,

@@ -34,6 +34,10 @@ class Messages:
         self.sent = 0
         self._begins = False
 
+    def renewed(self) -> Messages:
+        """Returns the collectives of the same group for another form."""
+        return Messages(self.transport, self.later)
+
     @property
     def transports(self) -> list[Transport]:
         """One or two transports that connect these ranks."""

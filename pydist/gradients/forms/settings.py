@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pydist.errors import NotSupported, UsageError
 from pydist.gradients.forms.form import Form
-from pydist.gradients.forms.levels import HierarchicalForm, NarrowForm, TorusForm
+from pydist.gradients.forms.levels import HierarchicalForm, NarrowForm, TorusForm, messages_of
 from pydist.gradients.forms.local import LocalForm
 from pydist.gradients.forms.low_rank import LowRankForm
 from pydist.gradients.forms.sparse import SparseForm
@@ -19,6 +19,7 @@ from pydist.gradients.forms.topology import hosts_of, rows_of, split_rows
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
+    from pydist.gradients.forms.messages import Messages
     from pydist.gradients.leaf import Leaf
     from pydist.mesh import Mesh
 
@@ -266,7 +267,12 @@ def _is_dense(settings: Gradients, mesh: Mesh) -> bool:
 
 
 def make_form(
-    settings: Gradients, mesh: Mesh, axes: tuple[str, ...], group: Transport, leaves: Sequence[Leaf]
+    settings: Gradients,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    group: Transport,
+    leaves: Sequence[Leaf],
+    levels: tuple[Messages, Messages] | None = None,
 ) -> Form | None:
     """Makes the form of a lane. Collective over the mesh.
 
@@ -276,6 +282,8 @@ def make_form(
         axes: those along which the ranks of the lane differ.
         group: these ranks.
         leaves: the parameters of the lane.
+        levels: the groups of an earlier form of these settings and axes, for this one; by default
+            new groups are made.
 
     Returns:
         The form; None for the dense one: as compressed ones are with one sample group, and the
@@ -287,13 +295,13 @@ def make_form(
         row = settings.row
         if group is not mesh.world and row is not None and group.size % row:
             row = None  # it describes all ranks, and fewer hold a slice
-        return TorusForm(*split_rows(group, rows_of(hosts_of(group), row)))
+        return TorusForm(*(levels or _levels(*split_rows(group, rows_of(hosts_of(group), row)))))
     if isinstance(settings, Hierarchical):
         hosts = hosts_of(group)
         if len(hosts) in (1, group.size):
             return None
-        return HierarchicalForm(*split_rows(group, hosts), group.size)
-    return _compressed(settings, mesh, axes, leaves)
+        return HierarchicalForm(*(levels or _levels(*split_rows(group, hosts))), group.size)
+    return _compressed(settings, mesh, axes, leaves, levels)
 
 
 def _compressed(
@@ -301,13 +309,16 @@ def _compressed(
     mesh: Mesh,
     axes: tuple[str, ...],
     leaves: Sequence[Leaf],
+    levels: tuple[Messages, Messages] | None,
 ) -> Form | None:
     """Makes a form that sends less between sample groups, if there are several."""
     if mesh.data_size == 1:
         return None
     # Of their own: a rank without work starts its buckets after exchanges that others start later.
     inside = mesh.group(tuple(axis for axis in axes if axis != "data"))
-    within, between = inside.split(0, inside.rank), mesh.data.split(0, mesh.data.rank)
+    if levels is None:
+        levels = _levels(inside.split(0, inside.rank), mesh.data.split(0, mesh.data.rank))
+    within, between = levels
     if isinstance(settings, Narrow):
         return NarrowForm(settings.name, _DTYPES[settings.dtype], within, between)
     if isinstance(settings, PowerSGD):
@@ -324,6 +335,10 @@ def _compressed(
         momentum=settings.momentum, nesterov=settings.nesterov, masking=settings.masking,
         sample=settings.sample, clip_norm=settings.clip_norm,
     )  # fmt: skip
+
+
+def _levels(within: Transport, between: Transport) -> tuple[Messages, Messages]:
+    return messages_of(within), messages_of(between)
 
 
 def _check_count(call: str, given: object, least: int) -> None:

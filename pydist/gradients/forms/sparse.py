@@ -28,7 +28,7 @@ from pydist.gradients.forms.clipping import LocalClipping
 from pydist.gradients.forms.stateful import LeafState, StatefulForm, divided, joined
 
 if TYPE_CHECKING:
-    from pydist.comm.interface.transport import Transport
+    from pydist.gradients.forms.messages import Messages
     from pydist.gradients.leaf import Leaf
 
 _FEW = 0.8
@@ -50,8 +50,8 @@ class SparseForm(StatefulForm):
 
     def __init__(
         self,
-        within: Transport,
-        between: Transport,
+        within: Messages,
+        between: Messages,
         leaves: Iterable[Leaf],
         seed: int,
         *,

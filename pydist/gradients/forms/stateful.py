@@ -26,7 +26,7 @@ from pydist.gradients.leaf import pieces_of
 
 if TYPE_CHECKING:
     from pydist.comm.interface.handles import Work
-    from pydist.comm.interface.transport import Transport
+    from pydist.gradients.forms.messages import Messages
     from pydist.gradients.leaf import Leaf
 
 LeafState = dict[str, Tensor]
@@ -40,7 +40,7 @@ class SteppedForm(Levels):
         steps: number of steps so far, as the form counts them; equal on all ranks.
     """
 
-    def __init__(self, within: Transport, between: Transport) -> None:
+    def __init__(self, within: Messages, between: Messages) -> None:
         super().__init__(within, between)
         self.steps = 0
         self._leaves: list[Leaf] = []  # of the running pass
@@ -75,7 +75,7 @@ class StatefulForm(SteppedForm):
     shared: frozenset[str] = frozenset()
 
     def __init__(
-        self, within: Transport, between: Transport, leaves: Iterable[Leaf], seed: int
+        self, within: Messages, between: Messages, leaves: Iterable[Leaf], seed: int
     ) -> None:
         """Chooses the owners.
 
