@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -265,3 +266,21 @@ def test_buffers_of_a_collective_outlive_a_rank_that_does_not_wait_for_it() -> N
         return out
 
     assert run_local(body, 2)[1].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "reason", ["socket: Too many open files", "Too many communicators (0/2048)"]
+)
+def test_a_group_that_is_one_too_many(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    def refused(_: LocalTransport, members: Sequence[int]) -> Transport:
+        del members
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(LocalTransport, "_subgroup", refused)
+    with pytest.raises(
+        UsageError, match=r"no further group .*\(too many [a-z ]*\): each mesh keeps"
+    ):
+        LocalTransport().split(0, 0)
+    reason = "another one"
+    with pytest.raises(RuntimeError, match=r"^another one$"):
+        LocalTransport().split(0, 0)

@@ -15,6 +15,7 @@ diverge permanently. float16 and bfloat16 are summed in float32 and rounded once
 from __future__ import annotations
 
 import json
+import re
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from pydist.comm.interface.checks import check_peer, check_tag
 from pydist.comm.interface.collectives import Collectives
 from pydist.comm.interface.handles import Channel
 from pydist.errors import UsageError
+
+_NO_MORE = re.compile("too many (open files|communicators)", re.IGNORECASE)
 
 
 class Transport(Collectives):
@@ -46,6 +49,9 @@ class Transport(Collectives):
 
         Returns:
             The transport of this rank's group.
+
+        Raises:
+            UsageError: the job has as many groups as the process or MPI can have.
         """
         mine = struct.pack("<qq", color, key)
         pairs = [struct.unpack("<qq", each) for each in self.all_gather_bytes(mine)]
@@ -53,7 +59,15 @@ class Transport(Collectives):
             (rank for rank in range(self.size) if pairs[rank][0] == color),
             key=lambda rank: (pairs[rank][1], rank),
         )
-        group = self._subgroup(members)
+        try:
+            group = self._subgroup(members)
+        except RuntimeError as error:
+            if not (found := _NO_MORE.search(str(error))):
+                raise
+            raise UsageError(
+                f"no further group of ranks can be made ({found[0].lower()}): each mesh keeps "
+                "groups until the program ends, so make one, and parallelize all models on it"
+            ) from error
         group.ledger.job_ranks = [self.ledger.name(member) for member in members]
         group.watcher = self.watcher
         group.ledger.open(group)
