@@ -114,10 +114,7 @@ def average_parameters(
     entry = entry_hook_of(model)
     averaged = False
     for form in entry.forms:
-        if not isinstance(form, LocalForm):
-            continue
-        form.end_step()
-        if not (form.is_due or (always and form.differs)):
+        if not isinstance(form, LocalForm) or not (form.is_due or (always and form.differs)):
             continue
         averaged = True
         found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -7,7 +7,7 @@ Source: Lin, Stich, Patel and Jaggi (2020), arXiv:1808.07217.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class LocalForm(SteppedForm):
     """Form that averages over all sample groups at first, and later over this rank's group alone.
 
-    Its only state is the number of steps, equal on all ranks. A step has one backward pass or more:
-    it ends when the caller says so, or with a pass over changed parameters.
+    Its only state is the number of steps, equal on all ranks: all backward passes count, as groups
+    may see different gradients.
     """
 
     name = "post_local"
@@ -36,8 +36,7 @@ class LocalForm(SteppedForm):
         """Takes the settings of `pydist.gradients.PostLocal`."""
         super().__init__(within, between)
         self._every, self._start = every, start
-        self._alone = 0  # steps since the groups were equal
-        self._versions: dict[Leaf, int] = {}  # of parameters in passes of the running step
+        self._alone = 0  # passes since the groups were equal
         self._averages = False
 
     @property
@@ -55,21 +54,12 @@ class LocalForm(SteppedForm):
         """Whether the groups may have different parameters."""
         return self._alone > 0
 
-    def end_step(self) -> None:
-        """Counts a step, if there was a backward pass since the last one."""
-        if self._versions:
-            self._alone += self.is_local
-            self.steps += 1
-            self._versions.clear()
-
     def start(self, row: Tensor, leaves: Sequence[Leaf]) -> Work:
         """Starts the reduction of a row; see `Form.start`.
 
         Raises:
             UsageError: the groups' parameters were not averaged when they should have been.
         """
-        if any(self._versions.get(leaf, now) != now for leaf, now in _versions_of(leaves)):
-            self.end_step()
         if self.is_due:
             raise UsageError(
                 f'gradients="post_local": {self._alone} steps without an average of the sample '
@@ -79,15 +69,15 @@ class LocalForm(SteppedForm):
         return super().start(row, leaves)
 
     def conclude(self, kept: Callable[[Leaf], bool]) -> None:
-        """Records the parameters that received a mean in this step; see `Form.conclude`."""
-        self._versions |= _versions_of(leaf for leaf in self._leaves if kept(leaf))
-        self.abandon()
+        """Counts the steps without an average of the parameters; see `Form.conclude`."""
+        was_local, before = self.is_local, self.steps
+        super().conclude(kept)
+        self._alone += was_local and self.steps > before
 
     def restart(self, steps: int) -> None:
         """Continues after an average of the parameters; see `SteppedForm.restart`."""
         super().restart(steps)
         self._alone = 0
-        self._versions.clear()
 
     def average(self, rows: Sequence[Tensor]) -> None:
         """Averages rows over the sample groups, in place. Collective.
@@ -108,10 +98,3 @@ class LocalForm(SteppedForm):
         if not self.is_local or self._averages:
             yield self.between.all_reduce(part)
             divide_(part, self.between.size)
-
-
-def _versions_of(leaves: Iterable[Leaf]) -> Iterator[tuple[Leaf, int]]:
-    """Yields leaves with the versions of their parameters, which change with each step."""
-    for leaf in leaves:
-        if (parameter := leaf.parameter()) is not None:
-            yield leaf, parameter._version

@@ -37,13 +37,18 @@ class SteppedForm(Levels):
     """Base of forms that count steps. Their parameters stay in their lane, and are not replaced.
 
     Attributes:
-        steps: number of steps so far, as the form counts them; equal on all ranks.
+        steps: backward passes so far, as the form counts them; equal on all ranks.
     """
 
     def __init__(self, within: Messages, between: Messages) -> None:
         super().__init__(within, between)
         self.steps = 0
         self._leaves: list[Leaf] = []  # of the running pass
+
+    def conclude(self, kept: Callable[[Leaf], bool]) -> None:
+        """Counts a step if any parameter received its mean; see `Form.conclude`."""
+        self.steps += any(kept(leaf) for leaf in self._leaves)
+        self.abandon()
 
     def restart(self, steps: int) -> None:
         """Continues after a number of steps, with parameters that are equal in all groups."""

@@ -87,44 +87,17 @@ def test_nothing_is_sent_between_groups_meanwhile():
         for step in range(5):
             model.backward(random_gradients()(mesh.rank, step))
             sent.append(form.sent()["between"])
-            average_parameters(model)
         return sent
 
     for sent in on_ranks((1, 1, 1), body, data=2):
         assert 0 < sent[0] < sent[1] == sent[2] == sent[4]
 
 
-@pytest.mark.parametrize(("every", "start"), [(1, 0), (3, 0), (4, 0), (2, 3)])
-def test_a_step_may_have_several_backward_passes(every, start):
-    """As of a discriminator, whose two losses have passes of their own."""
-
-    def body(mesh):
-        model = parallelize(small(), mesh, gradients=PostLocal(every, start))
-        (form,) = model.__dict__["_pydist_entry"].forms
-        optimizer, averaged, sent = sgd(model), [], []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            for part in range(2):
-                before = form.sent()["between"]
-                loss_of(model, mesh, 2 * step + part).backward()
-                sent.append(form.sent()["between"] > before)
-            optimizer.step()
-            averaged.append(average_parameters(model, optimizer))
-        assert sent == [step < start for step in range(STEPS) for _ in range(2)]
-        return averaged
-
-    expected = [s >= start and (s - start + 1) % every == 0 for s in range(STEPS)]
-    assert on_ranks((1, 1, 1), body, data=2) == [expected, expected]
-
-
 def test_an_average_that_was_forgotten():
     def body(mesh):
         model = parallelize(Parameters(SHAPES), mesh, gradients=PostLocal(every=2))
-        optimizer = sgd(model)
         for step in range(2):
-            for _ in range(3):
-                model.backward(random_gradients()(mesh.rank, step))
-            optimizer.step()
+            model.backward(random_gradients()(mesh.rank, step))
         with pytest.raises(UsageError, match=r"2 steps without an average .*average_parameters"):
             model.backward(random_gradients()(mesh.rank, 3))
 
