@@ -287,9 +287,9 @@ class Members:
 
         A transport holds sockets or communicators, of which there are not many, to the end.
         """
-        groups = next((e for e in self._groups if e[:2] == (axes, gradients)), None)
-        if groups is not None:
-            self._groups = [each for each in self._groups if each is not groups]
+        kinds = [each[:2] for each in self._groups]
+        kind = axes, gradients
+        groups = self._groups.pop(kinds.index(kind)) if kind in kinds else None
         self.lanes.append(make_lane(self.mesh, axes, leaves, gradients, groups))
         return self.lanes[-1]
 

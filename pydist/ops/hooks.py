@@ -58,7 +58,7 @@ def _as_shard(grad: Tensor, x: Any) -> Tensor:
 def _alias(shard: Tensor, x: ShardedTensor) -> ShardedTensor:
     """Returns an alias of `x` with another graph node; in-place changes of it change `x`."""
     alias = wrap(shard, x.layout, x)
-    alias._view = view_at(x)
+    alias._view, alias._streams = view_at(x), x._streams
     return alias
 
 

@@ -98,9 +98,9 @@ class Pipeline:
         Args:
             inputs: an argument of the network, or a tuple of them; tensors whose dim 0 counts the
                 samples are cut into micro-batches. It is that of the first tensor that is sharded
-                or has the dims of the network's batches; of one with an extent other than 1, as of
-                an atlas, if there is one. Inputs and target are the same on all ranks with one data
-                index.
+                or has the dims of the network's batches; one with an extent of 1, as of an atlas,
+                counts only if all have it. Inputs and target are the same on all ranks with one
+                data index.
             target: the second argument of the criterion, cut in the same way.
             criterion: called as criterion(output, target); a mean over samples. A rank calls it in
                 each pass over a micro-batch, so several times with several stages on a mesh or

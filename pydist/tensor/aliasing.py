@@ -80,9 +80,8 @@ class Memory:
 
         Otherwise its next use would take such a change for the program's own.
         """
-        shard, made = x._shard, _autograd._get_creation_meta
-        if shard._is_view() and made(shard) != _autograd.CreationMeta.DEFAULT:
-            return  # e.g. made under no_grad: torch raises where its node is read after a change
+        if x._shard._is_view() and not _has_node(x._shard):
+            return
         if all(other() is not x for other in self.shown):
             self.shown.append(weakref.ref(x))
 
@@ -268,11 +267,19 @@ def after_change(shard: Tensor) -> Tensor:
     """
     if shard.numel() or not shard._is_view() or not shard.requires_grad:
         return shard
-    base, node = shard._base, shard.grad_fn
+    base, node = shard._base, shard.grad_fn if _has_node(shard) else None
     if base is None or node is None or node.name() != "AsStridedBackward0":
         return shard
     with torch.enable_grad():  # keeps the existing graph also where the change needs none
         return base[None][:0].reshape(shard.shape)
+
+
+def _has_node(view: Tensor) -> bool:
+    """Returns whether torch lets one read a view's node after a change.
+
+    It raises for views that were made under `no_grad`, for example.
+    """
+    return bool(_autograd._get_creation_meta(view) == _autograd.CreationMeta.DEFAULT)
 
 
 def remember_plain(x: Aliased, plain: Tensor) -> None:

@@ -43,7 +43,9 @@ class Deferred:
         return None
 
 
-def with_current(streams: Sequence[torch.cuda.Stream], shard: Tensor) -> list[torch.cuda.Stream]:
+def with_current(
+    streams: Sequence[torch.cuda.Stream], shard: Tensor
+) -> Sequence[torch.cuda.Stream]:
     """Lets the current stream wait for the first of some streams, unless it is one of them.
 
     Returns:
@@ -51,7 +53,7 @@ def with_current(streams: Sequence[torch.cuda.Stream], shard: Tensor) -> list[to
     """
     now = torch.cuda.current_stream(shard.device)
     if now in streams:
-        return [*streams]
+        return streams
     order_streams(streams[0], now)
     return [*streams, now]
 

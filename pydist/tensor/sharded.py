@@ -182,7 +182,9 @@ class ShardedTensor(torch.Tensor):
         if self._view is not None and self._view.memory.shown:
             self._view.memory.forget_changed()
         if self._view is not None and not self._shard.numel():  # another view may have changed it
-            replace_shard_(self, after_change(self._shard), changed=False)
+            shard = after_change(self._shard)
+            if shard is not self._shard:
+                replace_shard_(self, shard, changed=False)
         return self._shard
 
     # Networks read these very often: as properties they need no dispatch.

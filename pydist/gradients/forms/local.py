@@ -64,7 +64,7 @@ class LocalForm(SteppedForm):
             raise UsageError(
                 f'gradients="post_local": {self._alone} steps without an average of the sample '
                 "groups' parameters: call pydist.optim.average_parameters(model, optimizer) after "
-                "each step"
+                "each step, which has one backward pass outside of no_sync"
             )
         return super().start(row, leaves)
 

@@ -178,7 +178,8 @@ class PostLocal:
     The sample groups then use their own gradients alone.
 
     Relaxed: from its first local step on a split run no longer computes what one device computes.
-    Call `pydist.optim.average_parameters(model, optimizer)` after each step.
+    Call `pydist.optim.average_parameters(model, optimizer)` after each step. A backward pass
+    outside of `no_sync` counts as a step.
 
     Args:
         every: number of steps between two averages of the groups' parameters.

@@ -71,7 +71,7 @@ def contract(
     if axes:
         # Partial sums in half precision are rounded once, like a single sum.
         exact = result.float() if result.dtype in NARROW else result
-        # A scalar is plain: its gradient may differ between the ranks.
+        # The gradient of a plain result may differ between the ranks.
         total = sum_parts(exact, mesh, axes) if out else all_reduce_sum(exact, mesh, axes)
         result = total.to(result.dtype)
     # A scalar is plain, as a loss must be.

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from support.equivalence import check_function, randn
+from support.equivalence import check_function, layout_at, on_ranks, randn, shard
 
 
 def unpooled(x):
@@ -87,3 +87,34 @@ def test_changes_with_other_operands(change):
 
     points = [(0, 1, 2, 8, 8), None, None]
     check_function(function, randn(1, 1, 8, 2, 2), (), points, second_order=True)
+
+
+@pytest.mark.parametrize("change", ["zero_", "add", "copy_", "read later"])
+def test_a_part_that_another_rank_has_is_changed_under_no_grad(change):
+    """The empty view there has no node, which torch would refuse to make after the change."""
+    shape = (1, 1, 8, 2, 2)
+
+    def body(mesh):
+        x = shard(randn(*shape), layout_at(mesh, shape, [(0, 4, 8), None, None]))
+        assert x.requires_grad
+        with torch.no_grad():
+            part = x[:, :, :3]
+            if change == "zero_":
+                part.zero_()
+            elif change == "add":
+                x[:, :, :3] += 1
+            elif change == "copy_":
+                part.copy_(torch.ones(1, 1, 3, 2, 2, dtype=x.dtype))
+            else:
+                x.mul_(2)
+            return part.sum(), x.detach().full_tensor()
+
+    first, second = on_ranks((2, 1, 1), body)
+    expected = randn(*shape)
+    values = {"zero_": 0 * expected, "add": expected + 1, "copy_": 0 * expected + 1}
+    expected[:, :, :3] = values.get(change, expected * 2)[:, :, :3]
+    if change == "read later":
+        expected *= torch.tensor([1, 1, 1, 2, 2, 2, 2, 2]).view(8, 1, 1)
+    for total, whole in (first, second):
+        torch.testing.assert_close(whole, expected)
+        torch.testing.assert_close(total, expected[:, :, :3].sum())
