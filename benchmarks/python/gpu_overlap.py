@@ -155,13 +155,13 @@ def measure(
             for _ in range(2 if options.quick else 4):
                 profiled.step()
                 profiler.step()
+        summary = profiler.summary()
         kernels = kernels_of(splits["overlapped"].step) if options.trace is not None else []
     for each in splits.values():
         each.close()
     exposed = common.paired(seconds["overlapped"], seconds["silent"])
     whole = common.paired(seconds["awaited"], seconds["silent"])
     row: dict[str, Any] = {way: common.summary(taken) for way, taken in seconds.items()}
-    summary = profiler.summary()
     layers = {} if summary is None else {p: dict(r) for p, r in summary.layers.items()}
     if kernels and world.rank == 0:
         messages, hidden = hidden_part(kernels)

@@ -19,15 +19,17 @@ from torch import Tensor
 from pydist.backend.autotuner import Autotuner, Subject
 from pydist.comm import Channel, Transport, Work
 from pydist.comm.interface.checks import check_elements
+from pydist.profile import gathering
 
 
 @contextmanager
 def choosing_alone() -> Iterator[None]:
-    """Makes kernel choices depend on this rank's times only, as the others do not exist.
+    """Makes kernel choices and profiles depend on this rank only, as the others do not exist.
 
     The times are not cached.
     """
-    with mock.patch.object(Autotuner, "choose", _choose):
+    own = mock.patch.object(gathering, "_gather", lambda world, text: [text] * world.size)
+    with mock.patch.object(Autotuner, "choose", _choose), own:
         yield
 
 

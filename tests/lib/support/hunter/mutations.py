@@ -18,11 +18,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from pydist import global_loss
 from pydist.backend.statistics import Rows
 from pydist.exchange.contents import Contents, TrainedParameters
 from pydist.exchange.history import NO_HISTORY
-from pydist.gradients import replaced
+from pydist.gradients import closures, replaced
 from pydist.gradients.bucket import Bucket
 from pydist.gradients.leaf import Leaf, leaf_of
 from pydist.gradients.members import Members
@@ -262,7 +261,7 @@ def _first_sample_as_of_equal_groups() -> Patches:
 def _line_search_by_the_loss_of_a_group() -> Patches:
     """Compares the losses of each rank's own sample group in a line search, without a checksum."""
     return [
-        patch.object(global_loss, "_agreed", lambda closure, *_: closure),
+        patch.object(closures, "_agreed", lambda closure, *_: closure),
         patch.object(TrainedParameters, "share", lambda self, *_: ()),
     ]
 
