@@ -285,7 +285,8 @@ class Members:
     ) -> Lane:
         """Adds a lane without buckets, with the groups of a dropped one if possible. Collective.
 
-        A transport holds sockets or communicators, of which there are not many, to the end.
+        A transport keeps its sockets or communicators until the program ends, and their number is
+        limited.
         """
         kinds = [each[:2] for each in self._groups]
         kind = axes, gradients

@@ -55,14 +55,14 @@ class Form(ABC):
     def complete(self, row: Tensor) -> None:  # noqa: B027  (where the reduction itself divides)
         """Makes the result of a complete reduction the mean over the ranks, in place."""
 
-    def conclude(self, kept: Callable[[Leaf], bool]) -> None:  # noqa: B027
+    def conclude(self, kept: Callable[[Leaf], bool]) -> None:  # noqa: B027  (no state)
         """Ends a backward pass, after all its reductions.
 
         Args:
             kept: returns whether a parameter has received its mean; the same on all ranks.
         """
 
-    def abandon(self) -> None:  # noqa: B027
+    def abandon(self) -> None:  # noqa: B027  (no state)
         """Ends a backward pass whose reductions are dropped."""
 
     @abstractmethod

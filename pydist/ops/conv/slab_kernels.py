@@ -93,7 +93,8 @@ class SlabChooser:
             weight: of the convolution.
             channels_last: the memory format of activations.
         """
-        # Not `cudnn.allow_tf32`, which raises where a program has set only this.
+        # Not `cudnn.allow_tf32`, which raises where a program has set only this. torch has no type
+        # for `conv`.
         tf32 = x.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
         if tf32 in self._chosen:
             return self._chosen[tf32]

@@ -23,7 +23,7 @@ POINTS = {
     "8x1x1": [[0, 1, 1, 2, 3, 3, 4, 4, 4], None, None],
 }
 HARD = {name: POINTS[name] for name in ("uneven 2x2x2", "with empty")}
-"""Splits for single calls, of which docs/operators.md has the simple ones."""
+"""Splits for single calls; `docs/operators.md` compares the simple ones."""
 
 DIMS = {
     "all": None,

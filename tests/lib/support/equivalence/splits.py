@@ -1,4 +1,4 @@
-"""Shape of the tensors of most tests of operators, and how these tests split it."""
+"""Shape and split points that most tests of operators share."""
 
 from __future__ import annotations
 
