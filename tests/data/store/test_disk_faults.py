@@ -139,11 +139,13 @@ def test_a_folder_that_is_gone_costs_the_next_run_alone(
 def test_a_full_disk_leaves_files(tmp_path: Path) -> None:
     """A file may have 1,500 bytes: few of the 6 samples that a rank has no memory for.
 
-    A further run has another file for the others.
+    Which ones are written first, and so how many fit, differs between runs. A further run has
+    another file for the others.
     """
     done = run_program(tmp_path, 1500)
-    rates = json.loads(done.stdout)
-    assert 0.5 <= rates[0] == rates[1] < rates[2]
+    unnamed, lasting, next_run = json.loads(done.stdout)
+    assert 0.5 < unnamed < 1
+    assert 0.5 < lasting < next_run
     assert done.stderr.count("File too large; no more samples are written there") >= 3
 
 
