@@ -94,6 +94,8 @@ class Mesh:
         self.data = self.group(("data",))
         if world.mixes:
             self._refuse_mixed_samples()
+        self.ranks_per_host = max(map(hosts.count, hosts))
+        """Number of ranks on the host that has most: they compute at the same time."""
         self.ranks_per_core = _ranks_per_core(world, hosts)
         """More than 1 if ranks share cores: then work that all of them repeat costs more."""
 

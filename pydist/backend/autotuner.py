@@ -1,9 +1,10 @@
 """The autotuner, which chooses among kernels by measurement.
 
 All ranks of a sample group choose together. When a problem first occurs in training, all its
-candidates are measured, while the other ranks of the group compute as well. Later runs measure a
-few candidates again that may be the fastest, the least measured ones first. This revises choices
-that were made on a busy machine. Within a run, a choice stays; `Autotuner.everyones` is for
+candidates are measured, while the other ranks of the group compute as well; so do other groups,
+which come to the problem at about the same time. Later runs measure a few candidates again that may
+be the fastest, the least measured ones first. This revises choices that were made on a busy
+machine. Within a run, a choice stays; `Autotuner.everyones` is for
 checkpoints, and for files that pin the choices of another run, which makes results bit-identical.
 
 With `PYDIST_TUNE=0`, where no file can be stored, or if the ranks of a group have unlike processors
@@ -48,6 +49,10 @@ class Subject(Protocol):
     @property
     def key(self) -> str:
         """Key of the problem and everything else that times depend on; see `key_of`."""
+
+    @property
+    def choice_key(self) -> str:
+        """Key of the problem and what a choice depends on, also beside other numbers of groups."""
 
     @property
     def candidates(self) -> Sequence[str]:
@@ -146,7 +151,7 @@ class Autotuner:
         Returns:
             This rank's choice, `None` for the fixed rule's; and whether the choice is final.
         """
-        name = key_of("choice", {"subjects": [[s.key for s in each] for each in subjects]})
+        name = key_of("choice", {"subjects": [[s.choice_key for s in each] for each in subjects]})
         distinct = {subject.key: subject for each in subjects for subject in each}
         said = self._plan(name, distinct, is_possible, learns) if group.rank == 0 else {}
         plan = group.broadcast_json(said)

@@ -54,7 +54,7 @@ class ConvSubject:
     Attributes:
         problem: the convolution.
         threads: the possible numbers of threads.
-        ranks: number of ranks of the group, which compute at the same time.
+        ranks: number of ranks of a host, which compute at the same time.
     """
 
     problem: ConvProblem
@@ -63,14 +63,18 @@ class ConvSubject:
 
     @cached_property
     def key(self) -> str:
-        """Key that names the problem, libraries, CPU and threads; see `Subject.key`."""
+        """Key that names the problem, libraries, CPU, threads and ranks; see `Subject.key`."""
+        return f"{self.choice_key}-{self.ranks}"
+
+    @cached_property
+    def choice_key(self) -> str:
+        """Key that leaves out the number of ranks; see `Subject.choice_key`."""
         facts = {
             "problem": {name: str(value) for name, value in asdict(self.problem).items()},
             "torch": torch.__version__,
             "cpu": [platform.processor(), torch.backends.cpu.get_cpu_capability()],
             "cores": os.cpu_count(),
             "threads": self.threads,
-            "ranks": self.ranks,
             # Fresh memory pages cost some kernels more than others.
             "keeps_freed_memory": memory.is_kept(),
         }
@@ -98,6 +102,7 @@ def choose(
     group: Transport,
     x: Tensor,
     weight: Tensor,
+    ranks: int,
     learns: bool = True,
 ) -> ConvKernels | None:
     """Chooses the kernels of a convolution. Collective over `group`.
@@ -108,6 +113,7 @@ def choose(
         group: the ranks that hold one sample.
         x: this rank's input, or at least the planes of `measured_part`; its values do not matter.
         weight: the weights.
+        ranks: of a host, of this group and others, which measure at the same time.
         learns: whether to measure unknown candidates; the value of the group's first rank counts.
 
     Returns:
@@ -117,7 +123,7 @@ def choose(
     if not worth_choosing(problems, group.rank, _MEASURED_FLOPS):
         return ruled
     threads = thread_counts(problems)
-    subjects = [ConvSubject(problem, threads, group.size) for problem in problems]
+    subjects = [ConvSubject(problem, threads, ranks) for problem in problems]
     mine = subjects[group.rank]
     visits = Visits(mine, x.detach(), weight.detach())
 

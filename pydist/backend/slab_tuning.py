@@ -52,6 +52,11 @@ class SlabSubject:
         return key_of("slab", facts)
 
     @property
+    def choice_key(self) -> str:
+        """Key that is the same; see `Subject.choice_key`."""
+        return self.key
+
+    @property
     def candidates(self) -> Sequence[str]:
         """Names of the kernels that are possible; see `Subject.candidates`."""
         return self.problem.candidates

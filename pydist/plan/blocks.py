@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from pydist.backend.problem import ConvProblem
-from pydist.grid import CHANNEL_AXIS, SAMPLE_AXES, Grid, axes_by_dim
+from pydist.grid import CHANNEL_AXIS, Grid, axes_by_dim
 from pydist.plan.estimate import StepModel
 from pydist.plan.trace import SAMPLES, TracedCall
 
@@ -115,8 +115,3 @@ class Blocks:
             source, weight, window.stride, padding, window.dilation, groups,
             self._model.dtype,
         )  # fmt: skip
-
-    @property
-    def ranks_of_sample(self) -> int:
-        """Number of ranks that hold a sample together."""
-        return self.grid.size(SAMPLE_AXES)

@@ -41,8 +41,8 @@ class ConvTimes(NamedTuple):
 
 
 KeptSeconds = Callable[[ConvProblem, int], ConvTimes | None]
-"""Returns the times of a convolution of ranks that compute one sample together; `None` if they are
-unknown."""
+"""Returns the times of a convolution, given the number of ranks of a host that compute at the same
+time; `None` if they are unknown."""
 
 PARTS_OF_CALLS = ("compute", "halo", "channels", "statistics", "gather", "waiting")
 PARTS = (*PARTS_OF_CALLS, "gradients", "optimizer", "reading")

@@ -42,7 +42,7 @@ class KeptConvs:
 
         Args:
             problem: the convolution.
-            ranks: of a sample, which compute at the same time.
+            ranks: of a host, which compute at the same time.
         """
         key = problem, ranks
         if key not in self._known:
@@ -95,7 +95,7 @@ def _measure(problem: ConvProblem) -> None:
     # No more planes than are measured: the whole input may not fit into this machine.
     x = torch.zeros(measured_part(problem).input, dtype=problem.dtype)
     weight = torch.zeros(problem.weight, dtype=problem.dtype)
-    choose(autotuner_of(mesh), [problem], mesh.sample, x, weight)
+    choose(autotuner_of(mesh), [problem], mesh.sample, x, weight, ranks=1)
     records, subject = Records(), ConvSubject(problem, thread_counts([problem]), 1)
     known = records.read(subject.key, subject.candidates)
     if known.seconds or not is_wanted() or not records.is_writable():

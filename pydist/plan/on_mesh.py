@@ -376,7 +376,8 @@ class StepOnMesh:
         problem = blocks.problem(call, *self._computes_part[number])
         kept = None
         if problem is not None:
-            kept = self._model.kept(problem, blocks.ranks_of_sample)
+            together = min(self._grid.size(), self._hardware.ranks_per_node)
+            kept = self._model.kept(problem, together)
             if not self._hardware.is_asynchronous:
                 kernels = by_rule([problem], 0) if kept is None else kept.kernels
                 self._add_workspace(number, call, problem, kernels)

@@ -254,6 +254,35 @@ def test_a_mesh_measures_once(clock):
     assert len(clock.visits) <= 2 * autotuner._TURNS * len(subject.candidates)
 
 
+@pytest.mark.parametrize(("data", "depth"), [(1, 2), (2, 1), (2, 2)])
+def test_times_are_kept_by_the_ranks_of_the_host(data, depth, clock):
+    """Sample groups of one host measure at the same time."""
+    points = EVEN if depth > 1 else [0, 12]
+    on_ranks((depth, 1, 1), lambda mesh: step(mesh, points), data=data)
+    for ranks in (1, 2, 4):
+        subject = ConvSubject(problem(12 // depth), (1,), ranks)
+        known = records.Records().read(subject.key, subject.candidates)
+        assert bool(known.seconds) == (ranks == data * depth)
+
+
+def test_a_choice_fits_any_number_of_groups(clock, forbidden):
+    """So a run of two groups keeps the kernels of a file, or of its checkpoint, of one."""
+
+    def kept(mesh: Mesh) -> list[dict[str, list[object]]]:
+        step(mesh, EVEN)
+        return autotuner_of(mesh).everyones()
+
+    def resumed(mesh: Mesh) -> ConvKernels:
+        autotuner_of(mesh).load(choices)
+        return step(mesh, EVEN)
+
+    choices = on_ranks((2, 1, 1), kept)[0]
+    forbidden()
+    for rank, kernels in enumerate(on_ranks((2, 1, 1), resumed, data=2)):
+        assert kernels.channels_last is False  # the rule would choose channels-last
+        assert ruled(EVEN, rank % 2).channels_last
+
+
 def test_a_choice_made_on_a_busy_machine_is_revised(clock):
     """The choice stays the same within a run."""
     quiet = on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))

@@ -45,8 +45,10 @@ class ConvChooser:
         if self._chosen is None:
             # Evaluation uses tuned kernels if there are any; otherwise tuning is not worthwhile.
             learns = torch.is_grad_enabled() and weight.requires_grad
-            tuner = autotuner_of(self._mesh)
-            self._chosen = choose(tuner, self._problems, self._mesh.sample, x, weight, learns)
+            mesh, tuner = self._mesh, autotuner_of(self._mesh)
+            self._chosen = choose(
+                tuner, self._problems, mesh.sample, x, weight, mesh.ranks_per_host, learns
+            )
         return self._chosen or self._ruled
 
     def kernels_ahead(self, shard: Tensor, weight: Tensor) -> ConvKernels:
