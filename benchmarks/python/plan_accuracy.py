@@ -1,10 +1,10 @@
-"""Compares predicted and measured time and memory of training steps, on meshes of 1 and 2 ranks.
+"""Compares predicted and measured time and memory of training steps, on 1 and 2 ranks.
 
-The hardware is measured first, as by `pydist env --bench`. Then every mesh trains each network for
-some steps, in turns, and the plan's numbers are compared with the medians. Times are of forward,
-backward and Adam; memory is the peak of torch's allocator in a step, by the profiler's events, so
-without parameters and the optimizer's state. Accuracy is ParaDL's: 1 - |predicted - measured| /
-measured.
+The hardware is measured first, as by `pydist env --bench`. Then every mesh, and two stages with two
+micro-batches, train each network for some steps, in turns, and the plan's numbers are compared with
+the medians. Times are of forward, backward and Adam; memory is the peak of torch's allocator in a
+step, by the profiler's events, so without parameters and the optimizer's state. Accuracy is
+ParaDL's: 1 - |predicted - measured| / measured.
 
     python benchmarks/python/plan_accuracy.py
 
@@ -41,6 +41,9 @@ MESHES: dict[str, dict[str, int]] = {
     "height 2": {"height": 2},
     "width 2": {"width": 2},
 }
+SCHEDULES = {"2 stages, gpipe": "gpipe", "2 stages, 1f1b": "1f1b"}
+"""Schedules of two stages of one rank each, with a micro-batch for each sample."""
+PLACES = (*MESHES, *SCHEDULES)
 BATCH = 2
 _CHOOSING = 15
 """First steps, which are not measured: the autotuner spreads its measurements over ten of them."""
@@ -80,7 +83,7 @@ def main() -> None:
         hardware = started["two"].ask("hardware")[0]
         rows = []
         for name, (kind, width) in networks.items():
-            job = {mesh: started["two" if MESHES[mesh] else "one"] for mesh in MESHES}
+            job = {mesh: started["one" if is_one_rank(mesh) else "two"] for mesh in PLACES}
             for mesh, each in job.items():
                 each.ask("prepare", kind=kind, width=width, mesh=mesh)
             peaks = {mesh: max(each.ask("peak", mesh=mesh)) for mesh, each in job.items()}
@@ -88,7 +91,7 @@ def main() -> None:
             def step(mesh: str, _: int, job: dict[str, jobs.Job] = job) -> float:
                 return max(job[mesh].ask("step", mesh=mesh))
 
-            seconds = jobs.interleave(list(MESHES), options.rounds, step)
+            seconds = jobs.interleave(list(PLACES), options.rounds, step)
             for mesh, taken in seconds.items():
                 row = {"network": name, "mesh": mesh, "measured": common.summary(taken)}
                 row["counted"] = peaks[mesh]
@@ -98,6 +101,11 @@ def main() -> None:
     show(rows)
     result = {"machine": common.machine(), "hardware": hardware, "batch": BATCH, "rows": rows}
     common.write(result, "plan_accuracy", options)
+
+
+def is_one_rank(mesh: str) -> bool:
+    """Returns whether a mesh has a single rank."""
+    return mesh in MESHES and not MESHES[mesh]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -115,7 +123,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     accuracy = [1 - abs(line[4] - 1) for line in lines]
     print(f"mean accuracy of the time {sum(accuracy) / len(accuracy):.1%}")
     for name in dict.fromkeys(row["network"] for row in rows):
-        of_two = [row for row in rows if row["network"] == name and MESHES[row["mesh"]]]
+        of_two = [row for row in rows if row["network"] == name and not is_one_rank(row["mesh"])]
         chosen = min(of_two, key=lambda row: row["step"])
         best = min(of_two, key=lambda row: row["measured"]["median"])
         ratio = chosen["measured"]["median"] / best["measured"]["median"]
@@ -131,7 +139,7 @@ def compare(networks: dict[str, tuple[str, int]], options: argparse.Namespace) -
     profiles = [asdict(load_hardware(path)) for path in options.profiles]
     rows = []
     for name, (kind, width) in networks.items():
-        for mesh in MESHES:
+        for mesh in PLACES:
             first, second = (
                 predicted(kind, width, mesh, each, measures=False)["step"] for each in profiles
             )
@@ -161,10 +169,17 @@ def predicted(
     from pydist.hardware import hardware_of
     from pydist.plan import Training, estimate_step
     from pydist.plan.choosing import step_model
+    from pydist.plan.estimate import InStages
+    from pydist.plan.in_stages import estimate_in_stages
 
     ranks = 1 if measures else _MANY
     model = step_model(traced(kind, width), Training(batch=BATCH), hardware_of(hardware), ranks)
-    found = estimate_step(model, Grid.of(MESHES[mesh]))
+    found = (
+        estimate_step(model, Grid.of(MESHES[mesh]))
+        if mesh in MESHES
+        else estimate_in_stages(model, Grid.of({}), InStages(2, BATCH, SCHEDULES[mesh]))
+    )
+    assert found is not None, "fewer calls than stages"
     return {"step": found.step, "seconds": dict(found.seconds), "memory": dict(found.memory)}
 
 
@@ -222,7 +237,7 @@ def work() -> None:
     from pydist.plan.measuring import measure_hardware
 
     world = pydist.init().world
-    contestants: dict[str, Contestant] = {}
+    contestants: dict[str, OnMesh | InTwoStages] = {}
 
     def answer(what: str, **details: Any) -> Any:
         if what == "hardware":
@@ -232,7 +247,8 @@ def work() -> None:
             gc.collect()
             return None
         if what == "prepare":
-            contestants[details["mesh"]] = Contestant(world, **details)
+            kind = OnMesh if details["mesh"] in MESHES else InTwoStages
+            contestants[details["mesh"]] = kind(world, **details)
             return None
         step = contestants[details["mesh"]]
         if what == "peak":
@@ -246,7 +262,7 @@ def work() -> None:
     jobs.serve(world.rank, answer)
 
 
-class Contestant:
+class OnMesh:
     """Network that is trained on a mesh, with its batch.
 
     Args:
@@ -286,6 +302,32 @@ class Contestant:
         """Takes a step."""
         loss = loss_of(self._kind, self._network(self._x), self._targets)
         loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class InTwoStages:
+    """Network that is trained in two stages, with its batch; arguments as of `OnMesh`."""
+
+    def __init__(self, world: Any, kind: str, width: int, mesh: str) -> None:
+        import torch
+
+        from pydist.stages import Stages, pipeline
+
+        self._kind = kind
+        network, sample, self._targets = made(kind, width)
+        self._x = torch.rand(BATCH, *sample, generator=torch.Generator().manual_seed(1))
+        self._pipe = pipeline(
+            network, Stages(world, [{}, {}]), self._x[:1], micro_batches=BATCH,
+            schedule=SCHEDULES[mesh],
+        )  # fmt: skip
+        self._optimizer = torch.optim.Adam(network.parameters(), fused=True)
+        for _ in range(_CHOOSING):
+            self()
+
+    def __call__(self) -> None:
+        """Takes a step."""
+        self._pipe.step(self._x, self._targets, lambda y, t: loss_of(self._kind, y, t))
         self._optimizer.step()
         self._optimizer.zero_grad()
 
