@@ -71,9 +71,7 @@ def grid_sample(
     if isinstance(input, ShardedTensor):
         needed = _needed(positions.detach(), input.shape[2:], mode, padding_mode, aligned)
         box = _gathered(input, needed, out)
-        if mode == "nearest":
-            positions = _nearest(positions, input.shape[2:], needed, aligned)
-        positions = _in_box(positions, input.shape[2:], needed, aligned)
+        positions = _in_box(positions, input.shape[2:], needed, mode, padding_mode, aligned)
     else:
         splits = (*out.splits[:2], *(None for _ in input.shape[2:]))
         box = operand_in(input, Layout(out.mesh, tuple(input.shape), splits), out)
@@ -201,36 +199,48 @@ def _gathered(x: ShardedTensor, needed: Sequence[tuple[int, int]], out: Layout) 
     return gather_box(held, exchanger, mesh, weight=layout.replicas / out.replicas)
 
 
-def _nearest(
-    grid: Tensor, extents: Sequence[int], needed: Sequence[tuple[int, int]], aligned: bool
+def _in_box(
+    grid: Tensor,
+    extents: Sequence[int],
+    needed: Sequence[tuple[int, int]],
+    mode: str,
+    padding: str,
+    aligned: bool,
 ) -> Tensor:
-    """Rounds positions to the nearest input in each dim where the box is a part of the volume.
+    """Returns the positions relative to the box, from -1 to 1 as torch needs them.
 
-    Halfway between two inputs, as in a grid of half the resolution, torch takes the input with the
-    even index. That must be the index in the volume, not in the box.
+    Bilinear samples have a kink at each input, and halfway between two inputs, as in a grid of half
+    the resolution, torch takes the nearest one with the even index. So a position has the cell, or
+    the nearest input, that torch finds for it in the volume, however it is rounded in the box.
     """
-    partial = [box != (0, n) for n, box in zip(extents, needed, strict=True)]
+    partial = [box != (0, n) for n, box in zip(extents, needed, strict=True)][::-1]
     if not any(partial):
         return grid
-    with torch.no_grad():  # torch's gradient is 0
-        sizes = grid.new_tensor([*reversed(extents)])
-        if aligned:
-            found = ((grid + 1) / 2 * (sizes - 1)).round() * 2 / (sizes - 1) - 1
+    # The last dim comes first, as in the grid. A dim with its full extent stays as it is.
+    half = 0 if aligned else 1  # twice the distance of the first input from -1
+    wholes = [extent - aligned for extent in reversed(extents)]
+    parts = [hi - lo - aligned for lo, hi in reversed(needed)]
+    starts = [lo for lo, _ in reversed(needed)]
+    scales = [w / p if cut else 1.0 for cut, w, p in zip(partial, wholes, parts, strict=True)]
+    shifts = [
+        (w - 2 * lo) / p - 1 if cut else 0.0
+        for cut, w, p, lo in zip(partial, wholes, parts, starts, strict=True)
+    ]
+    found = grid * grid.new_tensor(scales) + grid.new_tensor(shifts)
+    if mode == "bicubic":
+        return found
+    with torch.no_grad():
+        start, part = grid.new_tensor(starts), grid.new_tensor(parts)
+        index = ((grid + 1) * grid.new_tensor(wholes) - half) / 2  # as torch rounds it
+        if mode == "nearest":
+            index = index.round() - start
         else:
-            found = ((((grid + 1) * sizes - 1) / 2).round() * 2 + 1) / sizes - 1
-    return torch.where(torch.tensor([*reversed(partial)], device=grid.device), found, grid)
-
-
-def _in_box(
-    grid: Tensor, extents: Sequence[int], needed: Sequence[tuple[int, int]], aligned: bool
-) -> Tensor:
-    """Returns the positions relative to the box, from -1 to 1 as torch needs them."""
-    scales, shifts = [], []
-    for extent, (lo, hi) in zip(reversed(extents), reversed(needed), strict=True):
-        whole, part = extent - aligned, hi - lo - aligned
-        is_whole = (lo, hi) == (0, extent)
-        scales.append(1.0 if is_whole else whole / part)
-        shifts.append(0.0 if is_whole else (whole - 2 * lo) / part - 1)
-    if all(scale == 1 and shift == 0 for scale, shift in zip(scales, shifts, strict=True)):
-        return grid
-    return grid * grid.new_tensor(scales) + grid.new_tensor(shifts)
+            cell = index.floor()
+            if padding == "border":  # the first input belongs to the border
+                cell = torch.where(index <= 0, -1, cell)
+            cell -= start
+            margin = 4 * torch.finfo(grid.dtype).eps * part  # of rounding in the box
+            index = torch.clamp(index - start, cell + margin, cell + 1 - margin)
+        exact = (2 * index + half) / part - 1
+        change = torch.where(torch.tensor(partial, device=grid.device), exact - found, 0)
+    return found + change

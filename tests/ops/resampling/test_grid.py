@@ -12,7 +12,16 @@ from torch import nn
 
 import pydist.ops.resampling.grid as grid_module
 from pydist import Mesh, distribute_tensor, layout_for_sample, parallelize, run_local
-from support.equivalence import Cut, check_function, layout_at, on_ranks, randn, shard
+from support.equivalence import (
+    Cut,
+    assert_same,
+    check_function,
+    layout_at,
+    on_ranks,
+    randn,
+    shard,
+    spatial_of,
+)
 
 SHAPE = (2, 3, 9, 8, 7)
 POINTS = {
@@ -59,17 +68,50 @@ def test_displacements(options, by, points):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("points", [[[0, 4, 8, 16], None, None], [None, [0, 6, 16], [0, 0, 8]]])
+def check_at_steps(call, x, x_points, flow, flow_points):
+    """Compares result and gradients where noise in the last bit would change them."""
+
+    def answer(x, flow):
+        y = call(x, flow)
+        return [y, *torch.autograd.grad(y.square().sum(), (x, flow))]
+
+    def body(mesh):
+        own = shard(x, layout_at(mesh, x.shape, x_points))
+        return [
+            t.full_tensor()
+            for t in answer(own, shard(flow, layout_at(mesh, flow.shape, flow_points)))
+        ]
+
+    expected = answer(x.requires_grad_(), flow.requires_grad_())
+    for found in on_ranks(spatial_of(x_points), body):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("points", [[[0, 10, 24], None, None], [None, [0, 4, 10, 24], [0, 0, 8]]])
 @pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
 def test_the_nearest_of_two_equally_near_inputs(padding, points):
-    """At half the resolution each position is halfway between two inputs."""
+    """At half the resolution positions are halfway between inputs. Boxes begin at odd inputs."""
 
     def call(x, flow):
-        grid = identity(8, 8, 4) + 0 * flow.movedim(1, -1)
+        grid = identity(12, 12, 4) + 0 * flow.movedim(1, -1)
         return F.grid_sample(x, grid, "nearest", padding, align_corners=False)
 
-    flow = Cut(randn(1, 3, 8, 8, 4), [cut and [n // 2 for n in cut] for cut in points])
-    check_function(call, randn(1, 2, 16, 16, 8), (), points, beside=[flow])
+    halves = [cut and [n // 2 for n in cut] for cut in points]
+    check_at_steps(call, randn(1, 2, 24, 24, 8), points, randn(1, 3, 12, 12, 4), halves)
+
+
+@pytest.mark.parametrize("points", [[[0, 5, 11, 19], None, None], [None, [0, 4, 13], [0, 0, 8]]])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_derivatives_at_the_inputs(aligned, padding, points):
+    """They jump there. Registration begins there, with a displacement of zero."""
+
+    def call(x, flow):
+        grid = identity(19, 13, 8, aligned=aligned) + flow.movedim(1, -1)
+        return F.grid_sample(x, grid, "bilinear", padding, aligned)
+
+    flow = torch.zeros(1, 3, 19, 13, 8, dtype=torch.float64)
+    check_at_steps(call, randn(1, 2, 19, 13, 8), points, flow, points)
 
 
 def test_of_images_by_cubes():
