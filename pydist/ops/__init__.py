@@ -16,7 +16,7 @@ from pydist.ops.conv import conv_transpose
 from pydist.ops.norm import batch_norm, channel_norm, instance_norm, layer_norm
 from pydist.ops.pointwise import creation, dropout, elementwise, initial, random
 from pydist.ops.pool import adaptive, unpool
-from pydist.ops.products import distances, einsum, matmul, recurrent
+from pydist.ops.products import distances, einsum, matmul, matrices, recurrent
 from pydist.ops.reduction import along, extremes, loss, order, powers, reduce, written_losses
 from pydist.ops.resampling import columns, grid, pad, periodic, pixel_shuffle, resample
 from pydist.ops.shaping import (
