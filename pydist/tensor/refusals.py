@@ -95,8 +95,8 @@ def _advice(name: str, changes_plain: bool) -> str:
     if "::" in name or name == "torch._make_dual":
         return (
             "subclasses of Tensor (as MONAI's transforms and MetaTensor make), torch.tensor(x), "
-            "torch.func, torch.vmap and forward-mode differentiation go around torch's overrides; "
-            "compute them on x.full_tensor()"
+            "torch.as_tensor(x, dtype), torch.func, torch.vmap and forward-mode differentiation go "
+            "around torch's overrides; compute them on x.full_tensor(), and types by x.to(dtype)"
         )
     if name.startswith("torch.nn.init."):
         return _INITIALIZE

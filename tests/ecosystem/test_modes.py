@@ -124,16 +124,17 @@ AROUND = {
     "vmap": torch.vmap(lambda v: v * 2),
     "jacrev": torch.func.jacrev(lambda v: v * 2),
     "jvp": lambda x: torch.func.jvp(lambda v: v * 2, (x,), (x,)),
+    "as_tensor": lambda x: torch.as_tensor(x, dtype=torch.float32),
 }
 
 
 @pytest.mark.parametrize("call", AROUND.values(), ids=AROUND)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_function_transforms_are_refused_by_name(call):
+def test_calls_around_the_overrides_are_refused_by_name(call):
     """The test runs on one rank: forward-mode levels form one stack per process."""
 
     def body(x, mesh):
-        with pytest.raises(NotSupported, match=r"torch\.func.*full_tensor"):
+        with pytest.raises(NotSupported, match=r"torch\.as_tensor.*torch\.func.*full_tensor"):
             call(x)
 
     on_shards(body, (1, 1, 1))
