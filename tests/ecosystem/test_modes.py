@@ -12,9 +12,9 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
-from pydist import ShardedTensor, distribute_tensor, parallelize
+from pydist import ShardedTensor, distribute_tensor, parallelize, sum_over_groups
 from pydist.errors import NotSupported
-from support.equivalence import on_ranks, on_shards, randint, randn
+from support.equivalence import group_slice, on_ranks, on_shards, randint, randn
 from support.networks.small import initialized
 
 SHAPE = (2, 2, 8, 6, 5)
@@ -206,3 +206,33 @@ def test_other_wrapper_tensors_are_refused():
             distribute_tensor(other, mesh)
 
     on_shards(body)
+
+
+def test_a_codebook_follows_the_global_batch():
+    """MONAI's VQVAE, whose quantizer computes in fp32, with the sums of docs/ecosystem.md."""
+    nets = pytest.importorskip("monai.networks.nets")
+    made = nets.VQVAE(
+        3, 1, 1, channels=(4,), num_res_layers=1, num_res_channels=(4,), num_embeddings=8,
+        downsample_parameters=((2, 4, 1, 1),), upsample_parameters=((2, 4, 1, 1, 0),),
+        embedding_dim=4,
+    )  # fmt: skip
+    x = X[:, :1, ..., :4].float()
+
+    def codebook(model, x):
+        for _ in range(2):  # the second one uses the codes that the first one has changed
+            model(x)
+        return model.quantizer.quantizer.embedding.weight
+
+    expected = codebook(copy.deepcopy(made), x)
+
+    def body(mesh):
+        def synchronize(counts, sums):
+            for each in (counts, sums):
+                each.copy_(sum_over_groups(each, mesh))
+
+        model = copy.deepcopy(made)
+        model.quantizer.quantizer.distributed_synchronization = synchronize
+        mine = distribute_tensor(x[group_slice(mesh, 2)], mesh)
+        torch.testing.assert_close(codebook(parallelize(model, mesh), mine), expected)
+
+    on_ranks((2, 1, 1), body, 2)
