@@ -36,7 +36,8 @@ def circular_pad(x: ShardedTensor, rims: Sequence[tuple[int, int]]) -> ShardedTe
     if not any(rim != (0, 0) for rim in whole):
         return x
     shape = [n + before + after for n, (before, after) in zip(x.shape, whole, strict=True)]
-    added = [n for rim in reversed(whole[2:]) for n in rim]
+    # torch pads up to three dims, of samples without a batch dim too.
+    added = [n for rim in reversed(whole[1:][-3:]) for n in rim]
     return wrap(F.pad(local_of(x), added, "circular"), x.layout.replace(shape), x)
 
 

@@ -86,6 +86,14 @@ def test_by_name_to_second_order(call, points):
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_samples_without_a_batch_dim(mode, dims):
+    x, amounts = randn(2, *(5, 4, 3)[:dims]), (2, 1) * dims
+    points = [[0, 1, 2], *[None] * dims][-3:]
+    check_function(lambda x: F.pad(x * x, amounts, mode), x, (), points)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_a_padded_convolution_in_second_order(mode):
     """The exchange before the padding also runs on ranks with empty shards."""
     check_function(
