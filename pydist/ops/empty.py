@@ -1,9 +1,10 @@
-"""Padding of empty shards, on which some torch calls lose the autograd graph."""
+"""Forms of torch calls that keep the autograd graph of empty shards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,3 +25,11 @@ def without_added(result: Tensor, shape: Sequence[int]) -> Tensor:
     if tuple(result.shape) == tuple(shape):
         return result
     return result[tuple(slice(n) for n in shape)].clone()
+
+
+def cat_shards(parts: list[Tensor] | tuple[Tensor, ...], dim: int) -> Tensor:
+    """Computes `torch.cat(parts, dim)`, also of empty vectors."""
+    if parts[0].dim() > 1:
+        return torch.cat(parts, dim)
+    # torch.cat's backward has no graph for an empty vector, so ranks would diverge.
+    return torch.cat([part.unsqueeze(1) for part in parts]).squeeze(1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from pydist.errors import UsageError
 from pydist.exchange.redistribution import BoxGatherer
 from pydist.ops.dims import canonical, canonical_all
+from pydist.ops.empty import cat_shards
 from pydist.ops.resampling.reads import ReadRange, Reads, moved_points, planning
 from pydist.partition import Box
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
@@ -100,7 +101,7 @@ def _roll_split(x: ShardedTensor, dim: int, shift: int) -> ShardedTensor:
     parts = [_gather(x, dim, before)]
     if any(interval != (0, 0) for interval in rest):
         parts.append(_gather(x, dim, rest))
-    return wrap(torch.cat(parts, dim), layout, x)
+    return wrap(cat_shards(parts, dim), layout, x)
 
 
 @implements(torch.flip, torch.Tensor.flip)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pydist.layout import Layout, Split
 from pydist.ops.dims import canonical, given_as, numpy_names
+from pydist.ops.empty import cat_shards
 from pydist.ops.shaping.shape import unsqueeze
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap, wrap_new
@@ -43,12 +44,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
         _in_layout(t, _part_of(like, d, start, t.shape[d], split))
         for t, start in zip(given, starts, strict=False)
     ]
-    if like.dim() > 1:
-        joined = torch.cat(parts, d)
-    else:
-        # torch.cat's backward has no graph for an empty vector, so ranks would diverge.
-        joined = torch.cat([part.unsqueeze(1) for part in parts]).squeeze(1)
-    return wrap_new(joined, _resized(like.layout, d, total, split), like)
+    return wrap_new(cat_shards(parts, d), _resized(like.layout, d, total, split), like)
 
 
 def _importance(tensor: ShardedTensor) -> tuple[int, bool, int]:

@@ -66,6 +66,13 @@ def test_by_name(call):
     check_function(lambda x: call(x * x), randn(2, 3, 6, 5, 4), (), [[0, 0, 2, 6], None, [0, 1, 4]])
 
 
+def test_a_vector_with_empty_shards_in_second_order():
+    check_function(
+        lambda x, w: x.roll(1, 0) * x * w, randn(3), [randn(1, seed=1)], [[0, 1, 1, 3]],
+        second_order=True,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("call", [CALLS["roll by keywords"], CALLS["flip of a method"]])
 def test_labels(call):
     x = randint(9, 1, 1, 6, 5, 4)
