@@ -228,7 +228,7 @@ def differentiable(
 
 
 def with_bias(
-    y: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor
+    y: Tensor, inputs: Sequence[Tensor], needed: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
     """Computes differentiable gradients of a convolution: of x, the weight and the bias.
 
@@ -241,8 +241,13 @@ def with_bias(
     grads = differentiable(y, inputs, needed, grad)
     if not y.numel():
         # torch's convolution of an empty tensor has no second derivatives; other ranks have them.
-        zero = sum(t.sum() * 0 for t in (*inputs, grad) if t is not None)
-        grads = [None if g is None else g + zero for g in grads]
+        # That of zeros has theirs, also those that are undefined, as of dL/dx by x.
+        x, kernel, of_y = (t.flatten()[:0].sum().view(1, 1, 1) for t in (*inputs, grad))
+        zeros = differentiable(unpadded_conv(x, kernel, (1,), (1,), 1), (x, kernel), needed, of_y)
+        grads = [
+            g if g is None or zero is None else g + zero
+            for g, zero in zip(grads, zeros, strict=True)
+        ]
     return [*grads, bias_gradient(grad) if needed[2] else None]
 
 

@@ -202,3 +202,15 @@ def test_refusals_name_what_is_expected(call, kind, message):
 def test_channels_cut_over_a_spatial_axis():
     x, *parameters = randn(1, 4, 5), randn(4, 4, 3, seed=1), randn(4, seed=2)
     check_function(F.conv1d, x, parameters, [[0, 1, 4], [0, 5]], second_order=True)
+
+
+@pytest.mark.parametrize("call", [F.conv1d, F.conv_transpose1d])
+def test_an_empty_shard_has_the_undefined_second_derivatives_of_others(call):
+    """A convolution is linear in x, so dL/dx does not depend on x."""
+
+    def body(mesh):
+        x = shard(randn(1, 2, 5), layout_at(mesh, (1, 2, 5), [[0, 1, 1], None, None]))
+        (grad,) = torch.autograd.grad(call(x, randn(2, 2, 3)).sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.sum(), x, allow_unused=True)
+
+    assert on_ranks((2, 1, 1), body) == [(None,)] * 2
