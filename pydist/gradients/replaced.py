@@ -114,10 +114,10 @@ class Mean:
         self._weight, self._mesh = weakref.ref(weight), mesh  # weak, as the weight holds this hook
         self.is_local = False
 
-    def __call__(self, grad: Tensor) -> Tensor:
-        """Returns the mean of the ranks' gradients."""
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        """Returns the mean of the ranks' gradients; `None` where they are undefined."""
         weight = self._weight()
-        if weight is None:
+        if weight is None or grad is None:
             return grad
         reducer = reducer_of_weight(weight)
         mesh = self._mesh if reducer is None else reducer.mesh

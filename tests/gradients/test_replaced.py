@@ -155,6 +155,20 @@ def test_penalty_on_gradients_of_copies():
     on_groups(network, step, (3, 1), (2, 1, 1))
 
 
+def test_undefined_gradients_stay_undefined():
+    """A convolution is linear in its weight, so dL/dweight does not depend on the weight."""
+
+    def body(mesh):
+        weight = randn(3, 2, 3, 3, 3).requires_grad_()
+        x = distribute_tensor(randn(1, 2, 4, 4, 4), mesh)
+        loss = torch.conv3d(x, weight, padding=1).sum()
+        (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+        return torch.autograd.grad(grad.sum(), weight, allow_unused=True)
+
+    for spatial, data in (((1, 1, 1), 2), ((2, 1, 1), 1)):
+        assert on_ranks(spatial, body, data) == [(None,)] * 2
+
+
 @pytest.mark.parametrize("leaf", [True, False])
 def test_weights_of_one_group_are_named(leaf):
     def body(mesh):
