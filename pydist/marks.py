@@ -8,9 +8,17 @@ from typing import Any
 from torch import Tensor
 
 
+def node_of(tensor: Tensor) -> Any:
+    """Returns the graph node of a tensor; `None` also where torch refuses any graph of it."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # a view of no_grad, changed in place since
+        return None
+
+
 def mark(tensor: Tensor, key: str, value: object) -> None:
     """Marks the graph node of a tensor, if it has one."""
-    node: Any = tensor.grad_fn
+    node = node_of(tensor)
     if node is not None:
         node.metadata[key] = value
 

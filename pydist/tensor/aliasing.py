@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
 from pydist.errors import NotSupported
+from pydist.marks import node_of
 from pydist.tensor.refusals import module_path, source_line
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class SharedStorage:
 
 
 def _is_as_shown(x: Any) -> bool:
-    return x is not None and x._shown is not None and x._shard.grad_fn is x._shown[0]
+    return x is not None and x._shown is not None and node_of(x._shard) is x._shown[0]
 
 
 def _disjoint(one: ViewPart | None, other: ViewPart | None) -> bool:

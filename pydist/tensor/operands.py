@@ -244,7 +244,7 @@ def _entered(x: Tensor, index: tuple[slice, ...] | None, layout: Layout) -> Tens
 
     def made(x: Tensor) -> Tensor:
         observer.follow(x, mesh)
-        is_parameter = x.is_leaf and isinstance(x, nn.Parameter)
+        is_parameter = isinstance(x, nn.Parameter) and x.is_leaf
         part = x if is_parameter else average_grad(x, mesh, layout.used_axes)
         return scale_grad(part if index is None else part[index], factor)
 
@@ -263,7 +263,7 @@ def _part(
         mesh: the mesh.
     """
     part = made(x)
-    if not (x.is_leaf and torch.is_grad_enabled() and (x.is_floating_point() or x.is_complex())):
+    if not (torch.is_grad_enabled() and x.is_leaf and (x.is_floating_point() or x.is_complex())):
         return part
     if x.is_inference():
         return part

@@ -24,6 +24,7 @@ from pydist.grid import AXES, SAMPLE_AXES
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import Layout
+from pydist.marks import node_of
 from pydist.tensor.aliasing import (
     View,
     ViewPart,
@@ -177,7 +178,7 @@ class ShardedTensor(torch.Tensor):
             self._streams = with_current(self._streams, self._shard)
         if self._view is not None and self._view.memory.storage is not None:
             refuse_stale(self)
-        if self._shown is not None and self._shard.grad_fn is not self._shown[0]:
+        if self._shown is not None and node_of(self._shard) is not self._shown[0]:
             _reenter(self)
         if self._view is not None and self._view.memory.shown:
             self._view.memory.forget_changed()
@@ -228,7 +229,7 @@ class ShardedTensor(torch.Tensor):
     def _show(self, local: Tensor) -> None:
         """Marks the shard, which a program has: it may compute with it, or change it."""
         observer.lead_to(local, self.mesh, self._history, self._origin.sizes, self.layout)
-        self._shown = (local.grad_fn,)
+        self._shown = (node_of(local),)
         if self._view is not None:
             self._view.memory.note_shown(self)
 

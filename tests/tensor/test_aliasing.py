@@ -368,3 +368,20 @@ def test_detach_in_place_takes_wrapper_and_shard_out_of_the_graph():
         assert torch.equal(x.grad.full_tensor(), torch.full(SHAPE, 3.0).double())
 
     on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_a_view_of_no_grad_is_used_after_a_change(where):
+    """torch allows such a view of a leaf in no graph, and raises where its node is read."""
+    points, spatial = LAYOUTS[where]
+
+    @torch.no_grad()
+    def body(mesh):
+        x, bias = shard(randn(*SHAPE), layout_at(mesh, SHAPE, points)), randn(4).requires_grad_()
+        view, of_bias = x[:], bias[:]
+        view.mul_(2)
+        of_bias.mul_(2)
+        assert torch.equal(view.to_local(), view.detach().to_local())
+        assert torch.equal((view + of_bias).full_tensor(), 2 * (randn(*SHAPE) + randn(4)))
+
+    on_ranks(spatial, body)
