@@ -15,7 +15,7 @@ from pydist.ops.dims import canonical, canonical_all
 from pydist.ops.empty import cat_shards
 from pydist.ops.resampling.reads import ReadRange, Reads, moved_points, planning
 from pydist.partition import Box
-from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor import ShardedTensor, implements, local_of, wrap
 
 
 def circular_pad(x: ShardedTensor, rims: Sequence[tuple[int, int]]) -> ShardedTensor:
@@ -61,12 +61,12 @@ def _pad_around(x: ShardedTensor, dim: int, before: int, after: int) -> ShardedT
 def roll(
     input: ShardedTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
 ) -> ShardedTensor:
-    """Shifts elements along dims periodically."""
+    """Shifts elements periodically, along dims or in the flattened tensor."""
     amounts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     along = () if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
     layout = input.layout
-    if not along and layout.split_dims:
-        raise refusal(torch.roll, (input,), {}, "without dims it rolls the flattened tensor")
+    if dims is None and len(amounts) == 1 and layout.split_dims:
+        return roll(input.flatten(), amounts, 0).reshape(input.shape)  # type: ignore[arg-type, return-value]
     if len(along) != len(amounts) or not layout.split_dims:
         # torch raises its own error if the numbers of shifts and dims differ.
         return wrap(torch.roll(local_of(input), amounts, along), layout, input)
@@ -122,6 +122,18 @@ def flip(input: ShardedTensor, *dims: Any, **kw: Any) -> ShardedTensor:
 
     reads = layout.mesh.session.plan(key, make)
     return wrap(torch.flip(reads.gather(input), asked), layout, input)
+
+
+@implements(torch.fliplr, torch.Tensor.fliplr)
+def fliplr(input: ShardedTensor) -> ShardedTensor:
+    """Reverses the second dim."""
+    return flip(input, 1)
+
+
+@implements(torch.flipud, torch.Tensor.flipud)
+def flipud(input: ShardedTensor) -> ShardedTensor:
+    """Reverses the first dim."""
+    return flip(input, 0)
 
 
 @implements(torch.rot90, torch.Tensor.rot90)

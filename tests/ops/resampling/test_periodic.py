@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pydist.errors import NotSupported
 from support.equivalence import (
     check_function,
     layout_at,
@@ -48,6 +47,7 @@ def test_any_flip(dims, data):
 CALLS = {
     "roll of a method": lambda x: x.roll(2, 2),
     "roll by keywords": lambda x: torch.roll(input=x, shifts=(1, -1), dims=(2, 4)),
+    "roll of the flattened tensor": lambda x: torch.roll(x, -7),
     "roll by nothing": lambda x: torch.roll(x, 6, 2).neg_() + x,
     "roll by nothing of a whole dim": lambda x: torch.roll(x, 0, 1).neg_() + x,
     "flip of a method": lambda x: x.flip(2, -1),
@@ -57,6 +57,8 @@ CALLS = {
     "no turn": lambda x: torch.rot90(x, 4, (3, 4)).neg_() + x,
     "flip of a list": lambda x: x.flip([0, 2]),
     "flip by keyword": lambda x: torch.flip(x, dims=[2]),
+    "fliplr": lambda x: x.fliplr(),
+    "flipud": lambda x: x[0, 0].flipud(),
     "flip of no dim": lambda x: torch.flip(x, ()).neg_() + x,
 }
 
@@ -86,8 +88,6 @@ def test_labels(call):
 
 def test_refusals():
     def body(x, _):
-        with pytest.raises(NotSupported, match="flattened"):
-            torch.roll(x, 1)
         with pytest.raises(RuntimeError, match="dimensions"):
             torch.roll(x, (1, 2), 2)
         with pytest.raises(IndexError):
