@@ -7,6 +7,7 @@ only its bytes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,11 +17,11 @@ from pydist.data.each_file import Progress
 from pydist.data.file_image import RECIPE, recipe_hash, storage_of
 from pydist.data.made import state_of
 from pydist.data.manifest import Manifest
-from pydist.data.medical.case import convert_case
+from pydist.data.medical.case import convert_case, read_part
 from pydist.data.medical.collection import Source, unlike, write_set
 from pydist.data.medical.dicom import outline_of_dicom
 from pydist.data.medical.layouts import Case, find_cases
-from pydist.data.medical.nifti import Outline, outline_of
+from pydist.data.medical.nifti import Outline, outline_of, within_int16
 from pydist.data.medical.options import NiftiOptions
 from pydist.errors import DataError, UsageError
 
@@ -61,8 +62,8 @@ def convert_nifti(
         _require_one_number_of_channels(outlines)
     dtype: str = options.dtype
     if dtype == "auto":
-        integers = all(each.integers for told in outlines.values() for each in told)
-        dtype = "int16" if integers else "float32"
+        fits = all(_fits_int16(case, outlines[case.name]) for case in found.cases)
+        dtype = "int16" if fits else "float32"
     first_validation = len(found.cases) - round(len(found.cases) * options.validation)
     recipes = [_recipe(options, dtype, case) for case in found.cases]
     sources = [
@@ -102,6 +103,22 @@ def _outlines(case: Case) -> list[Outline]:
         ]
     except DataError:
         return []
+
+
+def _fits_int16(case: Case, outlines: Sequence[Outline]) -> bool:
+    """Returns whether int16 has all values of a case's images.
+
+    Only those that the header leaves in doubt are read. A damaged file is reported later.
+    """
+    if not all(each.integers for each in outlines):
+        return False
+    with contextlib.suppress(DataError):
+        for path, each in zip(case.images, outlines, strict=False):
+            if not each.narrow:
+                values = read_part(path).values()
+                if not within_int16((values.min(), values.max()), 1, 0):
+                    return False
+    return True
 
 
 def _require_one_number_of_channels(outlines: Mapping[str, Sequence[Outline]]) -> None:

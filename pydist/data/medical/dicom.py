@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.hdf5_rules import Limits
-from pydist.data.medical.nifti import Nifti, Outline
+from pydist.data.medical.nifti import Nifti, Outline, within_int16
 from pydist.data.medical.nifti_header import new_header
 from pydist.data.regular import require_regular
 from pydist.errors import DataError, UsageError, one_line
@@ -50,6 +50,8 @@ class _Slice(NamedTuple):
     """Place of the first pixel (mm, in DICOM's LPS)."""
     slope: float
     intercept: float
+    stored: tuple[float, float]
+    """Least and greatest value that its pixels can have before the rescale."""
 
 
 class _Series(NamedTuple):
@@ -65,6 +67,11 @@ class _Series(NamedTuple):
     def integers(self) -> bool:
         """Whether all values are integers, with slope and intercept applied."""
         return all(s.slope.is_integer() and s.intercept.is_integer() for s in self.slices)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the range of all values that can be stored is within that of int16."""
+        return all(within_int16(s.stored, s.slope, s.intercept) for s in self.slices)
 
 
 def is_series(path: Path) -> bool:
@@ -105,7 +112,8 @@ def outline_of_dicom(folder: Path) -> Outline:
         DataError: as `read_dicom`, for errors in the headers.
         UsageError: pydicom is not installed.
     """
-    return Outline(1, _series(folder).integers)
+    series = _series(folder)
+    return Outline(1, series.integers, series.narrow)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -135,6 +143,7 @@ def _series(folder: Path) -> _Series:
                 _numbers(header, "ImagePositionPatient", 3),
                 float(header.get("RescaleSlope", 1)),
                 float(header.get("RescaleIntercept", 0)),
+                _range(header),
             )
             if not (each.slope and math.isfinite(each.slope) and math.isfinite(each.intercept)):
                 raise DataError(f"{path}: its rescale is {each.slope}, {each.intercept}")
@@ -194,6 +203,13 @@ def _facts(path: Path, header: Dataset) -> tuple[Any, ...]:
     # Scanners round the spacing differently from slice to slice.
     between_rows, between_columns = (float(f"{mm:.6g}") for mm in spacing)
     return str(header.SeriesInstanceUID), rows, columns, between_rows, between_columns
+
+
+def _range(header: Dataset) -> tuple[float, float]:
+    """Returns the least and the greatest value that pixels can have before the rescale."""
+    values = 2.0 ** int(header.BitsStored)
+    least = -values / 2 if header.PixelRepresentation else 0.0
+    return least, least + values - 1
 
 
 def _directions(path: Path, header: Dataset) -> npt.NDArray[np.float64]:

@@ -10,7 +10,7 @@ import gzip
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -242,6 +242,14 @@ class Outline(NamedTuple):
     channels: int
     integers: bool
     """Whether all values are integers, with slope and intercept applied."""
+    narrow: bool
+    """Whether the range of all values that can be stored is within that of int16."""
+
+
+def within_int16(stored: Iterable[float], slope: float, intercept: float) -> bool:
+    """Returns whether int16 has the range of stored values, with slope and intercept applied."""
+    possible = np.iinfo(np.int16)
+    return all(possible.min <= slope * n + intercept <= possible.max for n in stored)
 
 
 def outline_of(path: Path) -> Outline:
@@ -252,8 +260,13 @@ def outline_of(path: Path) -> Outline:
         UsageError: nibabel is not installed.
     """
     with closing(OpenNifti(path)) as file:
-        whole = all(number.is_integer() for number in scaling_of(file.about.header, str(path)))
-        return Outline(math.prod(file.about.shape[3:]), file.dtype.kind in "iu" and whole)
+        scaling = scaling_of(file.about.header, str(path))
+        integers = file.dtype.kind in "iu" and all(number.is_integer() for number in scaling)
+        narrow = False
+        if integers:
+            limits = np.iinfo(file.dtype)
+            narrow = within_int16((limits.min, limits.max), *scaling)
+        return Outline(math.prod(file.about.shape[3:]), integers, narrow)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class NiftiOptions:
         grid: the grid that volumes are brought to; by default their own.
         validation: fraction of the cases that goes to the split "val", the last by name.
         dtype: "int16" (rounded to integers), "float32", or "auto": int16 if all images hold
-            integers.
+            integers of its range.
         storage: "contiguous", or "chunked" with a checksum in each chunk.
         compression: "gzip" for chunked storage, or "none".
         on_bad_case: "stop" at the first case that can't be used, or "skip" and report it.

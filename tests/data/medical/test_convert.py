@@ -297,7 +297,7 @@ def test_a_second_run_keeps_what_is_there(pairs, tmp_path):
     assert verify_dataset(out) == []
 
 
-def test_the_type_follows_from_the_headers(tmp_path, write, scan):
+def test_the_type_follows_from_headers_and_ranges(tmp_path, write, scan):
     image = scan[0].astype(np.float32) + 0.5
     write(tmp_path / "s" / "images" / "a.nii", image)
     write(tmp_path / "s" / "labels" / "a.nii", scan[1])
@@ -305,9 +305,14 @@ def test_the_type_follows_from_the_headers(tmp_path, write, scan):
     assert manifest.dtype == "float32"
     rounded = convert(tmp_path / "s", tmp_path / "r", validation=0, dtype="int16")
     assert rounded.dtype == "int16"
-    write(tmp_path / "s" / "images" / "a.nii", scan[0].astype(np.int32) * 100)
+    write(tmp_path / "s" / "images" / "a.nii", scan[0].astype(np.int32))
+    assert convert(tmp_path / "s", tmp_path / "i", validation=0).dtype == "int16"
+    wide = scan[0].astype(np.int32) * 100
+    write(tmp_path / "s" / "images" / "a.nii", wide)
+    assert convert(tmp_path / "s", tmp_path / "w", validation=0).dtype == "float32"
+    assert ShardDataset(tmp_path / "w").read_block(0).max() == wide.max()
     with pytest.raises(DataError, match="do not fit int16: use float32"):
-        convert(tmp_path / "s", tmp_path / "i", validation=0)
+        convert(tmp_path / "s", tmp_path / "o", validation=0, dtype="int16")
 
 
 def test_statistics_are_those_of_nnunet(pairs, tmp_path):

@@ -204,6 +204,20 @@ def test_converted_as_the_same_volume_in_nifti(tmp_path: Path) -> None:
         assert b"Someone" not in path.read_bytes()
 
 
+@pytest.mark.parametrize(("intercept", "bits", "dtype"), [(0, 16, "int16"), (40000, 12, "float32")])
+def test_the_type_follows_from_the_range(
+    tmp_path: Path, intercept: int, bits: int, dtype: str
+) -> None:
+    def change(_: int, data: Any) -> None:
+        data.RescaleIntercept, data.BitsStored, data.HighBit = intercept, bits, bits - 1
+
+    series = write_series(tmp_path / "dicom/one", change=change)
+    write_series(tmp_path / "labels/one", (VALUES > 0).astype("int16"))
+    options = NiftiOptions(labels=tmp_path / "labels", validation=0)
+    assert convert_nifti(tmp_path / "dicom", tmp_path / "a", options).dtype == dtype
+    assert ShardDataset(tmp_path / "a").read_block(0).max() == read_dicom(series).stored.max()
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_series(tmp_path / "dicom/one")
     write_series(tmp_path / "labels/one", (VALUES > 0).astype("int16"))
