@@ -27,7 +27,7 @@ class CheckpointMetadata:
     Attributes:
         config: the run's configuration; checkpoints keep its tables "model" and "data" (without the
             path and the store) and, for comparison, "optimizer" and the settings of "train" that
-            define the loss.
+            define the loss and the order of the samples.
         manifest: the manifest of the training set, without files.
     """
 
@@ -98,7 +98,7 @@ def _effective(optimizer: OptimizerConfig) -> dict[str, Any]:
 
 
 def _objective(config: Config) -> dict[str, Any]:
-    """Returns the settings that define the loss and its precision, by name."""
+    """Returns the settings that define the samples of each step, the loss and its precision."""
     train = config.train
     return {
         "loss": config.model.loss(train),
@@ -107,6 +107,8 @@ def _objective(config: Config) -> dict[str, Any]:
         "clip_norm": train.clip_norm,
         "amp": train.amp,
         "gradients": effective(train.gradients),
+        "batch": train.batch,
+        "seed": train.seed,
     }
 
 

@@ -109,8 +109,9 @@ class RunState:
         """Restores a checkpoint. Collective: every rank reads it.
 
         Raises:
-            CheckpointError: it is damaged, or belongs to another model or optimizer.
-            UsageError: it belongs to another data set, batch size or seed.
+            CheckpointError: it is damaged, or belongs to another model, optimizer, data set, batch
+                size or seed.
+            UsageError: its batches change elsewhere.
         """
         with together(self.job.world, "reading a checkpoint"):
             parts = checkpoint.read(path)

@@ -57,8 +57,8 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_the_previous_offered(c
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"train": {"batch": 2}}, UsageError, "the saved sampler has batch_size=3"),
-        ({"train": {"seed": 1}}, UsageError, "the saved sampler has seed=0"),
+        ({"train": {"batch": 2}}, CheckpointError, "train.batch is 3 there and 2 here; set it"),
+        ({"train": {"seed": 1}}, CheckpointError, "train.seed is 0 there and 1 here; set it"),
         ({"model": {"variant": "paper"}}, CheckpointError, "does not match this run"),
         ({"model": {"dropout": 0.25}}, CheckpointError, "model.dropout is None there and 0.25"),
         ({"model": {"statistics": "rank"}}, CheckpointError, "model.statistics is 'global' there"),
