@@ -1,10 +1,11 @@
 """Consistency checks between the ranks of a mesh while a program runs.
 
 Ranks check that they started the same calls in the same order (`Ledger`), that plain operands are
-equal on all ranks of a sample group, and parameters on all ranks (`Contents`). One number, the
-proof, covers all checks. It is part of the message that the ranks exchange at the end of each
-backward anyway (`pydist.gradients.flags`), before an optimizer can use mismatched gradients. The
-message goes between hosts, also for gradients on devices, and no host waits for a device.
+equal on all ranks of a sample group, and parameters and the settings of partitioned optimizers on
+all ranks (`Contents`). One number, the proof, covers all checks. It is part of the message that the
+ranks exchange at the end of each backward anyway (`pydist.gradients.flags`), before an optimizer
+can use mismatched gradients. The message goes between hosts, also for gradients on devices, and no
+host waits for a device.
 
 The sum of the proofs over all ranks is 0 if they agree. Each rank multiplies a hash that is
 compared within a group by a weight. The weights are random, and the weights of a group sum to 0
@@ -30,7 +31,10 @@ from pydist.errors import UsageError
 from pydist.exchange.contents import (
     REPEATED_SHARES,
     REPEATS,
+    WHOLE,
+    Checksum,
     Contents,
+    Operand,
     TrainedParameters,
     different_contents,
 )
@@ -207,9 +211,24 @@ class Consistency:
                 split = mesh.grid.split(axes)
                 if not split:  # no other rank has them
                     continue
-                contents = self._shared.setdefault(split, Contents(waits=self._mixes))
+                contents = self._shared_along(split)
                 self._add(contents, held, mesh)
                 contents.turn += 1
+
+    def sum_settings(self, mesh: Mesh, settings: Iterable[tuple[Operand, Tensor]]) -> None:
+        """Forms checksums of a step's settings, which the end of the next backward compares.
+
+        Args:
+            mesh: the mesh; all its ranks step with these settings.
+            settings: each with its values, on the host.
+        """
+        if mesh.size > 1 and not is_capturing():
+            contents = self._shared_along(self._split_axes)
+            for setting, values in settings:
+                contents.add_checksum(setting, Checksum(values), WHOLE, mesh.session.forwards)
+
+    def _shared_along(self, axes: tuple[str, ...]) -> Contents:
+        return self._shared.setdefault(axes, Contents(waits=self._mixes))
 
     def _checksums(self, mesh: Mesh) -> list[_Claim]:
         if mesh.size == 1 or is_capturing():

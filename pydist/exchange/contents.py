@@ -1,13 +1,13 @@
 """Checksums of tensors that must be equal on all ranks of a group: plain operands, and parameters.
 
-A plain operand of a sharded call is equal on all ranks of the sample group, a parameter on all
-ranks. On first use the complete tensor is compared. Later uses add a checksum to a list, which the
-ranks compare where they communicate anyway (`pydist.exchange.consistency`): of small tensors in
-full, of larger ones another share each time, so that `SHARES` comparisons cover a tensor. A tensor
-that is used repeatedly without a comparison, as in a loop without a model, is compared every
-`REPEATS` uses with two shares each time: 50 uses cover it, also on a device. (Tensors of the same
-kind in the same module are not distinguished. For some counts of large ones per step, from 5 on,
-covering them takes longer.)
+A plain operand of a sharded call is equal on all ranks of the sample group, a parameter, and a
+setting of a partitioned optimizer, on all ranks. On first use the complete tensor is compared.
+Later uses add a checksum to a list, which the ranks compare where they communicate anyway
+(`pydist.exchange.consistency`): of small tensors in full, of larger ones another share each time,
+so that `SHARES` comparisons cover a tensor. A tensor that is used repeatedly without a comparison,
+as in a loop without a model, is compared every `REPEATS` uses with two shares each time: 50 uses
+cover it, also on a device. (Tensors of the same kind in the same module are not distinguished. For
+some counts of large ones per step, from 5 on, covering them takes longer.)
 """
 
 from __future__ import annotations
@@ -360,6 +360,9 @@ def _differs(first: int, other: int, row: list[object]) -> UsageError:
     advice = "give each rank its part with ShardedTensor.from_local, or the same samples and seeds"
     if str(text).startswith(("parameter", "a frozen parameter")):
         advice = "load or change the model on every rank, not on one"
+        equal = "it must be equal on all ranks"
+    elif str(text).startswith("setting"):
+        advice = "a schedule that follows a loss needs that of all ranks (pydist.sum_over_groups)"
         equal = "it must be equal on all ranks"
     else:
         equal = "it must be equal on all ranks of a sample group"

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from pydist.entry_hook import EntryHook, entry_hook_of
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.consistency import consistency_of
+from pydist.exchange.contents import Operand
 from pydist.exchange.own_slice import is_sharded_weight, own_slice, slicing_of
 from pydist.gradients.forms.form import DenseForm
 from pydist.gradients.members import Members
@@ -141,6 +143,8 @@ class ShardedOptimizer(Optimizer):
         # Other classes may keep numbers in their groups or attributes, which change in each step.
         by_parameter = type(optimizer) in ELEMENTWISE or isinstance(optimizer, LayerwiseOptimizer)
         self._steps_once = not by_parameter
+        kind = type(optimizer).__name__
+        self._settings = {n: Operand(f"setting {n!r} of {kind}") for n in optimizer.defaults}
         self._parts: dict[Tensor, Tensor] = {}
         self._layout: dict[int, ParameterPartition] = {}
         self._source: Mapping[int, ParameterPartition] | None = (
@@ -190,6 +194,10 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Each rank steps its parts with its own settings, and all ranks get the same parameters:
+        # no comparison of parameters would show that the settings differ.
+        settings = ((each, self._values_of(name)) for name, each in self._settings.items())
+        consistency_of(self._mesh).sum_settings(self._mesh, settings)
         members = self._follow_members()
         rest = {id(p): p for p in map(own_slice, self._parameters())}
         for parameter in rest.values():
@@ -319,6 +327,13 @@ class ShardedOptimizer(Optimizer):
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    def _values_of(self, setting: str) -> Tensor:
+        """Returns the numbers that a setting has in all groups, except those on a device."""
+        given = (group.get(setting) for group in self.param_groups)
+        flat = (x for each in given for x in (each if isinstance(each, tuple) else (each,)))
+        numbers = [float(x) for x in flat if _is_on_host(x)]
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
     def _follow_members(self) -> Members:
         """Returns the members, after redistributing the state if their buckets have changed."""
         members = self._reducer.members
@@ -423,6 +438,12 @@ class _Norms:
         if not self._is_sent:
             self._is_sent = True
             self._world.all_reduce(self._all)
+
+
+def _is_on_host(setting: Any) -> bool:
+    if isinstance(setting, Tensor):
+        return setting.dim() == 0 and setting.device.type == "cpu"
+    return isinstance(setting, int | float)
 
 
 def _has_copies(parameter: Tensor, entry: EntryHook) -> bool:
