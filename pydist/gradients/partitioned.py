@@ -183,7 +183,7 @@ def _elementwise(func: Any, grad: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     given = (*args, *kwargs.values())
     if not isinstance(grad, PartitionedGradient) or not all(map(_is_number, given)):
         raise _refusal(func.__name__)
-    for tensor in _numbers([grad], linear=func is not Tensor.clamp_):
+    for tensor in _numbers(func, [grad], linear=func is not Tensor.clamp_):
         func(tensor, *args, **kwargs)
     return grad
 
@@ -192,20 +192,20 @@ def _elementwise(func: Any, grad: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _scale_all(func: Any, grads: Sequence[Tensor], other: Any) -> None:
     if not _is_number(other):
         raise _refusal(func.__name__)
-    func(_numbers(grads, linear=True), other)
+    func(_numbers(func, grads, linear=True), other)
 
 
 @_handles(torch._foreach_clamp_min_, torch._foreach_clamp_max_)
 def _clamp_all(func: Any, grads: Sequence[Tensor], bound: Any) -> None:
     if not _is_number(bound):
         raise _refusal(func.__name__)
-    func(_numbers(grads, linear=False), bound)
+    func(_numbers(func, grads, linear=False), bound)
 
 
 @_handles(torch._amp_foreach_non_finite_check_and_unscale_)
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Unscales gradients for `GradScaler`; an infinite value on any rank counts on all ranks."""
-    func(_numbers(grads, linear=True), found_inf, inv_scale)
+    func(_numbers(func, grads, linear=True), found_inf, inv_scale)
     gradient_set = next(
         grad.gradient_set for grad in grads if isinstance(grad, PartitionedGradient)
     )
@@ -223,13 +223,17 @@ def _norm_all(_: Any, grads: Sequence[Tensor], ord: float = 2.0) -> list[Tensor]
     return [torch.linalg.vector_norm(grad, ord) for grad in grads]
 
 
-def _numbers(grads: Iterable[Tensor], *, linear: bool) -> list[Tensor]:
+def _numbers(func: Any, grads: Iterable[Tensor], *, linear: bool) -> list[Tensor]:
     """Returns this rank's tensors that an in-place change, `linear` or not, applies to."""
     found = []
+    is_first = True
     for grad in grads:
         if not isinstance(grad, PartitionedGradient):
             found.append(grad)
             continue
+        if is_first:  # all ranks get the same parameters, also if one alone makes the change
+            group, is_first = grad.gradient_set.transport, False
+            group.ledger.note(group, (f"{func.__name__} of gradients",), waits=False)
         grad.gradient_set.forget_norms()
         found.append(grad.piece)
         if grad.arriving or not linear:

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, AdamW
 
 from pydist import parallelize
-from pydist.errors import NotSupported
+from pydist.errors import NotSupported, UsageError
 from pydist.gradients.partitioned import PartitionedGradient
 from pydist.gradients.partitioned_bucket import ParameterPartition
 from pydist.optim import gather_gradients, sharded
@@ -131,6 +131,29 @@ def test_gradients_scaled_by_hand():
         optimizer.zero_grad()
 
     check(loop=loop)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: nn.utils.clip_grad_value_(p, 0.01, foreach=True),
+        lambda p: nn.utils.clip_grad_value_(p, 0.01, foreach=False),
+        lambda p: p[0].grad.mul_(0.5),
+    ],
+)
+def test_a_change_by_one_rank_alone_is_refused(change):
+    """As after a look at its own loss: its part alone would change, for all ranks."""
+
+    def body(mesh):
+        model, optimizer = train(mesh, "always", steps=1)
+        loss_of(model, mesh).backward()
+        if mesh.rank == 1:
+            change(list(model.parameters()))
+        optimizer.step()
+        loss_of(model, mesh).backward()
+
+    with pytest.raises(UsageError, match=r"different calls: .* of gradients on rank 1"):
+        on_ranks((2, 1, 1), body)
 
 
 @pytest.mark.parametrize("unscale", [False, True])
