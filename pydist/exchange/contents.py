@@ -359,7 +359,10 @@ def _differs(first: int, other: int, row: list[object]) -> UsageError:
             since = f"{part}equal when it was last compared"
     advice = "give each rank its part with ShardedTensor.from_local, or the same samples and seeds"
     if str(text).startswith(("parameter", "a frozen parameter")):
-        advice = "load or change the model on every rank, not on one"
+        advice = (
+            "load or change the model on every rank, not on one, and decide about steps and"
+            " learning rates by a loss of all ranks (pydist.sum_over_groups), not each rank's own"
+        )
         equal = "it must be equal on all ranks"
     elif str(text).startswith("setting"):
         advice = "a schedule that follows a loss needs that of all ranks (pydist.sum_over_groups)"

@@ -145,6 +145,21 @@ def test_a_turn_of_shares_covers_a_tensor_of_any_strides() -> None:
         assert max(len(each) for turn, each in sums.items() if turn) == 2
 
 
+def test_steps_decided_by_a_loss_of_each_rank_are_named() -> None:
+    def body(t: Transport) -> None:
+        model = parallelize(nn.Conv3d(1, 2, 3, padding=1), Mesh(t, data=2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            loss = model(torch.full((1, 1, 6, 4, 4), 1.0 + t.rank)).square().mean()
+            loss.backward()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / loss.item()
+            optimizer.step()
+
+    with pytest.raises(UsageError, match=r"parameter .* differs .* rates by a loss of all"):
+        run_local(body, 2)
+
+
 @pytest.mark.parametrize(("size", "data"), [(2, 1), (2, 2), (4, 2)])
 def test_weights_loaded_on_one_rank_are_noticed(size: int, data: int) -> None:
     def body(t: Transport) -> None:
