@@ -310,8 +310,8 @@ def _after_accumulation(leaf: Leaf, parameter: Tensor) -> None:
 
 
 def leaf_of(tensor: Tensor) -> Leaf | None:
-    """Returns the leaf of a tensor that a reducer knows, or `None`."""
-    hooks = tensor._backward_hooks
+    """Returns the leaf of a tensor that a reducer knows, or `None`, as for any sharded tensor."""
+    hooks = None if "_shard" in tensor.__dict__ else tensor._backward_hooks
     if type(hooks) is not Hooks:
         return None
     leaf: Leaf = hooks.leaf

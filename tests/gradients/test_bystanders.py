@@ -116,6 +116,33 @@ def test_closures_return_what_they_like(kind):
     on_ranks((1, 1, 1), body, data=2)
 
 
+@pytest.mark.parametrize("leaf", [lambda x: x.clone().requires_grad_(), nn.Parameter])
+def test_a_line_search_over_a_sharded_tensor(leaf):
+    """As for initial conditions, which a trained network leads to an observation."""
+    net = initialized(nn.Sequential(nn.Conv3d(4, 4, 3, padding=1), nn.Tanh())).requires_grad_(False)
+
+    def searched(model, x):
+        optimizer = torch.optim.LBFGS([x], max_iter=4, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x) - 0.5).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).detach(), x.detach()
+
+    expected = searched(net, X.clone().requires_grad_())
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(net), mesh)
+        found = searched(model, leaf(distribute_tensor(X.clone(), mesh)))
+        for mine, whole in zip(found, expected, strict=True):
+            assert torch.allclose(whole_of(mine), whole, rtol=0, atol=1e-12)
+
+    on_ranks((2, 1, 1), body)
+
+
 def test_gradients_that_a_script_assigns_are_averaged():
     net = initialized(Two())
 
