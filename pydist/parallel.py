@@ -20,6 +20,7 @@ from pydist.gradients.forms.settings import Gradients, check_groups, settings_of
 from pydist.mesh import Mesh
 from pydist.ops.norm.batch_norm import STATISTICS
 from pydist.structure import facts_of
+from pydist.tensor import ShardedTensor
 from pydist.watchdog import MODULE_PATH
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -195,6 +196,8 @@ def obstacle(tensor: Tensor) -> str | None:
         return "has no values (device meta): give it some on rank 0, and memory on all ranks"
     if is_sharded_weight(tensor):
         return "is a sharded weight of another model: parallelize a model without its slices"
+    if isinstance(tensor, ShardedTensor):
+        return "is a sharded tensor: put its full_tensor() in its place"
     if tensor.layout != torch.strided:
         return f"has the layout {tensor.layout}; dense is possible"
     return None

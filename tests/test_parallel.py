@@ -333,9 +333,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch.jit.script is deprecated
     SCRIPT = torch.jit.script(nn.Sequential(nn.ReLU()))
 UNSENDABLE = {
-    "'weight' of this LazyConv3d has no shape yet: call": lambda: nn.LazyConv3d(2, 3),
-    "'weight' of this Linear has no values": lambda: nn.Linear(2, 2, device="meta"),
-    "'sparse' of this Identity has the layout torch.sparse_coo": lambda: with_sparse(nn.Identity()),
+    "'weight' of this LazyConv3d has no shape yet: call": lambda _: nn.LazyConv3d(2, 3),
+    "'weight' of this Linear has no values": lambda _: nn.Linear(2, 2, device="meta"),
+    "'sparse' of this Identity has the layout torch.sparse_coo": lambda _: with_sparse(
+        nn.Identity()
+    ),
+    "'weight' of this PReLU is a sharded tensor": lambda mesh: with_shard(nn.PReLU(), mesh),
 }
 
 
@@ -351,10 +354,15 @@ def with_sparse(module):
     return module
 
 
+def with_shard(module, mesh):
+    module.weight = nn.Parameter(distribute_tensor(randn(1, 3, 1, 1, 1), mesh))
+    return module
+
+
 @pytest.mark.parametrize(("said", "make"), UNSENDABLE.items())
 def test_what_ranks_can_not_send_is_named_before_anything_is_sent(said, make):
     def body(mesh):
-        model = make()
+        model = make(mesh)
         for _ in range(2):  # the refusal leaves no mark of parallelization
             with pytest.raises(UsageError, match=said):
                 parallelize(model, mesh)

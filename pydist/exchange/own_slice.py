@@ -26,8 +26,8 @@ class Slicing(NamedTuple):
 def own_slice(parameter: Tensor) -> Tensor:
     """Returns this rank's slice of a sharded weight, a leaf of the graph; else the parameter."""
     held = parameter.__dict__
-    # A sharded tensor that is not a parameter is data of its sample group.
-    found: Tensor = held["_shard"] if "_is_param" in held and "_shard" in held else parameter
+    # Any other sharded tensor is data of its sample group, also as a torch.nn.Parameter.
+    found: Tensor = held["_shard"] if "_is_weight" in held else parameter
     return found
 
 

@@ -284,6 +284,7 @@ class ShardedTensor(torch.Tensor):
         The shard is a parameter of torch, with the gradient.
         """
         self.__dict__["_is_param"] = True  # for isinstance(_, torch.nn.Parameter)
+        self.__dict__["_is_weight"] = True  # for `own_slice`
         used, grid = self.layout.used_axes, self.mesh.grid
         even = -(-self.numel() // grid.size(used))
         set_slicing(self._shard, Slicing(tuple(a for a in AXES if a not in used), even))

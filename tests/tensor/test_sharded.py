@@ -326,13 +326,14 @@ def test_a_removed_hook_is_silent():
     on_shards(body)
 
 
+@pytest.mark.parametrize("leaf", [lambda x: x.detach().requires_grad_(), nn.Parameter])
 @pytest.mark.parametrize("spatial", [(2, 1, 1), (2, 2, 2)])
-def test_gradients_of_replicated_leaves_are_the_true_ones(spatial):
+def test_gradients_of_replicated_leaves_are_the_true_ones(spatial, leaf):
     """Split over the depth alone, each block is on several ranks; all show equal gradients."""
 
     def body(mesh):
         sliced = distribute_tensor(randn(*SHAPE), mesh, dims={2: "depth"})
-        x = sliced.detach().requires_grad_()
+        x = leaf(sliced)
         other = shard(randn(*SHAPE, seed=1), layout_for_sample(mesh, SHAPE))
         loss = (x * other).square().sum()
         (asked,) = torch.autograd.grad(loss, x, retain_graph=True)
