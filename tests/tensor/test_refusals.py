@@ -146,8 +146,9 @@ def test_the_handler_of_a_refusal_gathers_all_sharded_arguments():
 
 IN_PLACE = {
     "of a sharded tensor": (lambda x, m: x.tril_(), "a new tensor from x.full_tensor()"),
-    "of a plain view": (
-        lambda x, m: torch.zeros(2, *x.shape)[0].add_(x), "give it whole tensors, x.full_tensor()"
+    "of a plain view with a gradient": (
+        lambda x, m: torch.zeros(2, *x.shape)[0].add_(x.float().requires_grad_()),
+        "give it whole tensors, x.full_tensor()",
     ),
     "initialization": (lambda x, m: torch.nn.init.constant_(x, 1), "before parallelize"),
 }  # fmt: skip

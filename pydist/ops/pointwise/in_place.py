@@ -1,8 +1,9 @@
 """Makes in-place calls on a plain tensor with sharded arguments.
 
 If all ranks hold the full result, such as a running mean updated with the mean of a sample, it is
-written to the plain tensor's memory, which `.data`, views and NumPy arrays may share. If each rank
-holds a block of the result, or the result has a gradient, the user's object becomes sharded.
+written to the plain tensor's memory, which `.data`, views and NumPy arrays may share. The ranks
+gather a result without gradient for memory that others see. In all other cases, a block of the
+result per rank or a result with a gradient, the user's object becomes sharded.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ def in_place_on_plain(
         layout: of the result, with the first argument's shape.
 
     Raises:
-        NotSupported: other objects share the tensor's memory, or it is a parameter.
+        NotSupported: the result has a gradient, and other objects share the tensor's memory or it
+            is a parameter.
     """
     target: Tensor = args[0]
     given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    if not trains and (_held_elsewhere(target) or _memory_elsewhere(target)):
+        layout = layout.whole()
     fills = not any(layout.splits) and not (trains and target.requires_grad)
-    why = _held_elsewhere(target) if trains or not fills else ""
+    why = _held_elsewhere(target) if trains else ""
     why = why or ("" if fills else _memory_elsewhere(target))
     if why:
         why = f"in place on a plain tensor {why}, it would fill only this rank's block of it"

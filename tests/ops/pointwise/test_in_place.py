@@ -109,6 +109,34 @@ def test_refused_where_others_see_the_memory(make, why):
     on_ranks((2, 2, 2), body)
 
 
+FILLS = {
+    "add_": lambda t, x: t.add_(x),
+    "copy_": lambda t, x: t.copy_(x),
+    "[]=": lambda t, x: operator.setitem(t, (slice(None), 1), x[:, 1]),
+    "[mask]=": lambda t, x: operator.setitem(t, x > 0, 2.0),
+    "index_add_": lambda t, x: t.index_add_(2, torch.tensor([1, 0]), x[:, :, :2]),
+}
+
+
+@pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
+@pytest.mark.parametrize("case", [case for case in REFUSED if case != "a leaf"])
+def test_without_gradient_others_see_the_full_result(case, fill):
+    """As a parameter's `.data`, from statistics by channels that a view has cut."""
+    expected = torch.zeros(SHAPE).double()
+    fill(expected, randn(*SHAPE))
+
+    @torch.no_grad()
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS))
+        plain, other = REFUSED[case][0]()
+        fill(plain, x)
+        assert torch.equal(plain, expected)
+        assert not isinstance(plain, ShardedTensor)
+        assert not isinstance(other, torch.Tensor) or other.any()
+
+    on_ranks((2, 2, 2), body)
+
+
 STATISTICS = {
     "data": lambda s, m: s.data.copy_(m),
     "running mean": lambda s, m: s.data.mul_(0.9).add_(0.1 * m),
