@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pydist.errors import NotSupported
 from pydist.exchange.exchanger import in_memory
@@ -28,6 +28,7 @@ from pydist.tensor import (
     wrap,
 )
 from pydist.tensor.operands import shard_in
+from pydist.tensor.sharded import whole_of
 from pydist.tensor.wrapper import GET_REQUIRES_GRAD, of_wrapper
 
 # The wrapper tensor itself has the global shape, the dtype, and the other attributes.
@@ -133,6 +134,14 @@ def set_data(x: ShardedTensor, new: Tensor) -> None:
         # The wrapper knows them; setting its `data` would crash later.
         torch._C._swap_tensor_impl(x, ShardedTensor(local, x.layout, x._origin))
     remember_change(x)
+
+
+def _set_data_of_plain(parameter: nn.Parameter, new: Tensor) -> None:
+    _SET_DATA(parameter, whole_of(new))
+
+
+# torch asks no override of the new values, and a parameter without storage would crash later.
+nn.Parameter.data = property(_descriptor("data").__get__, _set_data_of_plain)  # type: ignore[assignment]
 
 
 @implements(torch._has_compatible_shallow_copy_type)

@@ -181,6 +181,22 @@ def _check_statistic(change, trains):
     on_ranks((2, 2, 2), body)
 
 
+@pytest.mark.parametrize("value", [lambda x: x.mean((0, 2, 3, 4)), lambda x: x[0, 0]])
+def test_a_parameter_gets_the_values_of_a_sharded_tensor_as_its_data(value):
+    """The interpreter would end at a later use of the parameter."""
+    expected = value(randn(*SHAPE))
+
+    def body(mesh):
+        p = nn.Parameter(torch.zeros_like(expected))
+        p.data = value(shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS)))
+        assert type(p) is nn.Parameter
+        p.square().sum().backward()
+        for found, by in ((p.detach(), 1), (p.grad, 2)):
+            assert error(found, by * expected) <= FP64_BOUND
+
+    on_ranks((2, 2, 2), body)
+
+
 def test_the_gradient_of_a_statistic_stays_with_the_object():
     def loss(x, p):
         s = torch.ones(3).double()
