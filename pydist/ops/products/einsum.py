@@ -67,6 +67,26 @@ def outer(input: Tensor, vec2: Tensor) -> Any:
     return contract(torch.outer, [input, vec2], [["i"], ["j"]], ["i", "j"], torch.outer)
 
 
+@implements(torch.cross, torch.Tensor.cross)
+def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
+    """Computes the cross product of vectors along a dim; by default the first of extent 3."""
+    if dim is None:
+        dim = next((d for d, n in enumerate(input.shape) if n == 3), -1)
+    return linalg_cross(input, other, dim=dim)
+
+
+@implements(torch.linalg.cross)
+def linalg_cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
+    """Computes the cross product of vectors along a dim."""
+    if input.dim() != other.dim() or {input.shape[dim], other.shape[dim]} != {3}:
+        raise RuntimeError(
+            f"cross product of shapes {list(input.shape)} and {list(other.shape)} along dim {dim}: "
+            "equal numbers of dims, and an extent of 3"
+        )
+    ahead = input.roll(-1, dim) * other.roll(-2, dim)
+    return ahead - input.roll(-2, dim) * other.roll(-1, dim)
+
+
 @implements(torch.tensordot)
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Any:
     """Sums products over the last dims of `a` and the first of `b`, or over given dims."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.ops.dims import canonical, numpy_names
+from pydist.ops.dims import canonical, canonical_all, numpy_names
 from pydist.ops.dtypes import NARROW, result_dtype
 from pydist.ops.reduction.reduce import is_local
 from pydist.ops.transposition import along_dims
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor.operands import whole_operand
 
 
 def _softmax(x: ShardedTensor, dim: int | None, dtype: torch.dtype | None, log: bool) -> Any:
@@ -107,6 +109,32 @@ def diff(
         upper, lower = x.narrow(d, x.shape[d] - count, count), x.narrow(d, 0, count)
         x = upper.logical_xor(lower) if x.dtype == torch.bool else upper - lower
     return x if n > 0 else x.clone()
+
+
+@implements(torch.gradient)
+def gradient(
+    input: ShardedTensor,
+    *,
+    spacing: Any = None,
+    dim: int | Sequence[int] | None = None,
+    edge_order: int = 1,
+) -> tuple[Tensor, ...]:
+    """Estimates the derivatives along dims, which each rank has one after the other as a whole."""
+    given = range(input.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    dims = canonical_all(given, input.dim())
+    steps = spacing if isinstance(spacing, list | tuple) else [spacing] * len(dims)
+    if len(steps) != len(dims):
+        raise RuntimeError(f"gradient along {len(dims)} dims: a spacing of {len(steps)} elements")
+
+    def along(local: Tensor, d: int, step: Any) -> Tensor:
+        # Coordinates are given as a list, one number is not.
+        found = [whole_operand(step, input)] if isinstance(step, Tensor) else step
+        return torch.gradient(local, spacing=found, dim=d, edge_order=edge_order)[0]
+
+    return tuple(
+        along_dims(partial(along, d=d, step=step), input, (d,))
+        for d, step in zip(dims, steps, strict=True)
+    )
 
 
 @implements(torch.msort, torch.Tensor.msort)

@@ -41,6 +41,15 @@ CALLS = {
     "diff over split dims": lambda x: x.diff(dim=2).square().sum() * torch.diff(x, 2, axis=3),
     "diff with ends": lambda x: torch.diff(x, dim=2, prepend=x[:, :, -2:], append=x[:, :, :1] * 2),
     "diff of nothing left": lambda x: x + x.diff(99, dim=2).sum() + x.diff(0),
+    "gradient": lambda x: torch.stack(torch.gradient(x, spacing=0.5, dim=(1, 2, -1))),
+    "gradient of second order": lambda x: torch.gradient(x, dim=2, edge_order=2)[0],
+    "gradient at coordinates": lambda x: sum(
+        torch.gradient(
+            x,
+            spacing=(torch.arange(5.0).double() ** 2, x[0, 0, 0, :, 0].detach().cumsum(0)),
+            dim=(2, 3),
+        )
+    ),
     "diff of flags": lambda x: (x > 0).diff(dim=2) * x.diff(dim=2),
 }
 
