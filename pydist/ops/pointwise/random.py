@@ -73,6 +73,21 @@ def randn_like(input: ShardedTensor, **options: Any) -> ShardedTensor:
     return _drawn(torch.randn_like, made, input, options)
 
 
+@implements(torch.normal)
+def normal(mean: Any, std: Any = 1.0, *, generator: Any = None, **options: Any) -> Any:
+    """Draws normal numbers of given means and standard deviations, without a gradient.
+
+    Raises:
+        RuntimeError: a standard deviation is negative.
+    """
+    if generator is not None or options:
+        raise refusal(torch.normal, (mean, std), {}, "a generator or out=; numbers are keyed")
+    positive = torch.as_tensor(local_of(std) if isinstance(std, ShardedTensor) else std).detach()
+    torch._assert_async((positive >= 0).all(), "normal expects all elements of std >= 0.0")
+    with torch.no_grad():
+        return mean + std * torch.randn_like(mean + std)
+
+
 @implements(torch.bernoulli, torch.Tensor.bernoulli)
 def bernoulli(input: ShardedTensor, p: float | None = None, *, generator: Any = None) -> Any:
     """Draws 1 with the probability given by the element (or `p`), else 0.

@@ -241,6 +241,8 @@ DRAWS = {
     "feature alpha dropout": lambda x: F.feature_alpha_dropout(x, 0.3, True),
     "rand_like": torch.rand_like,
     "randn_like": lambda x: torch.randn_like(x, dtype=torch.float32),
+    "normal": lambda x: torch.normal(x, x.exp()),
+    "sample of a distribution": lambda x: torch.distributions.Normal(x, 2.0).sample(),
     "bernoulli": lambda x: torch.bernoulli(torch.sigmoid(x)),
     "bernoulli(p)": lambda x: x.bernoulli(0.25),
     "rrelu": lambda x: F.rrelu(x, training=True),
@@ -274,12 +276,13 @@ def test_moments_of_the_draws():
             for y in (
                 F.alpha_dropout(x, 0.4, True),
                 torch.randn_like(x),
+                torch.normal(1.0, torch.full_like(x, 0.5)),
                 torch.rand_like(x),
                 x.bernoulli(0.25),
             )
         ]
 
-    expected = [(0, 1), (0, 1), (0.5, 1 / 12), (0.25, 0.1875)]
+    expected = [(0, 1), (0, 1), (1, 0.25), (0.5, 1 / 12), (0.25, 0.1875)]
     for found, moments in zip(on_ranks((2, 1, 1), body)[0], expected, strict=True):
         assert found == pytest.approx(moments, abs=0.03)
 
@@ -316,6 +319,8 @@ def test_narrow_uniform_numbers_are_below_one(dtype):
 DRAWS_THAT_TORCH_REFUSES = {
     "rand_like of integers": lambda x: torch.rand_like(x.long()),
     "randn_like of flags": lambda x: torch.randn_like(x, dtype=torch.bool),
+    "normal of a negative deviation": lambda x: torch.normal(x, -x.abs()),
+    "normal(-1)": lambda x: torch.normal(x, -1.0),
     "bernoulli of integers": lambda x: torch.bernoulli(x.gt(0).long()),
     "bernoulli of complex numbers": lambda x: x.to(torch.complex64).bernoulli(0.5),
     "bernoulli of logits": torch.bernoulli,
@@ -331,7 +336,7 @@ def test_draws_that_torch_refuses(draw):
         draw(randn(*SHAPE))
 
     def body(mesh):
-        with pytest.raises(RuntimeError, match=r"random numbers of|probabilit"):
+        with pytest.raises(RuntimeError, match=r"random numbers of|probabilit|std >= 0"):
             draw(distribute_tensor(randn(*SHAPE), mesh))
 
     on_ranks((2, 1, 1), body)

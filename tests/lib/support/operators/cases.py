@@ -355,6 +355,7 @@ F.rrelu(x, 0.2, 0.2, training=True)
 torch.bernoulli(torch.ones_like(x))
 torch.rand_like(x) < 1
 torch.randn_like(x).isfinite()
+torch.normal(x, u).isfinite()
 """,
     "New tensors": """
 x.new_zeros(x.shape) + x
