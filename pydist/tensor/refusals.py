@@ -35,6 +35,7 @@ compute it on whole tensors, x.full_tensor() in place of x, or register a handle
         return {name}(*map(whole, args), **{{k: whole(x) for k, x in kwargs.items()}})"""
 _IN_PLACE = "compute a new tensor from x.full_tensor(), whose own changes would be lost"
 _IN_PLACE_OF_PLAIN = "give it whole tensors, x.full_tensor() in place of x"
+_SET = "change the values in place: x.copy_(values), under torch.no_grad() if x needs a gradient"
 _NN_UTILS = f"{Path(torch.__file__).parent}/nn/utils/"
 _REPARAMETRIZES = {"register_parametrization", "weight_norm", "spectral_norm", "orthogonal"}
 _REGISTER = "register parametrizations of sharded weights before pydist.parallelize"
@@ -102,7 +103,7 @@ def _advice(name: str, changes_plain: bool) -> str:
         return _INITIALIZE
     if name.endswith("_") and not name.endswith("__"):
         return _IN_PLACE_OF_PLAIN if changes_plain else _IN_PLACE
-    return _WAY_ON.strip().format(name=name)
+    return _SET if name.endswith(".__set__") else _WAY_ON.strip().format(name=name)
 
 
 def misfit(

@@ -150,6 +150,7 @@ IN_PLACE = {
         lambda x, m: torch.zeros(2, *x.shape)[0].add_(x.float().requires_grad_()),
         "give it whole tensors, x.full_tensor()",
     ),
+    "of an attribute": (lambda x, m: setattr(x, "data", x * 2), "in place: x.copy_(values)"),
     "initialization": (lambda x, m: torch.nn.init.constant_(x, 1), "before parallelize"),
 }  # fmt: skip
 
