@@ -76,7 +76,8 @@ def connect(transport: str = "auto") -> Transport:
 
     Raises:
         UsageError: the transport does not exist, the launcher and the MPI library do not match, or
-            there are fewer GPUs than ranks for "nccl" and "ipc".
+            there are fewer GPUs than ranks for "nccl" and "ipc", or this process is a child of a
+            rank.
         NotSupported: a rank has no GPU, or no means to send its memory: NCCL, a device that another
             rank can map, a CUDA-aware MPI.
     """
@@ -84,7 +85,10 @@ def connect(transport: str = "auto") -> Transport:
         raise UsageError(f"transport '{transport}' is none of {', '.join(possible)}")
     if transport not in _worlds:
         join = _JOINS.get(transport, partial(_join_over, transport))
-        _worlds[transport] = join(None if transport == "local" else launcher_env.detect())
+        who = None if transport == "local" else launcher_env.detect()
+        if who is not None:
+            launcher_env.refuse_child(who)
+        _worlds[transport] = join(who)
     return _worlds[transport]
 
 
@@ -99,6 +103,8 @@ def _join_first(join: _Join, who: Identity | None) -> Transport:
         who = Identity("mpi", world.rank, world.size, local_rank=0, local_size=1)
         watch.start(who)
         world.barrier()
+    if who is not None:
+        launcher_env.mark_children()
     watch.forget_page(who)
     _hear_of_other_machines(who, world)
     failures.install(world.rank, world.size, claim=_claim(world), abort=_abort(world))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ _VARIABLES = {
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
+_JOINED = "PYDIST_JOINED"
 _LOCAL_OF_PMI = ["PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"]  # of Cray's launchers, which start an MPICH
 
 
@@ -98,6 +100,32 @@ def without_identity(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables without those that tell a process its place in a job."""
     names = {name for each in (*_VARIABLES.values(), _LOCAL_OF_PMI) for name in each}
     return {name: value for name, value in environment.items() if name not in names}
+
+
+def mark_children() -> None:
+    """Marks the environment of this rank's child processes, which inherit its place in the job."""
+    os.environ[_JOINED] = str(os.getpid())
+
+
+def refuse_child(who: Identity) -> None:
+    """Raises an error in a child process of a rank, which has the rank's variables.
+
+    Args:
+        who: the place in the job that the variables name.
+
+    Raises:
+        UsageError: this process is such a child: the ranks of a job that a rank starts are children
+            of its launcher.
+    """
+    joined = os.environ.get(_JOINED)
+    main = sys.modules.get("__mp_main__")  # of workers; their parent may be a fork server
+    is_worker = main is not None and main.__name__ == "__mp_main__"
+    if joined is not None and (is_worker or joined == str(os.getppid())):
+        raise UsageError(
+            f"process {os.getpid()} is a child of rank {who.rank}, and no rank: it can't join the "
+            "job. If it is a worker that imports the script, put the script's calls under `if "
+            '__name__ == "__main__":`; start a program of its own with `pydist run`'
+        )
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

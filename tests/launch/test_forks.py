@@ -1,4 +1,4 @@
-"""Tests that a rank's forked processes end as without pydist, and that the job continues."""
+"""Tests that children of a rank end as without pydist and join no job, which goes on."""
 
 from __future__ import annotations
 
@@ -47,6 +47,26 @@ for use in {uses}:
 say("went on")
 """
 
+CHILDREN = """
+import multiprocessing, subprocess, sys
+import pydist
+
+mesh = pydist.init(spatial=(2, 1, 1))
+if __name__ == "__main__":
+    worker = multiprocessing.get_context(["spawn", "forkserver"][mesh.rank]).Process(target=print)
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 1
+    program = [sys.executable, "-c", "import pydist; print(pydist.init().size)"]
+    assert subprocess.run(program).returncode == 1
+    script = __file__.replace("script", "own")
+    with open(script, "w") as file:
+        file.write("import pydist; assert pydist.init().size == 1")
+    if mesh.rank == 0:
+        subprocess.run([sys.executable, "-m", "pydist.launch", "1", "gloo", script], check=True)
+    mesh.world.barrier()
+"""
+
 ENDS = {
     "pass": 0,
     "sys.exit(3)": 3,
@@ -76,7 +96,7 @@ def run(folder: Path, launcher: str, source: str) -> subprocess.CompletedProcess
         command = ["-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
     elif launcher not in [each.name for each in available()]:
         pytest.skip(f"{launcher} is not installed")
-    return run_python(*command, folder=folder, seconds=60, PYDIST_HANG_LIMIT="20")
+    return run_python(*command, folder=folder, seconds=120, PYDIST_HANG_LIMIT="20")
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -97,3 +117,13 @@ def test_forks_end_take_no_part_and_the_job_goes_on(tmp_path: Path, launcher: st
     for rank in range(2):
         said = f"is a fork of rank {rank}, and no rank: it can't take part"
         assert result.stderr.count(said) == len(USES)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_other_children_are_no_ranks_unless_a_launcher_starts_them(
+    tmp_path: Path, launcher: str
+) -> None:
+    result = run(tmp_path, launcher, CHILDREN)
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        assert result.stderr.count(f"is a child of rank {rank}, and no rank") == 2, result.stderr
