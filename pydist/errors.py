@@ -33,7 +33,7 @@ _WANTED = re.compile(
 """The size in such a message of torch ("you tried to allocate 4096 bytes"), CUDA ("Tried to
 allocate 2.00 GiB") or NumPy ("Unable to allocate 3.6 TiB")."""
 
-_SIGPIPE = 141
+SIGPIPE_CODE = 141
 """The exit code, as of a shell, of a tool whose output is no longer read."""
 
 
@@ -157,8 +157,11 @@ def disk_is_full(error: BaseException) -> bool:
 
 def output_is_gone(error: BaseException) -> bool:
     """Returns whether an error means that this process's output is no longer read (`| head`)."""
-    if not isinstance(error, BrokenPipeError):
-        return False
+    return isinstance(error, BrokenPipeError) and output_is_unread()
+
+
+def output_is_unread() -> bool:
+    """Returns whether this process's output is a pipe that has no reader any more."""
     poll = select.poll()
     for stream in (sys.__stdout__, sys.__stderr__):
         try:
@@ -182,6 +185,6 @@ def exit_code_of(error: BaseException) -> int:
     foreseen = (
         (out_of_memory, DoesNotFit.exit_code),
         (disk_is_full, DiskError.exit_code),
-        (output_is_gone, _SIGPIPE),
+        (output_is_gone, SIGPIPE_CODE),
     )
     return next((code for is_one, code in foreseen if is_one(error)), PydistError.exit_code)

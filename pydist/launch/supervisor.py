@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from pydist.errors import RankLost, UsageError
+from pydist.errors import SIGPIPE_CODE, RankLost, UsageError, output_is_unread
 from pydist.launch import watch
 from pydist.launch.backends import Backend, backend_named, cores
 from pydist.launch.launcher_env import without_identity
@@ -78,8 +78,8 @@ def launch(
 
     Returns:
         The exit code of the rank that failed first; 72 if a rank was killed, hangs or never
-        started; 130 after SIGINT, if no rank ends with a code of its own; 0 if all succeeded, also
-        after a signal to a service.
+        started; 130 after SIGINT, if no rank ends with a code of its own; 141 if the output is no
+        longer read; 0 if all succeeded, also after a signal to a service.
 
     Raises:
         UsageError: the MPI is not installed, or there is nothing to run.
@@ -286,6 +286,10 @@ class _RunningJob:
         code = None
         if self._backend.executable is not None:
             code = code_of_unreaped(pid)
+            # MPI's launchers end the ranks like this if they can't pass on what ranks print.
+            if code in (None, -signal.SIGTERM, -signal.SIGKILL) and output_is_unread():
+                self._verdict.code = SIGPIPE_CODE
+                return
         else:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._children[rank].wait(timeout=1)
@@ -391,6 +395,8 @@ class _RunningJob:
         codes = [child.returncode for child in self._children if child.returncode]
         if not codes:
             return 0
+        if output_is_unread():
+            return SIGPIPE_CODE
         _say(f"{self._backend.name} ended with code {codes[0]}")
         return codes[0] if 0 < codes[0] < 128 else RankLost.exit_code
 
