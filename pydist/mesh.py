@@ -6,6 +6,7 @@ import math
 import operator
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -94,7 +95,7 @@ class Mesh:
         self.data = self.group(("data",))
         if world.mixes:
             self._refuse_mixed_samples()
-        self.ranks_per_host = max(map(hosts.count, hosts))
+        self.ranks_per_host = max(Counter(hosts).values())
         """Number of ranks on the host that has most: they compute at the same time."""
         self.ranks_per_core = _ranks_per_core(world, hosts)
         """More than 1 if ranks share cores: then work that all of them repeat costs more."""

@@ -103,7 +103,7 @@ def _join_first(join: _Join, who: Identity | None) -> Transport:
         who = Identity("mpi", world.rank, world.size, local_rank=0, local_size=1)
         watch.start(who)
         world.barrier()
-    if who is not None:
+    if who is not None and world.size > 1:
         launcher_env.mark_children()
     watch.forget_page(who)
     _hear_of_other_machines(who, world)

@@ -224,6 +224,8 @@ class Consistency:
         """
         if mesh.size > 1 and not is_capturing():
             contents = self._shared_along(self._split_axes)
+            if len(contents) > _MOST:  # steps without a backward that compares them
+                return
             for setting, values in settings:
                 contents.add_checksum(setting, Checksum(values), WHOLE, mesh.session.forwards)
 

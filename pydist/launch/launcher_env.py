@@ -98,7 +98,7 @@ def _slurm_sets_pmi(environment: Mapping[str, str]) -> bool:
 
 def without_identity(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables without those that tell a process its place in a job."""
-    names = {name for each in (*_VARIABLES.values(), _LOCAL_OF_PMI) for name in each}
+    names = {name for each in (*_VARIABLES.values(), _LOCAL_OF_PMI, [_JOINED]) for name in each}
     return {name: value for name, value in environment.items() if name not in names}
 
 
@@ -120,7 +120,8 @@ def refuse_child(who: Identity) -> None:
     joined = os.environ.get(_JOINED)
     main = sys.modules.get("__mp_main__")  # of workers; their parent may be a fork server
     is_worker = main is not None and main.__name__ == "__mp_main__"
-    if joined is not None and (is_worker or joined == str(os.getppid())):
+    inherited = joined not in (None, str(os.getpid()))  # a rank connects several times
+    if inherited and (is_worker or joined == str(os.getppid())):
         raise UsageError(
             f"process {os.getpid()} is a child of rank {who.rank}, and no rank: it can't join the "
             "job. If it is a worker that imports the script, put the script's calls under `if "

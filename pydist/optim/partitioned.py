@@ -37,6 +37,8 @@ from pydist.watchdog import SPAN, phase
 
 Use = Literal["auto", "always", "never"]
 
+_OF_IMPLEMENTATION = "foreach", "fused", "capturable", "differentiable"
+"""Settings that do not change results; they may differ between kinds of devices."""
 _OF_HOOKS = "its step hooks would see parts; register them on what pydist.optim.sharded returns"
 WORTHWHILE = 1 << 20
 """Number of elements from which "auto" partitions the step. Adam takes 4.5 ns per element on one
@@ -144,7 +146,8 @@ class ShardedOptimizer(Optimizer):
         by_parameter = type(optimizer) in ELEMENTWISE or isinstance(optimizer, LayerwiseOptimizer)
         self._steps_once = not by_parameter
         kind = type(optimizer).__name__
-        self._settings = {n: Operand(f"setting {n!r} of {kind}") for n in optimizer.defaults}
+        compared = [name for name in optimizer.defaults if name not in _OF_IMPLEMENTATION]
+        self._settings = {name: Operand(f"setting {name!r} of {kind}") for name in compared}
         self._parts: dict[Tensor, Tensor] = {}
         self._layout: dict[int, ParameterPartition] = {}
         self._source: Mapping[int, ParameterPartition] | None = (
@@ -332,7 +335,8 @@ class ShardedOptimizer(Optimizer):
         given = (group.get(setting) for group in self.param_groups)
         flat = (x for each in given for x in (each if isinstance(each, tuple) else (each,)))
         numbers = [float(x) for x in flat if _is_on_host(x)]
-        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        # Processors may round differently; 0 is added as -0 equals 0.
+        return torch.tensor(numbers, dtype=torch.float32, device="cpu") + 0
 
     def _follow_members(self) -> Members:
         """Returns the members, after redistributing the state if their buckets have changed."""
@@ -442,7 +446,7 @@ class _Norms:
 
 def _is_on_host(setting: Any) -> bool:
     if isinstance(setting, Tensor):
-        return setting.dim() == 0 and setting.device.type == "cpu"
+        return setting.dim() == 0 and setting.device.type == "cpu" and not setting.requires_grad
     return isinstance(setting, int | float)
 
 

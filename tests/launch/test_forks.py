@@ -67,6 +67,23 @@ if __name__ == "__main__":
     mesh.world.barrier()
 """
 
+SPAWNED = """
+import os, socket
+import torch.multiprocessing as mp
+import pydist
+
+def work(rank, port):
+    of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in of_rank.items()})
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port)
+    assert pydist.init(spatial=(2, 1, 1)).size == 2
+
+if __name__ == "__main__":
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+    mp.spawn(work, (port,), nprocs=2)
+"""
+
 ENDS = {
     "pass": 0,
     "sys.exit(3)": 3,
@@ -127,3 +144,11 @@ def test_other_children_are_no_ranks_unless_a_launcher_starts_them(
     assert result.returncode == 0, result.stderr
     for rank in range(2):
         assert result.stderr.count(f"is a child of rank {rank}, and no rank") == 2, result.stderr
+
+
+def test_ranks_that_a_program_spawns_join(tmp_path: Path) -> None:
+    """It has not joined itself, so its children are the ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNED)
+    result = run_python(str(script), folder=tmp_path, seconds=120, PYDIST_HANG_LIMIT="20")
+    assert result.returncode == 0, result.stderr

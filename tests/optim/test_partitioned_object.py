@@ -93,6 +93,23 @@ def test_settings_that_ranks_set_differently_are_refused(make, setting, other):
     on_ranks((2, 1, 1), body)
 
 
+@pytest.mark.parametrize(
+    ("setting", "other"), [("lr", 0.1 + 1e-16), ("weight_decay", -0.0), ("foreach", False)]
+)
+def test_settings_that_differ_without_effect(setting, other):
+    """As rounded by another processor, or for ranks on unlike devices."""
+
+    def body(mesh):
+        model, optimizer = train(mesh, "always", lambda p: Adam(p, lr=0.1), steps=2)
+        if mesh.rank == 1:
+            optimizer.param_groups[-1][setting] = other
+        for _ in range(2):
+            loss_of(model, mesh).backward()
+            optimizer.step()
+
+    on_ranks((2, 1, 1), body)
+
+
 def test_a_group_added_between_backward_and_step():
     """Parts move to other ranks while gradients are pending."""
 

@@ -47,8 +47,12 @@ def in_place_on_plain(
     target: Tensor = args[0]
     given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    if not trains and (_held_elsewhere(target) or _memory_elsewhere(target)):
-        layout = layout.whole()
+    like = next(t for t in given if isinstance(t, ShardedTensor))
+    if not trains and any(layout.splits):
+        is_seen = torch.tensor([bool(_held_elsewhere(target) or _memory_elsewhere(target))])
+        like.mesh.sample.all_reduce(is_seen)  # it may be seen on one rank alone, as by a logger
+        if is_seen:
+            layout = layout.whole()
     fills = not any(layout.splits) and not (trains and target.requires_grad)
     why = _held_elsewhere(target) if trains else ""
     why = why or ("" if fills else _memory_elsewhere(target))
@@ -60,7 +64,6 @@ def in_place_on_plain(
             f"output with shape {list(target.shape)} doesn't match the broadcast shape "
             f"{list(layout.shape)}"
         )
-    like = next(t for t in given if isinstance(t, ShardedTensor))
     if func is not torch.Tensor.copy_:  # copy_ overwrites all values, which may differ
         block = shard_of_plain(target, layout)
         # A copy, as the tensor's own memory is freed after the swap.

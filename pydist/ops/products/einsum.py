@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.ops.dims import canonical_all
+from pydist.ops.dims import canonical, canonical_all
 from pydist.ops.products.contraction import Labels, contract, require_fit
 from pydist.tensor import implements
 
@@ -78,6 +78,7 @@ def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
 @implements(torch.linalg.cross)
 def linalg_cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
     """Computes the cross product of vectors along a dim."""
+    dim = canonical(dim, input.dim())
     if input.dim() != other.dim() or {input.shape[dim], other.shape[dim]} != {3}:
         raise RuntimeError(
             f"cross product of shapes {list(input.shape)} and {list(other.shape)} along dim {dim}: "

@@ -65,7 +65,7 @@ def roll(
     amounts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     along = () if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
     layout = input.layout
-    if dims is None and len(amounts) == 1 and layout.split_dims:
+    if not along and len(amounts) == 1 and layout.split_dims:
         return roll(input.flatten(), amounts, 0).reshape(input.shape)  # type: ignore[arg-type, return-value]
     if len(along) != len(amounts) or not layout.split_dims:
         # torch raises its own error if the numbers of shifts and dims differ.

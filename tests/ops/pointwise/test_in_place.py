@@ -137,6 +137,23 @@ def test_without_gradient_others_see_the_full_result(case, fill):
     on_ranks((2, 2, 2), body)
 
 
+@pytest.mark.parametrize("rank", [0, 7])
+def test_memory_that_one_rank_alone_sees_elsewhere(rank):
+    """As by a program that logs on one rank. All ranks do the same."""
+
+    @torch.no_grad()
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS))
+        plain = torch.zeros(SHAPE).double()
+        held = plain.numpy() if mesh.rank == rank else None
+        plain.add_(x)
+        assert torch.equal(plain, randn(*SHAPE))
+        assert not isinstance(plain, ShardedTensor)
+        assert held is None or held.any()
+
+    on_ranks((2, 2, 2), body)
+
+
 STATISTICS = {
     "data": lambda s, m: s.data.copy_(m),
     "running mean": lambda s, m: s.data.mul_(0.9).add_(0.1 * m),

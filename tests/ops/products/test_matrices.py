@@ -31,7 +31,18 @@ def test_what_torch_refuses():
         x = distribute_tensor(randn(1, 1, 4, 4, 3), mesh)
         with pytest.raises(RuntimeError, match="square"):
             torch.linalg.det(x)
-        with pytest.raises(RuntimeError, match="singular"):
-            torch.linalg.inv(x[..., :3, :] * 0)
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_a_singular_matrix_of_one_rank_is_an_error_of_all():
+    """So a program that catches it goes on with the same calls on all ranks."""
+
+    def body(mesh):
+        factors = torch.arange(4).sub(3)[:, None, None]
+        x = distribute_tensor((randn(1, 1, 4, 3, 3) + 3 * torch.eye(3)) * factors, mesh)
+        with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+            torch.inverse(input=x)
+        assert torch.det(input=x).full_tensor()[0, 0, 3] == 0
 
     on_ranks((2, 1, 1), body)
