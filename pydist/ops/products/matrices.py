@@ -58,7 +58,9 @@ def _inverse(x: ShardedTensor) -> Any:
         is_singular = torch.tensor([bool(info.any())])
         x.mesh.sample.all_reduce(is_singular)
         if is_singular:
-            raise torch.linalg.LinAlgError("linalg.inv: an input matrix is singular")
+            raise torch.linalg.LinAlgError(  # type: ignore[attr-defined]  # not in its stubs
+                "linalg.inv: an input matrix is singular"
+            )
         return found
 
     return _of_matrices(torch.linalg.inv, x, compute)

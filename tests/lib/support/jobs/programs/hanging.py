@@ -147,7 +147,8 @@ def run_own_loop(mesh: Any) -> None:
         from pydist.backend.autotuner import autotuner_of
 
         class Hanging:
-            key, candidates = "hang", ("fast", "slow")
+            key = choice_key = "hang"
+            candidates = "fast", "slow"
 
             def rivals(self, candidate: str) -> Sequence[str]:
                 return self.candidates
