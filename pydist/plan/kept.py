@@ -22,6 +22,9 @@ from pydist.comm import LocalTransport
 from pydist.mesh import Mesh
 from pydist.plan.estimate import ConvTimes
 
+_TURNS = 2
+"""Measurements of a kernel: the library may compile it at the first, for longer than it runs."""
+
 
 class KeptConvs:
     """Function object that returns the kept seconds of a convolution's forward, dgrad and wgrad.
@@ -101,6 +104,6 @@ def _measure(problem: ConvProblem) -> None:
     if known.seconds or not is_wanted() or not records.is_writable():
         return
     visits = Visits(subject, x, weight)
-    for name in _names(subject, _ruled(subject)):
+    for name in [*_names(subject, _ruled(subject))] * _TURNS:
         known.add(name, visits(name))
     records.write(subject.key, known)

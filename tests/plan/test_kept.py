@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pydist.backend import conv_tuning
 from pydist.backend.conv_kernels import by_rule
 from pydist.backend.conv_tuning import ConvSubject, thread_counts
-from pydist.backend.problem import ConvProblem
+from pydist.backend.problem import ROLES, ConvProblem
 from pydist.backend.records import Records, TuningRecord
 from pydist.grid import Grid
 from pydist.hardware import CPU
@@ -32,6 +33,19 @@ def test_times_are_measured_once_and_kept(planes: int, tmp_path, monkeypatch) ->
     if planes == 4:  # too small for the autotuner
         rule = by_rule([problem], 0)
         assert (found.kernels.forward, found.kernels.wgrad) == (rule.forward, rule.wgrad)
+
+
+def test_the_time_in_which_a_kernel_is_compiled_does_not_count(tmp_path, monkeypatch) -> None:
+    """The library compiles kernels of small convolutions for longer than they run."""
+    monkeypatch.setenv("PYDIST_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYDIST_TUNE", "1")
+    compiling = iter([1.0] * len(ROLES))
+    monkeypatch.setattr(conv_tuning, "seconds_of", lambda run: next(compiling, 0.25))
+    ones = (1, 1, 1)
+    problem = ConvProblem((1, 8, 4, 4, 4), (8, 8, 3, 3, 3), ones, ones, ones, 1, torch.float32)
+    found = KeptConvs(1, measures=True)(problem, 1)
+    assert found is not None
+    assert found[:3] == (0.25, 0.25, 0.25)
 
 
 def test_an_input_larger_than_the_memory_is_measured_in_part(tmp_path, monkeypatch) -> None:
