@@ -20,12 +20,13 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
 import common
 import jobs
+from formatting import result_of
 
 NETWORKS = {
     "CosmoFlow, 64³": ("cosmoflow", 64),
@@ -58,7 +59,7 @@ def main() -> None:
     """Starts the ranks and shows predictions with measurements, or runs one of the ranks."""
     parser = common.parser(__doc__, rounds=7)
     parser.add_argument("--mpi", default="auto", help="openmpi, mpich or auto")
-    parser.add_argument("--network", type=int, nargs="+", help="numbers of networks, from 0 on")
+    parser.add_argument("--network", type=int, nargs="+", help="measure some, from 0 on, anew")
     parser.add_argument(
         "--profiles", nargs=2, metavar="FILE", help="compare the predictions of two profiles"
     )
@@ -99,8 +100,17 @@ def main() -> None:
             for each in started.values():
                 each.ask("forget")
     show(rows)
+    if options.network is not None:
+        rows += others(networks)
     result = {"machine": common.machine(), "hardware": hardware, "batch": BATCH, "rows": rows}
     common.write(result, "plan_accuracy", options)
+
+
+def others(networks: Collection[str]) -> list[dict[str, Any]]:
+    """Returns the kept rows of other networks, with the commit at which they were measured."""
+    before = result_of("plan_accuracy")
+    commit = before["machine"]["commit"]
+    return [{"commit": commit, **row} for row in before["rows"] if row["network"] not in networks]
 
 
 def is_one_rank(mesh: str) -> bool:
