@@ -308,7 +308,15 @@ def _plans() -> str:
 
     head = ["network", "mesh", "predicted, s", "measured, s", "ratio", "MB predicted", "counted"]
     rows = result_of("plan_accuracy")["rows"]
-    return table([*head, "ratio"], [[row["network"], row["mesh"], *cells(row)] for row in rows])
+    # A row that an earlier run has measured names its commit.
+    names = [
+        f"{row['network']} (at {row['commit']})" if "commit" in row else row["network"]
+        for row in rows
+    ]
+    return table(
+        [*head, "ratio"],
+        [[name, row["mesh"], *cells(row)] for name, row in zip(names, rows, strict=True)],
+    )
 
 
 def _serving() -> str:

@@ -1,8 +1,8 @@
 """The autotuner, which chooses among kernels by measurement.
 
 All ranks of a sample group choose together. When a problem first occurs in training, all its
-candidates are measured, while the other ranks of the group compute as well; so do other groups,
-which come to the problem at about the same time. Later runs measure a few candidates again that may
+candidates are measured, while the other ranks of the group compute as well. Other groups measure
+the same problem at about the same time. Later runs measure a few candidates again that may
 be the fastest, the least measured ones first. This revises choices that were made on a busy
 machine. Within a run, a choice stays; `Autotuner.everyones` is for
 checkpoints, and for files that pin the choices of another run, which makes results bit-identical.

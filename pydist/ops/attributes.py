@@ -141,7 +141,7 @@ def _set_data_of_plain(parameter: nn.Parameter, new: Tensor) -> None:
 
 
 # torch asks no override of the new values, and a parameter without storage would crash later.
-nn.Parameter.data = property(_descriptor("data").__get__, _set_data_of_plain)  # type: ignore[assignment]
+nn.Parameter.data = property(_descriptor("data").__get__, _set_data_of_plain)  # type: ignore[assignment]  # a variable in its stubs
 
 
 @implements(torch._has_compatible_shallow_copy_type)

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from pydist.entry_hook import EntryHook, entry_hook_of
 from pydist.errors import NotSupported, UsageError
-from pydist.exchange.consistency import consistency_of
-from pydist.exchange.contents import Operand
 from pydist.exchange.own_slice import is_sharded_weight, own_slice, slicing_of
 from pydist.gradients.forms.form import DenseForm
 from pydist.gradients.members import Members
@@ -23,6 +21,7 @@ from pydist.gradients.partitioned_bucket import ParameterPartition, PartitionedB
 from pydist.gradients.reducer import Reducer
 from pydist.gradients.rows import in_memory_order_of, memory_of
 from pydist.mesh import Mesh
+from pydist.optim.compared_settings import ComparedSettings
 from pydist.optim.layerwise import LayerwiseOptimizer
 from pydist.optim.whole_state import ParameterState, gather_state, state_of_all
 from pydist.slices.steps import (
@@ -37,8 +36,6 @@ from pydist.watchdog import SPAN, phase
 
 Use = Literal["auto", "always", "never"]
 
-_OF_IMPLEMENTATION = "foreach", "fused", "capturable", "differentiable"
-"""Settings that do not change results; they may differ between kinds of devices."""
 _OF_HOOKS = "its step hooks would see parts; register them on what pydist.optim.sharded returns"
 WORTHWHILE = 1 << 20
 """Number of elements from which "auto" partitions the step. Adam takes 4.5 ns per element on one
@@ -145,9 +142,7 @@ class ShardedOptimizer(Optimizer):
         # Other classes may keep numbers in their groups or attributes, which change in each step.
         by_parameter = type(optimizer) in ELEMENTWISE or isinstance(optimizer, LayerwiseOptimizer)
         self._steps_once = not by_parameter
-        kind = type(optimizer).__name__
-        compared = [name for name in optimizer.defaults if name not in _OF_IMPLEMENTATION]
-        self._settings = {name: Operand(f"setting {name!r} of {kind}") for name in compared}
+        self._settings = ComparedSettings(optimizer)
         self._parts: dict[Tensor, Tensor] = {}
         self._layout: dict[int, ParameterPartition] = {}
         self._source: Mapping[int, ParameterPartition] | None = (
@@ -197,10 +192,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Each rank steps its parts with its own settings, and all ranks get the same parameters:
-        # no comparison of parameters would show that the settings differ.
-        settings = ((each, self._values_of(name)) for name, each in self._settings.items())
-        consistency_of(self._mesh).sum_settings(self._mesh, settings)
+        self._settings.note(self._mesh)
         members = self._follow_members()
         rest = {id(p): p for p in map(own_slice, self._parameters())}
         for parameter in rest.values():
@@ -330,14 +322,6 @@ class ShardedOptimizer(Optimizer):
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _values_of(self, setting: str) -> Tensor:
-        """Returns the numbers that a setting has in all groups, except those on a device."""
-        given = (group.get(setting) for group in self.param_groups)
-        flat = (x for each in given for x in (each if isinstance(each, tuple) else (each,)))
-        numbers = [float(x) for x in flat if _is_on_host(x)]
-        # Processors may round differently; 0 is added as -0 equals 0.
-        return torch.tensor(numbers, dtype=torch.float32, device="cpu") + 0
-
     def _follow_members(self) -> Members:
         """Returns the members, after redistributing the state if their buckets have changed."""
         members = self._reducer.members
@@ -442,12 +426,6 @@ class _Norms:
         if not self._is_sent:
             self._is_sent = True
             self._world.all_reduce(self._all)
-
-
-def _is_on_host(setting: Any) -> bool:
-    if isinstance(setting, Tensor):
-        return setting.dim() == 0 and setting.device.type == "cpu" and not setting.requires_grad
-    return isinstance(setting, int | float)
 
 
 def _has_copies(parameter: Tensor, entry: EntryHook) -> bool:

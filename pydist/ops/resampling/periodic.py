@@ -66,7 +66,10 @@ def roll(
     along = () if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
     layout = input.layout
     if not along and len(amounts) == 1 and layout.split_dims:
-        return roll(input.flatten(), amounts, 0).reshape(input.shape)  # type: ignore[arg-type, return-value]
+        flat: Any = input.flatten()
+        rolled: Any = roll(flat, amounts, 0)
+        found: ShardedTensor = rolled.reshape(input.shape)
+        return found
     if len(along) != len(amounts) or not layout.split_dims:
         # torch raises its own error if the numbers of shifts and dims differ.
         return wrap(torch.roll(local_of(input), amounts, along), layout, input)
